@@ -15,7 +15,7 @@ from meshwright.serve.engine import Engine
 from meshwright.serve.request import TokenRequest
 from meshwright.serve.sampling import Sampling
 from meshwright.spec.strategy import Strategy, make_mesh
-from tests.parallel.generate_cases import LLAMA, float_params, likeliest
+from tests.parallel.generate_cases import DEFAULT, FAMILIES, LLAMA, float_params, likeliest
 
 MAX_LEN, PAGE_LEN, NUM_PAGES = 32, 4, 24
 PROMPTS = [[5, 9, 60, 2, 7, 7, 1, 8, 30], [3], [11, 12, 13], list(range(20, 37)), [40, 2], [9] * 6]
@@ -27,20 +27,29 @@ def params():
     return float_params(LLAMA)
 
 
+def step_of(model=LLAMA, *, batch_invariant=False) -> PackedStep:
+    storage = Storage(cache_dtype="fp32", page_len=PAGE_LEN, num_pages=NUM_PAGES)
+    strategy = Strategy(mesh=make_mesh({}), state="fp32")
+    return PackedStep(model, strategy, max_len=MAX_LEN, max_seqs=4, storage=storage, batch_invariant=batch_invariant)
+
+
+def engine_on(step, placed, **options) -> Engine:
+    given = {"max_requests": 4, "token_budget": 16, "page_len": PAGE_LEN, "num_pages": NUM_PAGES, **options}
+    return Engine(step, placed, SchedulerLimits(**given))
+
+
 @pytest.fixture(scope="module")
 def step():
-    storage = Storage(cache_dtype="fp32", page_len=PAGE_LEN, num_pages=NUM_PAGES)
-    return PackedStep(LLAMA, Strategy(mesh=make_mesh({}), state="fp32"), max_len=MAX_LEN, max_seqs=4, storage=storage)
+    return step_of()
 
 
 @pytest.fixture(scope="module")
 def engine_of(step, params):
-    """Engines on one step, whose programs are compiled once."""
-    placed = step.place(params)
+    """Engines on two steps, whose programs are compiled once."""
+    placed, invariant = step.place(params), step_of(batch_invariant=True)
 
-    def make(**options) -> Engine:
-        given = {"max_requests": 4, "token_budget": 16, "page_len": PAGE_LEN, "num_pages": NUM_PAGES, **options}
-        return Engine(step, placed, SchedulerLimits(**given))
+    def make(batch_invariant=False, **options) -> Engine:
+        return engine_on(invariant if batch_invariant else step, placed, **options)
 
     return make
 
@@ -235,6 +244,52 @@ def test_pages_of_idle_prefixes_make_room(engine_of, params):
         assert tokens_of(outputs) == likeliest(LLAMA, params, prompt, 2)
         assert_whole(engine)
     assert engine.state().prefix_hits == 0
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_needle_is_the_same_bit_by_bit_in_any_batch(engine_of, data):
+    """Any company, order, budget, cancellation, prefix hit, preemption: the same log-probabilities to the last bit."""
+    needle = request(PROMPTS[3], logprobs=2)
+    wanted = [one.logprob for one in engine_of(batch_invariant=True).run([needle])[0]]
+    budget = data.draw(st.sampled_from([4, 5, 16, 31]))
+    engine = engine_of(batch_invariant=True, watermark=0.0, prefix_cache=data.draw(st.booleans()), token_budget=budget)
+    few = data.draw(st.sampled_from([0, 12, 16]))
+    taken = [engine._pages.free.pop() for _ in range(few)]
+    engine._pages.take(few)
+    others, found = [], {}
+    for _ in range(data.draw(st.integers(1, 5))):
+        for prompt in data.draw(st.lists(st.sampled_from([*PROMPTS, PROMPTS[3][:12]]), max_size=5)):
+            others.append(engine.submit(request(prompt, max_tokens=data.draw(st.integers(1, NUM_TOKENS)))))
+        found[engine.submit(needle)] = []
+        for _ in range(data.draw(st.integers(0, 8))):
+            for output in engine.step():
+                found.get(output.number, []).append(output)
+        if others and data.draw(st.booleans()):
+            engine.cancel(data.draw(st.sampled_from(others)))
+    while engine.has_work:
+        for output in engine.step():
+            found.get(output.number, []).append(output)
+    for outputs in found.values():
+        assert [one.logprob for one in outputs] == wanted
+    engine._pages.free += taken
+    engine._pages.give(few)
+    assert_whole(engine)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in DEFAULT[1:] else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_every_family_is_the_same_bit_by_bit_in_any_batch(name):
+    model = FAMILIES[name]
+    step = step_of(model, batch_invariant=True)
+    placed, needle = step.place(float_params(model)), request(PROMPTS[3], logprobs=2)
+    found = []
+    for budget, company in ((16, []), (5, PROMPTS), (16, [*PROMPTS, *PROMPTS]), (31, [PROMPTS[3], PROMPTS[5]])):
+        engine = engine_on(step, placed, token_budget=budget, prefix_cache=True)
+        outputs = engine.run([*map(request, company), needle, *map(request, company)])[len(company)]
+        found.append([one.logprob for one in outputs])
+    assert found[1:] == found[:1] * 3
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -21,8 +21,8 @@ class Context:
     ``mesh`` has the sizes of the axes. ``order`` says which positions of a sequence each device has. ``divergent``: see
     `nn.collectives.Ring`. With ``offload`` the results that layers keep for their backward pass are in host memory.
     ``seq_len`` is the maximum length of a sequence in generation, 0 in training, and ``longest`` bounds the rows of a
-    sequence among packed ones. ``dtype`` is the stream's in
-    generation, since int8 weights do not determine it.
+    sequence among packed ones. With ``alike`` a row's norms are the same bits whatever the number of rows. ``dtype`` is
+    the stream's in generation, since int8 weights do not determine it.
     ``constrain`` is applied to every result that has its declared sharding: only the GSPMD form has it, and passes
     `with_sharding_constraint`.
     """
@@ -36,6 +36,7 @@ class Context:
     offload: bool = False
     seq_len: int = 0
     longest: int = 1
+    alike: bool = False
     dtype: str = "fp32"
     constrain: Callable[[ShardedArray, Array], Array] | None = None
 

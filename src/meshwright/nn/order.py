@@ -1,4 +1,5 @@
-"""Orders what compilers would run, or allocate, whenever they like: they drop barriers before they schedule."""
+"""Orders what compilers would run, or allocate, whenever they like: they drop barriers before they schedule. Sums in
+one order, whatever else is computed."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -21,6 +22,18 @@ def after(values: Any, arrays: Iterable[Array]) -> Any:
     """Returns the same values, from which nothing is computed before the arrays exist."""
     no = never(arrays)
     return jax.tree.map(lambda value: jnp.where(no, jnp.zeros_like(value), value), values)
+
+
+def sum_of_halves(x: Array) -> Array:
+    """Returns the sums over the last dim, which becomes 1: halves are added until one entry is left.
+
+    The order of XLA's own reductions on CPUs depends on the other dims, so that a row's sum depends on its batch.
+    """
+    while (size := x.shape[-1]) > 1:
+        half, rest = divmod(size, 2)
+        summed = x[..., :half] + x[..., half : 2 * half]
+        x = jnp.concatenate([summed, x[..., 2 * half :]], axis=-1) if rest else summed
+    return x
 
 
 def zeros_after(shape: tuple[int, ...], dtype: Any, array: Array) -> Array:

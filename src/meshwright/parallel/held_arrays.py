@@ -43,6 +43,7 @@ class HeldArrays:
     quantised: bool
     declared: Mapping[str, ShardedArray]
     max_len: int
+    batch_invariant: bool = False
     heads_first: Collection[str] = ()
     """Caches, in tuples of layers, whose pages have heads before slots."""
 
@@ -159,6 +160,7 @@ class HeldArrays:
             mesh=self.strategy.mesh,
             seq_len=self.max_len,
             longest=longest,
+            alike=self.batch_invariant,
             dtype=self.strategy.state_dtype,
         )
         (stack,) = derived.program.stacks

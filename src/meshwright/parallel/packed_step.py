@@ -36,6 +36,9 @@ from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
 from meshwright.spec.weights import without_mtp
 
+ALIKE_ROWS = 32
+"""Rows up to which XLA's programs for CPUs sum the products of a row in one order, from two rows on."""
+
 
 class PackedShape(NamedTuple):
     """A compiled shape: rows, sequences, rows with logits, and at most how many rows of one sequence."""
@@ -64,7 +67,9 @@ class PackedStep(HeldArrays):
     """Steps of a model under a strategy, of up to ``max_seqs`` sequences of at most ``max_len`` positions.
 
     Keys and values of all sequences are in ``num_pages`` pages of ``page_len`` slots. On CPUs weights and caches are
-    tuples of layers and the loops over layers are unrolled. Compiled programs are kept under the folder ``programs``.
+    tuples of layers and the loops over layers are unrolled. With ``batch_invariant`` what is computed of a row depends,
+    to the last bit, on its own sequence alone, in steps of 2 to `ALIKE_ROWS` rows that are sequences of their own for
+    attention (``longest`` is 1); float32 on one CPU device. Compiled programs are kept under the folder ``programs``.
     """
 
     @checked
@@ -76,6 +81,7 @@ class PackedStep(HeldArrays):
         max_len: int,
         max_seqs: int,
         storage: Storage,
+        batch_invariant: bool = False,
         programs: Path | None = None,
     ) -> None:
         model = without_mtp(model)
@@ -110,9 +116,15 @@ class PackedStep(HeldArrays):
         self.compiler = compiler_options(self.mesh)
         self.unrolled = platform_of(self.mesh.devices.flat[0]) == "cpu"
         self.heads_first = [row.name for row in self.table if row.dims[2][0] == "K"] if self.unrolled else []
-        self.programs = ProgramStore(
-            programs, [replace(model, name=""), self.strategy, storage, max_len, max_seqs, self.compiler.used]
-        )
+        self.batch_invariant = batch_invariant
+        if batch_invariant and not (self.unrolled and strategy.num_chips == 1 and self.dtype == jnp.float32):
+            raise CannotRunError(
+                "rows are the same bits in any batch in float32 on one CPU device, in this version. Leave "
+                "batch_invariant out, or serve float32 weights on one device."
+            )
+        sizes_of_programs = max_len, max_seqs, batch_invariant
+        about = [replace(model, name=""), self.strategy, storage, sizes_of_programs, self.compiler.used]
+        self.programs = ProgramStore(programs, about)
         self._compiled: dict[PackedShape, jax.stages.Compiled] = {}
 
     # -- what a user calls -------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from meshwright.batching.request import ActiveRequest, GenerationRequest
 from meshwright.batching.scheduler import EngineStep, Scheduler
 from meshwright.core.errors import InputError
 from meshwright.nn.weights import Params
-from meshwright.parallel.packed_step import PackedRows, PackedShape, PackedStep
+from meshwright.parallel.packed_step import ALIKE_ROWS, PackedRows, PackedShape, PackedStep
 from meshwright.parallel.program_store import ProgramStore
 from meshwright.serve.drawing import Drawn, OutputRow, TokenDrawer, adjusts
 from meshwright.serve.prefix_tree import PrefixTree
@@ -63,7 +63,8 @@ class _Dispatched(NamedTuple):
 class Engine:
     """Runs requests on a packed step, scheduled within ``limits``, whose slots and pages are those of the step.
 
-    Raises InputError if the limits are not the step's.
+    If the step is batch-invariant, every row is a sequence of its own for attention, also those of a prompt. Raises
+    InputError if the limits are not the step's.
     """
 
     def __init__(self, step: PackedStep, params: Params, limits: SchedulerLimits) -> None:
@@ -88,8 +89,14 @@ class Engine:
             "interleaved": max(limits.token_budget, step.max_len),
             "static": step.max_seqs * step.max_len,
         }[limits.policy]
-        self._decode_sizes = _sizes(LEAST_ROWS, step.max_seqs, halves_from=8)
-        self._chunk_sizes = _sizes(16, most)
+        batch_invariant = step.batch_invariant
+        if batch_invariant and most > ALIKE_ROWS:
+            raise InputError(
+                f"a step of {most} rows is not multiplied row by row alike. Give a token_budget of at most "
+                f"{ALIKE_ROWS} to a batch-invariant engine, and the policy chunked."
+            )
+        self._decode_sizes = _sizes(LEAST_ROWS, most if batch_invariant else step.max_seqs, halves_from=8)
+        self._chunk_sizes = [] if batch_invariant else _sizes(16, most)
 
     # -- what a user calls -------------------------------------------------------------------------
 
@@ -175,7 +182,7 @@ class Engine:
         decode = [PackedShape(size, size, size, 1) for size in self._decode_sizes]
         sequences = (min(self.limits.max_requests, rows) for rows in self._chunk_sizes)
         chunks = [PackedShape(rows, most, most, rows) for rows, most in zip(self._chunk_sizes, sequences, strict=True)]
-        return [chunks[0], *decode, *chunks[1:]]
+        return [*chunks[:1], *decode, *chunks[1:]]
 
     def warm_up(self, on_shape: Callable[[int, int], None] = lambda done, all: None) -> None:
         """Compiles every shape, and what draws from it; ``on_shape`` is told how many are done of how many. May run in
@@ -248,7 +255,7 @@ class Engine:
         counts = np.array([end - start for _, start, end in parts], np.int32)
         ends = np.array([end for _, _, end in parts], np.int32)
         num_rows, num_parts = int(counts.sum()), len(parts)
-        if num_decoding == num_parts:
+        if num_decoding == num_parts or self._step.batch_invariant:
             size = length = _fitting(self._decode_sizes, num_rows)
             longest = 1
         else:
@@ -280,8 +287,10 @@ class Engine:
                 outputs.append(OutputRow(live.slot, live.produced))
                 last.append(row + end - start - 1)
                 live.produced += 1
-        slots = [live.slot for live, _, _ in parts]
-        at = self._table[slots][owner, positions // page_len] * page_len + positions % page_len
+        tables = self._table[[live.slot for live, _, _ in parts]]
+        at = tables[owner, positions // page_len] * page_len + positions % page_len
+        if self._step.batch_invariant:
+            first, counts, ends, tables = np.arange(num_rows), np.ones(num_rows, int), positions + 1, tables[owner]
         return (
             PackedRows(
                 tokens=tokens,
@@ -291,7 +300,7 @@ class Engine:
                 first=_padded(first, length, num_rows),
                 counts=_padded(counts, length),
                 lengths=_padded(ends, length),
-                pages=_padded(self._table[slots], length),
+                pages=_padded(tables, length),
                 last=_padded(np.array(last, np.int32), length if len(last) <= length else size),
             ),
             expected,

@@ -18,7 +18,7 @@ from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.units import format_bytes
 from meshwright.nn.hf.weights import load_params
-from meshwright.parallel.packed_step import PackedStep
+from meshwright.parallel.packed_step import ALIKE_ROWS, PackedStep
 from meshwright.serve.engine import Engine
 from meshwright.serve.model_folder import ModelFolder, open_model
 from meshwright.spec.model import Model
@@ -34,7 +34,8 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     by default 32 on CPUs, 128 on TPUs, 16 on GPUs. ``cache_bytes`` of each device hold pages: by default 90% of what
     the weights leave of an accelerator's memory, or half of a machine's free memory, but no more than all requests need
     at their longest. ``weights`` is "int8" or "". ``mesh`` is {"tensor": devices} by default. ``prefix_cache``: see
-    `batching.limits.SchedulerLimits`.
+    `batching.limits.SchedulerLimits`. ``batch_invariant``: see `PackedStep`; up to 32 requests then run at once, in
+    steps of 32 tokens.
     """
 
     max_len: int = 0
@@ -46,6 +47,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     weights: str = ""
     policy: Policy = "chunked"
     prefix_cache: bool = True
+    batch_invariant: bool = False
     mesh: dict[str, int] | None = None
 
     def __post_init__(self) -> None:
@@ -90,7 +92,8 @@ def open_engine(
     strategy = Strategy(mesh=mesh, state="fp32" if source.dtype == "fp32" else "bf16-adam")
     on_cpu = devices[0].platform == "cpu"
     max_requests = options.max_requests or (32 if on_cpu else 256)
-    budget = options.token_budget or max(256 if on_cpu else 2048, max_requests)
+    usual = ALIKE_ROWS if options.batch_invariant else 256 if on_cpu else 2048
+    budget = options.token_budget or max(usual, max_requests)
     storage = Storage(
         cache_dtype=options.cache_dtype or source.dtype,  # type: ignore[arg-type]
         weights=options.weights,  # type: ignore[arg-type]
@@ -106,6 +109,7 @@ def open_engine(
         max_len=found.max_len,
         max_seqs=max_requests,
         storage=storage,
+        batch_invariant=options.batch_invariant,
         programs=cache_folder() / "programs",
     )
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16

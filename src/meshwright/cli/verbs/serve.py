@@ -40,6 +40,7 @@ class EngineGiven(Options):
         "How weights are stored.", "--weights", "--quantization", default="as they are"
     )
     policy: Literal["chunked", "interleaved", "static"] = option("How requests share steps.", default="chunked")
+    batch_invariant: bool = option("The same tokens and log-probabilities, bit for bit, whatever else runs.")
     no_prefix_cache: bool = option(
         "Compute the beginnings that prompts share again.", "--no-prefix-cache", "--no-enable-prefix-caching"
     )
@@ -104,6 +105,7 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> "EngineOp
         weights="int8" if given.weights == "int8" else "",
         policy=given.policy,
         prefix_cache=not given.no_prefix_cache and given.policy != "static",
+        batch_invariant=given.batch_invariant,
         mesh=mesh,
     )
 

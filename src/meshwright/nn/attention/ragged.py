@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from meshwright.nn.activations import capped
 from meshwright.nn.attention.kernels.scores import LOWEST, RunningSoftmax
 from meshwright.nn.attention.platform import default_platform
+from meshwright.nn.order import sum_of_halves
 
 TILE_SLOTS = 128
 """Slots of a tile at least, where the page table has as many: pages are not split."""
@@ -349,7 +350,7 @@ def _by_turns(
         own_peak = jnp.maximum(jnp.ceil(scores.max(axis=-1) / LN2), NO_PEAK)
         weights = jnp.exp(scores - own_peak[..., None] * LN2)
         values = keys[0] if latent else operand(mixed.values, page)
-        own_total, weights = weights.sum(axis=-1), scaled(weights, mixed.scale, page).astype(dtype)
+        own_total, weights = sum_of_halves(weights)[..., 0], scaled(weights, mixed.scale, page).astype(dtype)
         sums = jnp.einsum("WKRC,WKCH->WKRH", weights, values, preferred_element_type=jnp.float32)
         peak = state.peak.at[at].max(own_peak, mode="drop")
         fade, rise = _two_to(state.peak - peak), _two_to(own_peak - peak[of])

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from meshwright.nn.ops.rms_norm import ModelRows, ModelVector, norm_backward, normed_rows, over_rows, sum_rows
 
 
-def layer_norm(x: ModelRows, scale: ModelVector, bias: ModelVector, *, eps: float) -> ModelRows:
-    """Returns ``(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`` over the last dim."""
-    normed, _ = normed_rows(x, eps, centred=True)
+def layer_norm(x: ModelRows, scale: ModelVector, bias: ModelVector, *, eps: float, alike: bool = False) -> ModelRows:
+    """Returns ``(x - mean(x)) / sqrt(var(x) + eps) * scale + bias`` over the last dim; ``alike``: see `Context`."""
+    normed, _ = normed_rows(x, eps, centred=True, alike=alike)
     return (normed * over_rows(scale, x) + over_rows(bias, x)).astype(x.dtype)
 
 
@@ -20,6 +20,6 @@ def layer_norm_backward(
 
 
 STEPS = {
-    "layer_norm": lambda context, step, *given: layer_norm(*given, eps=context.model.norm_eps),
+    "layer_norm": lambda context, step, *given: layer_norm(*given, eps=context.model.norm_eps, alike=context.alike),
     "layer_norm_backward": lambda context, step, *given: layer_norm_backward(*given, eps=context.model.norm_eps),
 }

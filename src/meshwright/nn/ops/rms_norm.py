@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.context import Context
+from meshwright.nn.order import sum_of_halves
 from meshwright.spec.model import Model
 
 ModelRows = Float[Array, "*rows D"]
@@ -26,12 +27,13 @@ class RmsForm(NamedTuple):
     """Variant of RMS norm of a family.
 
     ``unit_offset``: the scale is 1 + the stored weight. ``wide_scale``: the scale is applied in float32, before the row
-    is cast to its dtype; else after.
+    is cast to its dtype; else after. ``alike``: see `Context`.
     """
 
     eps: float
     unit_offset: bool = False
     wide_scale: bool = False
+    alike: bool = False
 
 
 def rms_form(model: Model, *, latent: bool = False) -> RmsForm:
@@ -43,7 +45,7 @@ def rms_form(model: Model, *, latent: bool = False) -> RmsForm:
 
 def rms_norm(x: ModelRows, scale: ModelVector, form: RmsForm) -> ModelRows:
     """Returns ``x / sqrt(mean(x**2) + eps) * scale`` over the last dim; ``* (1 + scale)`` with ``unit_offset``."""
-    normed, _ = normed_rows(x, form.eps)
+    normed, _ = normed_rows(x, form.eps, alike=form.alike)
     if form.wide_scale:
         return (normed * _multiplier(scale, x, form)).astype(x.dtype)
     return normed.astype(x.dtype) * _multiplier(scale, x, form, x.dtype)
@@ -60,12 +62,16 @@ def rms_norm_backward(
     return dx, dscale.astype(scale.dtype)
 
 
-def normed_rows(x: Array, eps: float, *, centred: bool = False) -> tuple[Array, Array]:
+def normed_rows(x: Array, eps: float, *, centred: bool = False, alike: bool = False) -> tuple[Array, Array]:
     """Returns rows of mean square 1, and of mean 0 if ``centred``, in float32, and 1 / rms of each row."""
+
+    def mean(rows: Array) -> Array:
+        return sum_of_halves(rows) / rows.shape[-1] if alike else jnp.mean(rows, axis=-1, keepdims=True)
+
     wide = x.astype(jnp.float32)
     if centred:
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+        wide = wide - mean(wide)
+    inverse = lax.rsqrt(mean(wide * wide) + eps)
     return wide * inverse, inverse
 
 
@@ -100,7 +106,7 @@ def _form(context: Context, scale_name: str) -> RmsForm:
 
 
 def _forward(context: Context, step: Step, x: Array, scale: Array) -> Array:
-    return rms_norm(x, scale, _form(context, step.inputs[1].name))
+    return rms_norm(x, scale, _form(context, step.inputs[1].name)._replace(alike=context.alike))
 
 
 def _backward(context: Context, step: Step, dout: Array, x: Array, scale: Array) -> Any:
