@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from meshwright.algebra.generation import Storage
 from meshwright.batching.limits import POLICIES, SchedulerLimits
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.forward import logits_fn
 from meshwright.parallel.packed_step import PackedStep
 from meshwright.serve.engine import Engine
 from meshwright.serve.request import TokenRequest
 from meshwright.serve.sampling import Sampling
 from meshwright.spec.strategy import Strategy, make_mesh
-from tests.parallel.generate_cases import DEFAULT, FAMILIES, LLAMA, float_params, likeliest
+from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest
 
 MAX_LEN, PAGE_LEN, NUM_PAGES = 32, 4, 24
 PROMPTS = [[5, 9, 60, 2, 7, 7, 1, 8, 30], [3], [11, 12, 13], list(range(20, 37)), [40, 2], [9] * 6]
@@ -278,10 +278,14 @@ def test_a_needle_is_the_same_bit_by_bit_in_any_batch(engine_of, data):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in DEFAULT[1:] else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "name", [name if name in ("gemma2", "mixtral") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_every_family_is_the_same_bit_by_bit_in_any_batch(name):
     model = FAMILIES[name]
+    if model.moe_layers:
+        with pytest.raises(CannotRunError, match="has experts"):
+            step_of(model, batch_invariant=True)
+        return
     step = step_of(model, batch_invariant=True)
     placed, needle = step.place(float_params(model)), request(PROMPTS[3], logprobs=2)
     found = []

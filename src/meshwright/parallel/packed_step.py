@@ -122,6 +122,11 @@ class PackedStep(HeldArrays):
                 "rows are the same bits in any batch in float32 on one CPU device, in this version. Leave "
                 "batch_invariant out, or serve float32 weights on one device."
             )
+        if batch_invariant and model.moe_layers:
+            raise CannotRunError(
+                f"{model.name} has experts, whose products have as many rows as tokens choose them: these are not the "
+                "same bits in any batch in this version. Leave batch_invariant out."
+            )
         sizes_of_programs = max_len, max_seqs, batch_invariant
         about = [replace(model, name=""), self.strategy, storage, sizes_of_programs, self.compiler.used]
         self.programs = ProgramStore(programs, about)
