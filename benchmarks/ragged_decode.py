@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
-from meshwright.nn.cache import ScorePart, cached_attention, visible_slots, write_rows
+from meshwright.nn.cache import LayerCache, ScorePart, cached_attention, visible_slots, write_slots
 
 LAYERS, HEADS, KV_HEADS, WIDTH, TABLE = 8, 6, 6, 64, 4096
 ROUNDS, MEANS = 30, (32, 128, 300, 2000)
 
 
-def paged(heads_first, longest, q, pages, first, counts, lengths, page, slot, keys, values):
+def paged(heads_first, longest, q, pages, first, counts, lengths, slots, keys, values):
     """Each layer writes a row for each query and attends; the next layer's queries depend on the result."""
     call = RaggedCall(
         scale=WIDTH**-0.5,
@@ -33,7 +33,7 @@ def paged(heads_first, longest, q, pages, first, counts, lengths, page, slot, ke
     )
     kept = ([], [])
     for k, v in zip(keys, values, strict=True):
-        k, v = (write_rows(x, q[:, :KV_HEADS], page, slot, heads_first=heads_first) for x in (k, v))
+        k, v = (write_slots(LayerCache(x[None], 0, heads_first), q[:, :KV_HEADS], slots).stack[0] for x in (k, v))
         kept[0].append(k)
         kept[1].append(v)
         k, v = (jnp.swapaxes(x, 1, 2) if heads_first else x for x in (k, v))
@@ -97,10 +97,17 @@ def paged_run(lengths, counts, page_len, heads_first, function=paged):
     first = (np.cumsum(counts) - counts).astype(np.int32)
     given = [
         jnp.asarray(x)
-        for x in (q, pages, first, counts, lengths, pages[of_row, positions // page_len], positions % page_len)
+        for x in (
+            q,
+            pages,
+            first,
+            counts,
+            lengths,
+            pages[of_row, positions // page_len] * page_len + positions % page_len,
+        )
     ]
-    num_pages, order = max(int(used.sum()) + 1, 1024 * 16 // page_len), (KV_HEADS, page_len)
-    shape = (num_pages, *(order if heads_first else order[::-1]), WIDTH)
+    num_pages, sizes = max(int(used.sum()) + 1, 1024 * 16 // page_len), (KV_HEADS, page_len)
+    shape = (num_pages, *(sizes if heads_first else sizes[::-1]), WIDTH)
     return Run(partial(function, heads_first, int(counts.max())), shape, *given)
 
 

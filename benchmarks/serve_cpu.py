@@ -159,7 +159,9 @@ def show(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     print(f"{'sequences':>10}  {'generate':>10}  {'meshwright':>10}  tokens/s   ratio  same tokens")
     for count, each in found["batches"].items():
         rates = [statistics.median(each["tokens_per_s"][kind]) for kind in IN_PROCESS]
-        print(f"{count:>10}  {rates[0]:10.0f}  {rates[1]:10.0f}  {'':8}  {each['ratio']:6.2f}  {each['same_tokens']:.1%}")
+        print(
+            f"{count:>10}  {rates[0]:10.0f}  {rates[1]:10.0f}  {'':8}  {each['ratio']:6.2f}  {each['same_tokens']:.1%}"
+        )
 
 
 def main() -> None:

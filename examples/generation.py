@@ -3,7 +3,7 @@
 from beside_one_device import MODEL, print_steps
 
 from meshwright.nn.weights import init_params
-from meshwright.parallel.generate_step import GenerateStep
+from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.serve.generate import generate
 from meshwright.spec.strategy import Strategy, make_mesh
 

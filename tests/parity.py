@@ -17,7 +17,7 @@ from meshwright.algebra.notation import check
 from meshwright.core.errors import UserError
 from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.weights import read_params, save_hf
-from meshwright.parallel.generate_step import GenerateStep
+from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.serve.generate import generate
 from meshwright.spec.hf.read import model_from_config

@@ -9,7 +9,7 @@ from tests.test_architecture import ROOT, SOURCE, imports_of, source_modules
 
 MOST_PARAMETERS = 6
 TOO_MANY = {
-    "accounting.attention_work", "cache.cached_attention", "cached_latent_attention.cached_latent_attention",
+    "accounting.attention_work", "cache.cached_attention",
     "generate.generate", "generate_step.__init__", "layers.parse_block",
     "linear_cross_entropy.logits_backward", "loop.train", "marks.spans", "search.search",
     "step_costs.op_sizes", "sweeps.curves_figure", "train_step.__init__", "transfer.channel_leg", "weights.write_hf",
@@ -24,9 +24,9 @@ KERNELS = {
 """Attention's kernels and its front door, which has PyTorch's parameters: operands, and what says how to compute."""
 
 BUDGETS = {
-    "core": 1_123, "masks": 1_200, "spec": 3_241, "algebra": 6_743, "cost": 6_095, "plan": 5_478, "nn": 7_930,
-    "parallel": 2_883, "hlo": 1_976, "train": 4_392, "serve": 388, "verify": 1_670, "profile": 1_734,
-    "accuracy": 2_056, "bench": 2_224, "report": 3_149, "api": 581, "cli": 4_544, "calculators": 9_185,
+    "core": 1_124, "masks": 1_200, "spec": 3_241, "algebra": 6_778, "cost": 6_095, "plan": 5_478, "nn": 8_212,
+    "parallel": 3_284, "hlo": 1_976, "train": 4_341, "serve": 3_430, "verify": 1_670, "profile": 1_734,
+    "accuracy": 2_056, "bench": 2_224, "report": 3_149, "api": 581, "cli": 4_699, "calculators": 9_185,
     "batching": 1_433, "simulate": 196,
 }  # fmt: skip
 """Lines of each package at most; a larger number needs an entry in docs/decisions.md."""

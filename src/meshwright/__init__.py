@@ -18,7 +18,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "meshwright.cost.train_step": ("price_strategy",),
     "meshwright.masks.table": ("block_table",),
     "meshwright.nn.attention.flex": ("flex_attention",),
-    "meshwright.parallel.generate_step": ("GenerateStep",),
+    "meshwright.parallel.generation.generate_step": ("GenerateStep",),
     "meshwright.parallel.train_step": ("TrainStep",),
     "meshwright.plan.planner": ("rank_plans",),
     "meshwright.plan.serving.file": ("load_service", "save_service", "service_file"),

@@ -14,7 +14,7 @@ from meshwright.cost.setting import setting_of as setting_of
 from meshwright.cost.train_step import price_strategy as price_strategy
 from meshwright.masks.table import block_table as block_table
 from meshwright.nn.attention.flex import flex_attention as flex_attention
-from meshwright.parallel.generate_step import GenerateStep as GenerateStep
+from meshwright.parallel.generation.generate_step import GenerateStep as GenerateStep
 from meshwright.parallel.train_step import TrainStep as TrainStep
 from meshwright.plan.planner import rank_plans as rank_plans
 from meshwright.plan.serving.file import load_service as load_service

@@ -13,7 +13,7 @@ from meshwright.algebra.generation import scales
 from meshwright.nn.forward import logits_fn
 from meshwright.nn.quantisation import contracted_axes
 from meshwright.nn.weights import Params, param_shapes
-from meshwright.parallel.generate_step import GenerateStep
+from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, LAYOUTS, Strategy, make_mesh
 from tests.nn import families

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.weights import init_params
-from meshwright.parallel.generate_step import GenerateStep
+from meshwright.parallel.generation.generate_step import GenerateStep
 from tests.parallel.cases import DEEP, MOE, RELATIVE, assert_equal, on_one_device, run, strategy_of
 from tests.parallel.small import MODEL
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.quantisation import quantise_params
-from meshwright.parallel.generate_step import GenerateStep
+from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.spec.strategy import held_dims
 from tests.parallel.generate_cases import (
     DEFAULT,

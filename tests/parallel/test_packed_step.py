@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.algebra.generation import Storage
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.parallel.packed_step import PackedRows, PackedStep
+from meshwright.parallel.generation.packed_step import PackedRows, PackedStep
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.parallel.generate_cases import DEFAULT, FAMILIES, LLAMA, MAX_LEN, assert_close, float_params, rows_of
 

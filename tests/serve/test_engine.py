@@ -10,7 +10,7 @@ from meshwright.algebra.generation import Storage
 from meshwright.batching.limits import POLICIES, SchedulerLimits
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.forward import logits_fn
-from meshwright.parallel.packed_step import PackedStep
+from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.serve.engine import Engine
 from meshwright.serve.request import TokenRequest
 from meshwright.serve.sampling import Sampling

@@ -23,7 +23,7 @@ from meshwright.spec.chip import Chip, known
 from meshwright.spec.cluster import make_cluster
 from meshwright.spec.efficiency import KERNEL_NUMBERS, family, fitted_numbers, generation_numbers
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Assumptions, Engine, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Assumptions, EngineName, Strategy, make_mesh, standard_assignment
 
 PRIORS: dict[str, tuple[float, float]] = {
     "compute.blackwell": (0.6, 0.2),
@@ -44,7 +44,7 @@ CONSTANTS = {
 """What is not fitted, as measured kernels have it: compute and memory of one make the root of their squares, the shares
 of the memory's rate and of the peak before Blackwell, and the seconds to start one."""
 
-ENGINES: dict[str, Engine] = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}
+ENGINES: dict[str, EngineName] = {"trtllm": "TensorRT-LLM", "vllm": "vLLM", "sglang": "SGLang"}
 """Backend of a record -> engine."""
 
 STORED = {"unstated": "bf16", "bf16": "bf16", "fp8": "fp8", "fp8_block": "fp8", "nvfp4": "fp4", "int4_wo": "int4"}

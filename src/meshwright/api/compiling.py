@@ -49,7 +49,7 @@ def step_of(
         step = make_step(setting.model, strategy, table, several_documents=False, mesh=mesh, form=form)
         require_divides(step, job)
         return step
-    from meshwright.parallel.generate_step import GenerateStep
+    from meshwright.parallel.generation.generate_step import GenerateStep
 
     cache_dtype, weights = setting.storage.executed
     return GenerateStep(

@@ -18,7 +18,7 @@ from meshwright.spec.strategy import Strategy, make_mesh, mesh_words, require_ru
 from meshwright.spec.weights import without_mtp_words
 
 if TYPE_CHECKING:
-    from meshwright.parallel.generate_step import GenerateStep
+    from meshwright.parallel.generation.generate_step import GenerateStep
     from meshwright.serve.model_folder import ModelFolder
     from meshwright.train.loop import OnStep
     from meshwright.train.record.result import TrainResult
@@ -179,7 +179,7 @@ def _loaded(
     import jax.numpy as jnp
 
     from meshwright.nn.hf.weights import load_params
-    from meshwright.parallel.generate_step import GenerateStep
+    from meshwright.parallel.generation.generate_step import GenerateStep
     from meshwright.parallel.mesh import keep_compiled_programs
     from meshwright.serve.generate import require_prompts
 

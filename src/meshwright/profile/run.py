@@ -10,7 +10,7 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.host_memory import keep_freed_memory
-from meshwright.parallel.generate_step import GenerateStep
+from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.parallel.train_step import TrainStep
 from meshwright.profile.events import STEP, STEP_END, newest_trace
 from meshwright.profile.hlo import parse_program

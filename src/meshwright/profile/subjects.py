@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from meshwright.nn.weights import init_params
-from meshwright.parallel.generate_step import GenerateStep
+from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.parallel.train_step import TrainStep
 from meshwright.profile.memory import Owner, state_owners
 from meshwright.spec.job import Job

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from meshwright.parallel.program_store import ProgramStore
+from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.request import MOST_LOGPROBS, TokenLogprob, TokenRequest
 from meshwright.serve.sampling import LIKELIEST, SamplingRows, as_arrays, draw
 

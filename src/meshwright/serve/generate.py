@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.nn.weights import Params
-from meshwright.parallel.generate_step import Cache, GenerateStep
+from meshwright.parallel.generation.generate_step import Cache, GenerateStep
 from meshwright.serve.sampling import LIKELIEST, Sampling, SamplingRows, as_arrays, draw
 
 OnToken = Callable[[int, int], None]

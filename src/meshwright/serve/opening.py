@@ -18,7 +18,7 @@ from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.units import format_bytes
 from meshwright.nn.hf.weights import load_params
-from meshwright.parallel.packed_step import ALIKE_ROWS, PackedStep
+from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedStep
 from meshwright.serve.engine import Engine
 from meshwright.serve.model_folder import ModelFolder, open_model
 from meshwright.spec.model import Model
@@ -110,8 +110,8 @@ def open_engine(
         max_seqs=max_requests,
         storage=storage,
         batch_invariant=options.batch_invariant,
-        programs=cache_folder() / "programs",
     )
+    step.keep_programs(cache_folder() / "programs")
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
     params = step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype))
     limits = SchedulerLimits(

@@ -315,7 +315,7 @@ one-hot rows; "devices" sends a row for each device with experts of the token, b
 passes it on there. "nodes" also sends rows to experts in 8 bits if products are in fp8, and where passes in both
 directions overlap (DualPipe) it hides behind them and holds `SENDING_SMS`. Source: DeepSeek-V3 (2024), section 3.2."""
 
-Engine = Literal["", "TensorRT-LLM", "vLLM", "SGLang"]
+EngineName = Literal["", "TensorRT-LLM", "vLLM", "SGLang"]
 """An inference engine whose own seconds between two steps are known."""
 
 SENDING_SMS = 20
@@ -344,7 +344,7 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
     dispatch: Dispatch = "experts"
     exchange_overlap: bool = False
     narrow_gathers: bool = False
-    engine: Engine = ""
+    engine: EngineName = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

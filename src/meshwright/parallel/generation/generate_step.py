@@ -26,7 +26,7 @@ from meshwright.algebra.notation import check
 from meshwright.core.errors import InputError
 from meshwright.core.fields import checked
 from meshwright.nn.weights import Params
-from meshwright.parallel.held_arrays import Cache, HeldArrays, WeightStorage
+from meshwright.parallel.generation.held_arrays import Cache, HeldArrays, WeightStorage
 from meshwright.parallel.mesh import compiler_options, lower, partition_spec, shardings, strategy_mesh
 from meshwright.spec.job import Job
 from meshwright.spec.model import MASK_DATA, Model, require_runnable

@@ -28,9 +28,9 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import checked
 from meshwright.nn.attention.platform import platform_of
 from meshwright.nn.weights import Params
-from meshwright.parallel.held_arrays import Cache, HeldArrays
+from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
+from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.parallel.mesh import compiler_options, lower, partition_spec, shardings, strategy_mesh
-from meshwright.parallel.program_store import ProgramStore
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
@@ -69,7 +69,7 @@ class PackedStep(HeldArrays):
     Keys and values of all sequences are in ``num_pages`` pages of ``page_len`` slots. On CPUs weights and caches are
     tuples of layers and the loops over layers are unrolled. With ``batch_invariant`` what is computed of a row depends,
     to the last bit, on its own sequence alone, in steps of 2 to `ALIKE_ROWS` rows that are sequences of their own for
-    attention (``longest`` is 1); float32 on one CPU device. Compiled programs are kept under the folder ``programs``.
+    attention (``longest`` is 1); float32 on one CPU device.
     """
 
     @checked
@@ -82,7 +82,6 @@ class PackedStep(HeldArrays):
         max_seqs: int,
         storage: Storage,
         batch_invariant: bool = False,
-        programs: Path | None = None,
     ) -> None:
         model = without_mtp(model)
         require_runnable(model)
@@ -127,12 +126,16 @@ class PackedStep(HeldArrays):
                 f"{model.name} has experts, whose products have as many rows as tokens choose them: these are not the "
                 "same bits in any batch in this version. Leave batch_invariant out."
             )
-        sizes_of_programs = max_len, max_seqs, batch_invariant
-        about = [replace(model, name=""), self.strategy, storage, sizes_of_programs, self.compiler.used]
-        self.programs = ProgramStore(programs, about)
+        self.programs = ProgramStore(None, None)
         self._compiled: dict[PackedShape, jax.stages.Compiled] = {}
 
     # -- what a user calls -------------------------------------------------------------------------
+
+    def keep_programs(self, folder: Path) -> None:
+        """Keeps compiled programs in files under a folder, and reads those that are there."""
+        sizes = self.max_len, self.max_seqs, self.batch_invariant
+        about = [replace(self.model, name=""), self.strategy, self.storage, sizes, self.compiler.used]
+        self.programs = ProgramStore(folder, about)
 
     def place(self, params: Mapping[str, Any]) -> Params:
         """Puts weights on their devices as `HeldArrays.place` does, those of layers by themselves if unrolled."""

@@ -80,7 +80,8 @@ def _write(path: Path, compiled: jax.stages.Compiled) -> None:
     payload = pickle.dumps(serialize(compiled))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda file: file.write_bytes(pickle.dumps((payload, hashlib.sha256(payload).hexdigest()))))
+        whole = pickle.dumps((payload, hashlib.sha256(payload).hexdigest()))
+        write_whole(path, lambda part: part.write_bytes(whole))
     except OSError:  # no room, or no right to write: the next process compiles again
         return
 
