@@ -33,7 +33,9 @@ def paged(heads_first, longest, q, pages, first, counts, lengths, slots, keys, v
     )
     kept = ([], [])
     for k, v in zip(keys, values, strict=True):
-        k, v = (write_slots(LayerCache(x[None], 0, heads_first), q[:, :KV_HEADS], slots).stack[0] for x in (k, v))
+        k, v = (
+            write_slots(LayerCache(x[None], jnp.int32(0), heads_first), q[:, :KV_HEADS], slots).stack[0] for x in (k, v)
+        )
         kept[0].append(k)
         kept[1].append(v)
         k, v = (jnp.swapaxes(x, 1, 2) if heads_first else x for x in (k, v))
