@@ -1,0 +1,42 @@
+"""Greedy tokens of the engine beside `generate` of transformers, for random checkpoints of every family."""
+
+import numpy as np
+import pytest
+
+from meshwright.algebra.generation import Storage
+from meshwright.batching.limits import SchedulerLimits
+from meshwright.nn.hf.weights import read_params
+from meshwright.parallel.generation.packed_step import PackedStep
+from meshwright.serve.engine import Engine
+from meshwright.serve.request import TokenRequest
+from meshwright.spec.strategy import Strategy, make_mesh
+from tests import parity
+from tests.nn.families import CONFIGS
+
+pytestmark = pytest.mark.peer
+torch = pytest.importorskip("torch", reason="torch is not installed: make test installs it")
+LENGTHS, NUM_TOKENS, PAGES = (20, 1, 13), 8, 24
+MARGIN = 1e-4
+"""Two likeliest logits may be so close that rounding decides: texts are compared up to there."""
+
+
+@pytest.mark.parametrize("case", [c if c == "gemma2" else pytest.param(c, marks=pytest.mark.slow) for c in CONFIGS])
+def test_greedy_tokens_are_those_of_transformers(case):
+    """Prompts of three lengths in chunks beside decoding rows; each alone in transformers."""
+    theirs, model = parity.their_model(parity.config_of(case)), parity.model_of(case)
+    prompts = [parity.tokens_of(model)[0, row, :length].tolist() for row, length in enumerate(LENGTHS)]
+    storage = Storage(cache_dtype="fp32", page_len=4, num_pages=PAGES)
+    strategy = Strategy(mesh=make_mesh({}), state="fp32")
+    step = PackedStep(model, strategy, max_len=32, max_seqs=4, storage=storage)
+    limits = SchedulerLimits(max_requests=4, token_budget=16, page_len=4, num_pages=PAGES)
+    engine = Engine(step, step.place(read_params(model, parity.state_of(theirs))), limits)
+    requests = [TokenRequest(prompt=tuple(prompt), max_tokens=NUM_TOKENS, logprobs=2) for prompt in prompts]
+    for prompt, outputs in zip(prompts, engine.run(requests), strict=True):
+        given = torch.tensor([prompt])
+        length = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS}
+        with torch.no_grad():
+            expected = theirs.generate(given, attention_mask=torch.ones_like(given), do_sample=False, **length)
+        margins = [float(np.subtract(*(each for _, each in one.logprob.top))) for one in outputs]
+        sure = next((place for place, margin in enumerate(margins) if margin < MARGIN), NUM_TOKENS)
+        assert sure >= NUM_TOKENS // 4
+        assert [one.token for one in outputs][:sure] == expected[0, len(prompt) :].tolist()[:sure]
