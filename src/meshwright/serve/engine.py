@@ -102,18 +102,8 @@ class Engine:
 
     def submit(self, request: TokenRequest) -> int:
         """Queues a request and returns its number. Raises InputError if it could never run."""
-        longest, prompt = max(request.prompt), len(request.prompt)
-        if longest >= self.vocab_size or min(request.prompt) < 0:
-            raise InputError(f"the prompt has tokens outside of V={self.vocab_size}. Use the model's own tokenizer.")
-        if prompt + request.max_tokens > self.max_len:
-            raise InputError(
-                f"a prompt of {prompt:,} tokens and {request.max_tokens:,} more need {prompt + request.max_tokens:,} "
-                f"positions; this engine has {self.max_len:,}. Shorten the prompt, or ask for fewer tokens."
-            )
-        for token in (*request.stop_tokens, *(token for token, _ in request.sampling.logit_bias)):
-            if not 0 <= token < self.vocab_size:
-                raise InputError(f"token {token} is outside of V={self.vocab_size}. Use the model's own tokenizer.")
-        number = self._number
+        self.check(request)
+        number, prompt = self._number, len(request.prompt)
         shares = self.limits.prefix_cache and not request.echo  # echo needs the logits of the whole prompt
         counted = GenerationRequest(
             number=number,
@@ -127,6 +117,20 @@ class Engine:
             self._pages.enter(number, request.prompt, live.pages)
         self._number += 1
         return number
+
+    def check(self, request: TokenRequest) -> None:
+        """Raises InputError for a request that could never run."""
+        longest, prompt = max(request.prompt), len(request.prompt)
+        if longest >= self.vocab_size or min(request.prompt) < 0:
+            raise InputError(f"the prompt has tokens outside of V={self.vocab_size}. Use the model's own tokenizer.")
+        if prompt + request.max_tokens > self.max_len:
+            raise InputError(
+                f"a prompt of {prompt:,} tokens and {request.max_tokens:,} more need {prompt + request.max_tokens:,} "
+                f"positions; this engine has {self.max_len:,}. Shorten the prompt, or ask for fewer tokens."
+            )
+        for token in (*request.stop_tokens, *(token for token, _ in request.sampling.logit_bias)):
+            if not 0 <= token < self.vocab_size:
+                raise InputError(f"token {token} is outside of V={self.vocab_size}. Use the model's own tokenizer.")
 
     def cancel(self, number: int) -> None:
         """Ends a request at once: its slot and pages are free, and no output follows. Does nothing after its end."""

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 class Given(Options):
     what: Path = argument(metavar="FOLDER")
     prompts: tuple[str, ...] = option("Text to go on from; give it again for more sequences.", "--prompt")
-    prompt_file: Path | None = option("A file with a prompt on each line.", "--prompts")
+    prompt_file: Path | None = option(
+        "A file with a prompt on each line, or JSON lines with prompt, max_tokens, sampling, id.", "--prompts"
+    )
+    out: Path | None = option(
+        "Where the answers to JSON lines go, one by one; goes on with what is there.", "-o", "--out"
+    )
     on: Cluster | None = option("Devices: cpu:4 is this machine as 4 emulated ones. Default: those that it has.")
     axes: MeshSizes | None = option("Mesh axes, such as tensor=2,data=2. Default: every device on tensor.")
     max_tokens: Count = option("Most tokens after each prompt.", default=128)
@@ -43,6 +48,8 @@ def command(given: Given) -> Answer:
 
     The text of one prompt is printed as it grows, those of several prompts when all are done.
     """
+    if given.out is not None:
+        return bulk(given)
     prompts = _prompts(given)
     mesh = devices_of(given.on, given.axes)
     from meshwright.serve.sampling import Sampling
@@ -71,6 +78,33 @@ def command(given: Given) -> Answer:
     if live:
         click.echo()
     return answer(found, prompts, sampling, live=live)
+
+
+def bulk(given: Given) -> Answer:
+    """Goes on from every line of a file, through the engine of a server."""
+    if given.prompt_file is None or given.prompt_file.suffix != ".jsonl" or given.prompts:
+        raise InputError("-o takes the answers to --prompts FILE.jsonl. Give such a file, and no --prompt.")
+    mesh = devices_of(given.on, given.axes)
+    from msgspec.structs import replace
+
+    from meshwright.serve.bulk import USUAL, generate_file
+    from meshwright.serve.opening import EngineOptions, open_engine
+    from meshwright.serve.sampling import Sampling
+
+    dtype, weights = ("int8" if asked == "int8" else "" for asked in (given.cache_dtype, given.weights))
+    opened = open_engine(given.what, EngineOptions(mesh=mesh, weights=weights, cache_dtype=dtype))
+    sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
+    usual, said, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out
+    assert out is not None
+
+    def tell(done: int, all: int) -> None:
+        if (tenth := 10 * done // all) not in said:
+            said.add(tenth)
+            say(f"{done:,} of {all:,} lines")
+
+    done = generate_file(opened.source, opened.engine, (given.prompt_file, out), usual, tell)
+    found = {"out": str(out), "written": done.written, "there": done.there}
+    return Answer(found, [Paragraph(f"{done.written:,} lines written to {out}, {done.there:,} were there", None)])
 
 
 def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *, live: bool) -> Answer:

@@ -1,0 +1,156 @@
+"""A file of prompts through an engine: a line out for each line in, in any order, resumable."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from meshwright.core.errors import InputError
+from meshwright.core.files import read_text
+from meshwright.serve.engine import Engine
+from meshwright.serve.model_folder import ModelFolder
+from meshwright.serve.request import TokenOutput, TokenRequest
+from meshwright.serve.sampling import LIKELIEST, Sampling
+
+AHEAD = 4
+"""Requests in the engine at most, times those that run at once."""
+
+
+class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A line of the file: a text or tokens to go on from, and what differs from the usual; ``id`` comes back."""
+
+    prompt: str | list[int]
+    id: Any = None
+    max_tokens: int | None = None
+    sampling: Sampling | None = None
+
+
+class CompletionLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of what comes out; ``line`` counts the lines of the prompts from 1."""
+
+    line: int
+    id: Any = None
+    text: str
+    tokens: list[int]
+    finish: str
+
+
+class BulkDone(NamedTuple):
+    """How many lines were written, and how many were there already."""
+
+    written: int
+    there: int
+
+
+def generate_file(
+    source: ModelFolder,
+    engine: Engine,
+    files: tuple[Path, Path],
+    usual: TokenRequest,
+    on_done: Callable[[int, int], None] = lambda done, all: None,
+) -> BulkDone:
+    """Goes on from each prompt of the first file (JSON lines) and adds a `CompletionLine` to the second one.
+
+    Lines that the second file has already are left out, and a last line that was cut is removed; so a call that was
+    stopped goes on when it is made again. ``usual`` has the settings of lines that say nothing else; ``on_done`` is
+    told how many lines are done, of how many. Raises InputError for a line that cannot be read or can never run, before
+    anything is generated.
+    """
+    prompts, out = files
+    requests = _requests(source, engine, prompts, usual)
+    there = _lines_there(out, prompts, len(requests))
+    waiting = iter([number for number in sorted(requests) if number not in there])
+    whose: dict[int, int] = {}
+    tokens: dict[int, list[int]] = {}
+    done = len(there)
+    with out.open("a", encoding="utf-8") as written:
+        while _submit(engine, requests, waiting, whose) or engine.has_work:
+            ended = False
+            for output in engine.step():
+                number = whose[output.number]
+                tokens.setdefault(number, []).extend([] if output.token is None else [output.token])
+                if output.finish is not None:
+                    line = _line(source, number, requests[number][0], tokens.pop(number), output)
+                    written.write(msgspec.json.encode(line).decode() + "\n")
+                    done, ended = done + 1, True
+            if ended:
+                written.flush()
+                on_done(done, len(requests))
+        os.fsync(written.fileno())
+    return BulkDone(done - len(there), len(there))
+
+
+def _submit(
+    engine: Engine,
+    requests: dict[int, tuple[PromptLine, TokenRequest]],
+    waiting: Iterator[int],
+    whose: dict[int, int],
+) -> bool:
+    """Keeps the engine's queue filled; returns whether anything was added."""
+    added = False
+    while engine.state().waiting + engine.state().running < AHEAD * engine.limits.max_requests:
+        number = next(waiting, None)
+        if number is None:
+            break
+        whose[engine.submit(requests[number][1])] = number
+        added = True
+    return added
+
+
+def _requests(
+    source: ModelFolder, engine: Engine, path: Path, usual: TokenRequest
+) -> dict[int, tuple[PromptLine, TokenRequest]]:
+    found = {}
+    text = read_text(path, "Give a file with a JSON object on each line.")
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            given = msgspec.json.decode(line, type=PromptLine)
+            tokens = source.text.encode(given.prompt) if isinstance(given.prompt, str) else given.prompt
+            request = TokenRequest(
+                prompt=tuple(tokens),
+                max_tokens=usual.max_tokens if given.max_tokens is None else given.max_tokens,
+                sampling=given.sampling or usual.sampling,
+                stop_tokens=source.end_tokens,
+            )
+            engine.check(request)
+        except (msgspec.DecodeError, InputError) as error:
+            raise InputError(f"{path}:{number}: {error}") from None
+        found[number] = given, request
+    if not found:
+        raise InputError(f'{path} has no prompts. Write one on each line: {{"prompt": "The statement"}}.')
+    return found
+
+
+def _lines_there(out: Path, prompts: Path, most: int) -> set[int]:
+    """Returns the lines that the file has, and cuts off one that was not written to its end."""
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return set()
+    there, whole = set[int](), 0
+    for line in out.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            number = json.loads(line)["line"]
+        except (ValueError, KeyError, TypeError):
+            raise InputError(f"{out} holds a line that is not of an earlier run. Name another file.") from None
+        there.add(number)
+        whole += len(line)
+    os.truncate(out, whole)
+    if there and max(there) > most:
+        raise InputError(f"{out} has line {max(there)} and {prompts} has {most}. Name another file for other prompts.")
+    return there
+
+
+def _line(source: ModelFolder, number: int, given: PromptLine, tokens: list[int], last: TokenOutput) -> CompletionLine:
+    text = source.text.decode(tokens)
+    return CompletionLine(line=number, id=given.id, text=text, tokens=tokens, finish=last.finish or "")
+
+
+USUAL = TokenRequest(prompt=(0,), max_tokens=128, sampling=LIKELIEST)
+"""The settings of a line that says nothing else."""
