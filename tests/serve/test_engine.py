@@ -27,9 +27,9 @@ def params():
     return float_params(LLAMA)
 
 
-def step_of(model=LLAMA, *, batch_invariant=False) -> PackedStep:
+def step_of(model=LLAMA, *, batch_invariant=False, axes=None) -> PackedStep:
     storage = Storage(cache_dtype="fp32", page_len=PAGE_LEN, num_pages=NUM_PAGES)
-    strategy = Strategy(mesh=make_mesh({}), state="fp32")
+    strategy = Strategy(mesh=make_mesh(axes or {}), state="fp32")
     return PackedStep(model, strategy, max_len=MAX_LEN, max_seqs=4, storage=storage, batch_invariant=batch_invariant)
 
 
@@ -85,6 +85,17 @@ def test_greedy_tokens_are_those_of_the_forward_pass(engine_of, expected, policy
     found = engine.run([request(prompt) for prompt in PROMPTS])
     assert [tokens_of(outputs) for outputs in found] == expected
     assert [outputs[-1].finish for outputs in found] == ["length"] * len(PROMPTS)
+    assert_whole(engine)
+
+
+def test_heads_over_devices_give_the_same_tokens(params, expected):
+    step = step_of(axes={"tensor": 4})
+    engine = engine_on(step, step.place(params), prefix_cache=True)
+    bias = Sampling(logit_bias=((0, -1.0),))
+    requests = [*map(request, PROMPTS), request(PROMPTS[0], sampling=bias, logprobs=1)]
+    found = [tokens_of(outputs) for outputs in engine.run(requests)]
+    assert found[:-1] == expected
+    assert len(found[-1]) == NUM_TOKENS
     assert_whole(engine)
 
 
