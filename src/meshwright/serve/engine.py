@@ -92,8 +92,8 @@ class Engine:
         batch_invariant = step.batch_invariant
         if batch_invariant and most > ALIKE_ROWS:
             raise InputError(
-                f"a step of {most} rows is not multiplied row by row alike. Give a token_budget of at most "
-                f"{ALIKE_ROWS} to a batch-invariant engine, and the policy chunked."
+                f"a batch-invariant engine has steps of at most {ALIKE_ROWS} tokens, and {most:,} are asked for. Give "
+                f"a token_budget and max_requests of at most {ALIKE_ROWS}, and the policy chunked."
             )
         self._decode_sizes = _sizes(LEAST_ROWS, most if batch_invariant else step.max_seqs, halves_from=8)
         self._chunk_sizes = [] if batch_invariant else _sizes(16, most)

@@ -5,8 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import click
+
 from meshwright.cli.output import say
 from meshwright.cli.verb import Bytes, Count, MeshSizes, Options, argument, option, verb
+from meshwright.core.errors import InputError
 from meshwright.core.units import format_seconds
 from meshwright.spec.cluster import Cluster
 
@@ -48,7 +51,7 @@ class EngineGiven(Options):
 
 class Given(EngineGiven):
     host: str = option("Address to listen on; 0.0.0.0 is every network of this machine.", default="127.0.0.1")
-    port: int = option("Port to listen on; 0 takes a free one.", default=8000)
+    port: int = option("Port to listen on; 0 takes a free one.", type=click.IntRange(0, 65535), default=8000)
     uds: str | None = option("Unix socket to listen on in place of a port.")
     name: str | None = option("What clients call the model. Default: its folder.", "--name", "--served-model-name")
     api_key: tuple[str, ...] = option("Key that clients must send; give it again for more.", "--api-key")
@@ -65,16 +68,18 @@ def command(given: Given) -> None:
     Routes are OpenAI's: /v1/completions, /v1/chat/completions, /v1/models; also /metrics for Prometheus, /health,
     /tokenize, /openapi.json. SIGTERM finishes what runs.
     """
+    from meshwright.serve.http.run import Listening, serve_app
+
+    listening = Listening(host=given.host, port=given.port, uds=given.uds, drain_s=given.drain)
+    listening.bind().close()  # an address that is taken is said before minutes of compiling
     opened = open_given(given)
     from meshwright.serve.frontend import Frontend
     from meshwright.serve.http.app import HttpOptions, make_app
-    from meshwright.serve.http.run import Listening, serve_app
     from meshwright.serve.http.served import served_model
 
     frontend = Frontend(opened.engine, max_queued=given.max_queued, deadline_s=given.deadline)
     served = served_model(opened.source, given.name)
     app = make_app(frontend, served, HttpOptions(api_keys=given.api_key, log=given.log_requests))
-    listening = Listening(host=given.host, port=given.port, uds=given.uds, drain_s=given.drain)
     serve_app(app, frontend, listening, lambda url: say(f"serving {served.name} at {url}"))
 
 
@@ -95,6 +100,8 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> "EngineOp
     """Returns the options of an engine."""
     from meshwright.serve.opening import EngineOptions
 
+    if given.cache_bytes == 0:
+        raise InputError("a cache of 0 bytes holds no page. Give --cache-bytes such as 4GB, or leave it out.")
     return EngineOptions(
         max_len=given.max_len or 0,
         max_requests=given.max_requests or 0,
