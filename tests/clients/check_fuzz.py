@@ -83,7 +83,7 @@ def test_no_body_makes_a_real_engine_fail(folder, capsys):
         print(f"\n{NUM_BODIES:,} bodies in {time.perf_counter() - start:.0f} s: {dict(sorted(statuses.items()))}")
         print(state)
     assert sum(statuses.values()) == NUM_BODIES
-    assert statuses[200] > 0.3 * NUM_BODIES
+    assert statuses[200] > 0.1 * NUM_BODIES
     assert (state.running, state.waiting, state.pages_used) == (0, 0, room)
 
 
