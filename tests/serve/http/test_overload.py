@@ -8,6 +8,9 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
+from meshwright.serve.frontend import Frontend
+from meshwright.serve.opening import EngineOptions, open_engine
+from meshwright.serve.request import TokenRequest
 from tests.clients.folder import NAME, make_folder
 from tests.clients.server import Server
 
@@ -103,6 +106,34 @@ def test_ten_times_the_capacity(server):
     assert found["kv_cache_usage_perc"] == 0
     settled = memory[len(memory) // 3 :]
     assert max(settled) - settled[0] < 64 * 2**20, f"memory grew: {[one >> 20 for one in memory]} MiB"
+
+
+def test_what_is_cancelled_frees_its_pages_within_a_step(folder):
+    """Their slots and pages are free before the step that follows is planned."""
+    options = EngineOptions(max_requests=RUNNING, max_len=256, token_budget=64, page_len=16, mesh={"tensor": 1})
+    engine = open_engine(folder, options, in_background=False).engine
+
+    def request(first, tokens):
+        return TokenRequest(prompt=(first, *range(100, 140)), max_tokens=tokens)
+
+    async def run():
+        frontend = Frontend(engine)
+        frontend.start()
+        with frontend.open([request(5, 210)]) as stays:
+            await stays.take()
+            for first in range(6, 10):
+                with frontend.open([request(first, 200)] * 2) as goes:
+                    await goes.take()
+                    assert engine.state().running == 3
+                after = asyncio.get_running_loop().create_future()
+                frontend.command(lambda to: frontend._post(to.set_result, engine.state()), after)
+                state = await after
+                assert (state.running, state.waiting) == (1, 0)
+                assert state.pages_used <= 256 // 16
+        await frontend.close()
+
+    asyncio.run(run())
+    assert (engine.state().running, engine.state().waiting, engine.state().pages_used) == (0, 0, 0)
 
 
 def test_clients_that_go_free_their_pages(server):
