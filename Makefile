@@ -14,6 +14,12 @@ HAS_TORCH   := $(VENV)/.has-torch-trl-peft
 HAS_TPU     := $(VENV)/.has-tpu-compiler
 HAS_GPU     := $(VENV)/.has-gpu-compiler
 
+# Programs that only tests of the server run, with versions of their own of what they need.
+CLIENTS     := .clients
+HAS_CLIENTS := $(CLIENTS)/.has-clients
+HAS_VLLM    := $(CLIENTS)/.has-vllm
+VLLM        := vllm==0.33.0
+
 # Tests of the planning half, the pictures and the house: no JAX program is compiled.
 PLANNING_TESTS := $(wildcard tests/core tests/spec tests/algebra tests/cost tests/plan tests/batching \
                              tests/oracles tests/report tests/calculators tests/test_architecture.py tests/test_house.py)
@@ -30,7 +36,7 @@ unexport VIRTUAL_ENV
 # Byte code kept on disk is most of what makes the second start of JAX faster than the first.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-rest test-slow test-aot test-aot-tpu same check format lock setup clean
+.PHONY: help demo test test-rest test-slow test-aot test-aot-tpu test-clients same check format lock setup clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -54,6 +60,9 @@ test-aot: $(HAS_PACKAGE) $(HAS_TPU) $(HAS_GPU) ## compile real steps for TPUs an
 test-aot-tpu: $(HAS_PACKAGE) $(HAS_TPU) ## the same for TPUs alone, which CI runs last (0.6 GB)
 	$(PY) -m pytest -m aot $(IN_PARALLEL)
 
+test-clients: $(HAS_PACKAGE) $(HAS_CLIENTS) $(HAS_VLLM) ## meshwright serve under openai, guidellm, lm-eval, vLLM's client, schemathesis (1.7 GB)
+	CLIENTS=$(CURDIR)/$(CLIENTS) $(PY) -m pytest $(wildcard tests/clients/check_*.py)
+
 same: $(HAS_PACKAGE) ## print every difference from the golden files (KINDS="help steps plans losses commands proofs")
 	$(PY) -m tests.golden.compare $(KINDS)
 
@@ -75,7 +84,7 @@ lock: $(HAS_UV) ## resolve requirements.lock again (UPGRADE=1 takes the newest v
 		--custom-compile-command "make lock" --quiet
 
 clean: ## remove .venv and the caches; runs/ stays
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .jax_cache dist
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .jax_cache dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # uv comes from its own hashed lines of the lock, by pip, since nothing else is there yet.
@@ -112,4 +121,17 @@ $(HAS_TPU): | $(HAS_PACKAGE)
 
 $(HAS_GPU): | $(HAS_PACKAGE)
 	$(PY) -m pip install --quiet --retries 2 "jax[cuda13]==$$($(PY) -c 'import jax; print(jax.__version__)')"
+	touch $@
+
+$(HAS_CLIENTS): tests/clients/requirements.txt | $(HAS_PACKAGE)
+	test -x $(CLIENTS)/bin/python || $(PY) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --retries 2 $(firstword $(TORCH))
+	$(UV) pip install --quiet --python $(CLIENTS)/bin/python --requirement $<
+	touch $@
+
+# Of vLLM, whose wheel has 321 MB, the files of its client alone. Without them that client is left out.
+$(HAS_VLLM): $(HAS_CLIENTS)
+	$(CLIENTS)/bin/python -m pip download --quiet --no-deps --only-binary :all: --dest $(CLIENTS)/wheel $(VLLM) \
+		&& $(PY) tests/clients/vllm_bench.py $(CLIENTS)/vllm --unpack $(CLIENTS)/wheel/vllm-*.whl || true
+	rm -rf $(CLIENTS)/wheel
 	touch $@

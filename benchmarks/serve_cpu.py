@@ -7,6 +7,10 @@ python benchmarks/serve_cpu.py --json            the figures alone, as JSON
 Every contestant is a process of its own with the same weights, prompts, threads and environment, fp32, greedy. They
 take turns, and ratios are of the same round, because a shared machine is now faster, now slower; a turn begins with a
 short run that is not timed. The tokens of all contestants must agree where the model is sure of them.
+
+Over HTTP an asyncio client sends completions at once, whole or as streams; it runs on the same cores as the servers.
+`transformers serve --continuous-batching` wants fastapi, which `make test-clients` installs. llama.cpp is not among
+them: its Python package is built from source, for longer than 15 minutes on two cores.
 """
 
 import argparse
@@ -22,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from http_contestants import FORMS, SERVERS, ServerContestant, same_tokens
 from train_cpu import CONFIG
 
 PROMPT_LEN, NUM_TOKENS = 32, 128
@@ -36,14 +41,19 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def make_folder(folder: Path) -> None:
-    """Writes the model with random weights, as transformers does."""
+    """Writes the model with random weights, as transformers does, and a tokenizer whose words are token numbers."""
     import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG))
-    model.generation_config.eos_token_id = None
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG, bos_token_id=None, eos_token_id=None))
     model.save_pretrained(folder)
+    words = {str(number): number for number in range(CONFIG["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
 # -- the contestants ---------------------------------------------------------------------------------------
@@ -150,6 +160,50 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def compare_servers(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The same of servers, for whole answers and for streams, with the time to the first bytes of an answer."""
+    contestants: dict[str, ServerContestant] = {}
+    theirs, ours = SERVERS
+    found: dict[str, Any] = {"batches": {}}
+    try:
+        for kind in SERVERS:
+            contestants[kind] = ServerContestant(kind, arguments.folder, arguments.threads)
+        found["start_s"] = {kind: one.start_s for kind, one in contestants.items()}
+        for count in BATCHES:
+            for form in FORMS:
+                rates: dict[str, list[float]] = {kind: [] for kind in SERVERS}
+                firsts: dict[str, list[float]] = {kind: [] for kind in SERVERS}
+                tokens = {}
+                for _ in range(arguments.rounds):
+                    for kind, one in contestants.items():
+                        answer = one.run(prompts(count), NUM_TOKENS, form == "stream")
+                        rates[kind].append(sum(map(len, answer["tokens"])) / answer["seconds"])
+                        firsts[kind].append(answer["first_s"])
+                        tokens[kind] = answer["tokens"]
+                ratios = [own / other for own, other in zip(rates[ours], rates[theirs], strict=True)]
+                found["batches"].setdefault(count, {})[form] = {
+                    **{"tokens_per_s": rates, "first_s": firsts, "ratio": statistics.median(ratios)},
+                    "same_tokens": same_tokens(tokens[ours], tokens[theirs], NUM_TOKENS),
+                }
+    finally:
+        for one in contestants.values():
+            one.close()
+    return found
+
+
+def show_servers(found: dict[str, Any]) -> None:
+    """The figures of servers as text."""
+    print(f"\n{'requests':>10}  {'form':>6}  {SERVERS[0]:>18}  {SERVERS[1]:>16}  tokens/s   ratio  same tokens  first")
+    for count, forms in found["batches"].items():
+        for form, each in forms.items():
+            rates = [statistics.median(each["tokens_per_s"][kind]) for kind in SERVERS]
+            firsts = " / ".join(f"{statistics.median(each['first_s'][kind]) * 1e3:.0f} ms" for kind in SERVERS)
+            print(
+                f"{count:>10}  {form:>6}  {rates[0]:18.0f}  {rates[1]:16.0f}  {'':8}  {each['ratio']:6.2f}  "
+                f"{each['same_tokens']:11.1%}  {firsts}"
+            )
+
+
 def show(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     """The figures as text."""
     print(
@@ -168,6 +222,7 @@ def main() -> None:
     """Runs a contestant or the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="figures as JSON")
+    parser.add_argument("--http", action="store_true", help="servers too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--contend", choices=IN_PROCESS, help=argparse.SUPPRESS)
@@ -180,7 +235,14 @@ def main() -> None:
         arguments.folder = Path(folder) / "llama"
         make_folder(arguments.folder)
         found = compare(arguments)
-    print(json.dumps(found)) if arguments.json else show(found, arguments)
+        if arguments.http:
+            found["http"] = compare_servers(arguments)
+    if arguments.json:
+        print(json.dumps(found))
+        return
+    show(found, arguments)
+    if arguments.http:
+        show_servers(found["http"])
 
 
 if __name__ == "__main__":

@@ -116,6 +116,17 @@ async def test_echo_and_logprobs():
 
 
 @in_loop
+async def test_a_token_after_a_prompt_that_is_scored_is_reported_whatever_it_is():
+    """lm-eval drops the last of the tokens reported: it must not be one of the prompt's."""
+    async with bench(FakeEngine(says=[1, 70])) as b:
+        answer = await b.complete("abc", echo=True, max_tokens=1, logprobs=1)
+        assert answer.json()["choices"][0]["logprobs"]["tokens"] == ["a", "b", "c", "</s>"]
+        assert texts(answer) == ["abc"]
+        answer = await b.complete("abc", max_tokens=1, logprobs=1)
+        assert answer.json()["choices"][0]["logprobs"] is None
+
+
+@in_loop
 async def test_characters_of_several_tokens_come_whole():
     """Bytes after é's first are wherever the alphabet has them; what is no character is a replacement."""
     async with bench() as b:

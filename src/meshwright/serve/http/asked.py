@@ -158,7 +158,7 @@ def _asked(
         require_tokens(body.stop_token_ids, vocab_size, "stop_token_ids")
     ends = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else served.end_tokens)
     seed = secrets.randbits(32) if body.seed is None else body.seed
-    requests = list[TokenRequest]()
+    requests, reports = list[TokenRequest](), echo and logprobs is not None
     for prompt in prompts:
         require_tokens(prompt, vocab_size, "prompt")
         limit = _max_tokens(body, len(prompt), frontend.max_len)
@@ -168,9 +168,10 @@ def _asked(
                 max_tokens=limit,
                 min_tokens=body.min_tokens or 0,
                 sampling=sampling_of(body, vocab_size, seed=seed, number=number),
-                stop_tokens=ends,
+                # Who has a prompt scored drops the one token after it, so one that ends the text is reported too.
+                stop_tokens=frozenset() if reports and limit == 1 else ends,
                 logprobs=logprobs,
-                echo=echo and (logprobs is not None or limit == 0),
+                echo=reports or (echo and limit == 0),
             )
             for number in range(len(requests), len(requests) + n)
         )
