@@ -231,7 +231,8 @@ def _prompts(traffic: RequestTraffic, facts: ServerFacts) -> list[list[int]]:
 
 def _body(facts: ServerFacts, prompt: list[int], output: int) -> bytes:
     asked = {"model": facts.name, "prompt": prompt, "max_tokens": output, "temperature": 0}
-    return msgspec.json.encode({**asked, "stream": True, "ignore_eos": True})
+    # a special token without text would make no event
+    return msgspec.json.encode({**asked, "stream": True, "ignore_eos": True, "skip_special_tokens": False})
 
 
 def _measured(traffic: RequestTraffic, events_s: list[list[float]], failures: dict[int, str]) -> MeasuredLoad:

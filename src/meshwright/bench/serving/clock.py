@@ -21,8 +21,8 @@ from meshwright.serve.request import TokenRequest
 
 STEPS = 8
 """Steps of a kind that are timed in one go."""
-ROUNDS = 3
-"""Times that everything is measured, so that other load on the machine affects few of them."""
+ROUNDS = 2
+"""Times that everything is measured, after once that does not count."""
 
 
 class TimedStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +42,8 @@ class EngineClock(Clock):
 
     A step that only decodes has the first of ``decode_rows`` that holds its rows, others the first of ``chunk_rows``;
     ``decode_s`` and ``chunk_s`` are the seconds of these shapes without context. ``cached_s`` are seconds for each
-    cached token that decoding rows read, ``pair_s`` for each pair of a prefilled token and one up to it. ``token_s``
-    are seconds of a step for each token that a server sends to clients.
+    cached token that decoding rows read, ``pair_s`` for each pair of a prefilled token and one up to it. A step whose
+    tokens a server sends to clients takes ``served_s`` more, and ``token_s`` for each token.
 
     While a step runs on the devices the host prepares the next one, for ``host_s``. ``request_s`` passes from a request
     until the engine has it, and from a step's end until clients have its tokens. ``error`` is the median distance of
@@ -57,6 +57,7 @@ class EngineClock(Clock):
     cached_s: float
     pair_s: float
     host_s: float = 0.0
+    served_s: float = 0.0
     token_s: float = 0.0
     request_s: float = 0.0
     error: float = 0.0
@@ -72,7 +73,8 @@ class EngineClock(Clock):
             _at_shape(self.chunk_rows, self.chunk_s, decode + tokens),
             _at_shape(self.decode_rows, self.decode_s, decode),
         )
-        return shapes + cached * self.cached_s + tokens * (past + 1) * self.pair_s + decode * self.token_s
+        read_s = cached * self.cached_s + tokens * (past + 1) * self.pair_s
+        return shapes + read_s + np.minimum(decode, 1) * self.served_s + decode * self.token_s
 
 
 def _at_shape(rows: Sequence[int], seconds: Sequence[float], needed: NDArray[np.float64]) -> Any:
@@ -184,11 +186,11 @@ def measure_clock(engine: Engine, *, rounds: int = ROUNDS) -> EngineClock:
     chunk_rows = sorted(shape.rows for shape in shapes if shape.longest > 1)
     budget, slots = min(engine.limits.token_budget, engine.max_len - STEPS), engine.limits.max_requests
     room = engine.limits.num_pages * engine.limits.page_len
-    far = min(engine.max_len - STEPS - 2, 4 * budget)
+    far = min(engine.max_len - STEPS - 2, 2 * budget)
     for number in range(rounds + 1):
         for rows in decode_rows:
             timer.run([(8, STEPS + 2)] * min(rows, slots))
-        many = max(min(slots // 2, room // (2 * far)), 1)
+        many = max(min(slots // 4, room // (2 * far)), 1)
         for count in sorted({1, many}):
             timer.run([(far, STEPS + 2)] * count)
         for rows in chunk_rows:

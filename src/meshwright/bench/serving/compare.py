@@ -9,7 +9,7 @@ from scipy.optimize import nnls
 
 from meshwright.batching.record import LatencyTargets, ServingSummary
 from meshwright.batching.traffic import LengthSampler, RequestTraffic, traffic_of
-from meshwright.bench.serving.clock import EngineClock
+from meshwright.bench.serving.clock import ROUNDS, EngineClock
 from meshwright.bench.serving.pipelined import as_arrived, simulate_engine
 from meshwright.bench.serving.server import BenchedServer
 from meshwright.core.errors import InputError
@@ -20,13 +20,17 @@ PROMPT, OUTPUT = 16, 48
 
 
 class RateResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One load: requests a second as offered, and what was predicted (None without a clock) and measured."""
+    """One load: requests a second as offered, and what was predicted (None without a clock) and measured.
+
+    ``drift``: how much longer a step took just before it than the clock says, as a share: other load on the machine.
+    """
 
     rate_per_s: float
     num_requests: int
     predicted: ServingSummary | None
     measured: ServingSummary
     failures: tuple[str, ...] = ()
+    drift: float | None = None
 
 
 class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,18 +71,31 @@ async def over_http(client: LoadClient, facts: ServerFacts, clock: EngineClock, 
     Requests that decode together, few up to ``most``, have longer steps than the engine alone: host and devices share
     processors, and threads the interpreter.
     """
-    counts, extra_s = sorted({1, max(most // 2, 1), most}), list[float]()
-    for count in counts:
-        burst = traffic_of(np.zeros(count), np.full(count, PROMPT), np.full(count, OUTPUT))
-        gaps = (await client.send(burst, facts)).record.gaps
-        middle = gaps.end_s > np.quantile(gaps.end_s, 0.25)
-        alone_s = float(clock.step_s(count, count * (PROMPT + OUTPUT / 2), 0, 0.0))
-        extra_s.append(max(float(np.median(gaps.gap_s[middle])) - alone_s, 0.0))
-    token_s = float(nnls(np.array(counts, float)[:, None], np.array(extra_s))[0][0])
+    counts = sorted({1, max(most // 4, 1), max(most // 2, 1), most})
+    gaps_s: dict[int, list[float]] = {count: [] for count in counts}
+    for count in counts * ROUNDS:
+        gaps_s[count] += await _burst(client, facts, count)
+    served = np.array([np.median(one) for one in gaps_s.values()])
+    alone = np.array([_burst_s(clock, count) for count in counts])
+    matrix = np.stack([np.ones(len(counts)), counts], axis=1) / served[:, None]
+    served_s, token_s = nnls(matrix, np.maximum(served - alone, 0) / served)[0].tolist()
     one_by_one = traffic_of(np.zeros(9), np.full(9, PROMPT), np.full(9, 1))
     ttft_s = np.median((await client.send(one_by_one, facts, concurrency=1)).record.ttft_s)
     request_s = float(ttft_s) - clock.host_s - float(clock.step_s(0, 0, PROMPT, (PROMPT - 1) / 2))
-    return replace(clock, token_s=token_s, request_s=max(request_s, 0.0))
+    return replace(clock, served_s=served_s, token_s=token_s, request_s=max(request_s, 0.0))
+
+
+async def _burst(client: LoadClient, facts: ServerFacts, count: int) -> list[float]:
+    """Returns the gaps between tokens of requests that decode together."""
+    burst = traffic_of(np.zeros(count), np.full(count, PROMPT), np.full(count, OUTPUT))
+    gaps = (await client.send(burst, facts)).record.gaps
+    found: list[float] = gaps.gap_s[gaps.end_s > np.quantile(gaps.end_s, 0.25)].tolist()
+    return found
+
+
+def _burst_s(clock: EngineClock, count: int) -> float:
+    """Returns the seconds of the steps of a burst."""
+    return float(clock.step_s(count, count * (PROMPT + OUTPUT / 2), 0, 0.0))
 
 
 async def compare(
@@ -89,7 +106,10 @@ async def compare(
     on_sent: Callable[[str], None] = lambda line: None,
 ) -> RateResult:
     """Sends the requests, and simulates those that were answered on the server's engine, if it is known."""
-    facts = await client.facts()
+    facts, drift = await client.facts(), None
+    if server is not None:
+        count = max(server.limits.max_requests // 4, 1)
+        drift = float(np.median(await _burst(client, facts, count))) / _burst_s(server.clock, count) - 1
     rate_per_s = (len(traffic) - 1) / max(float(traffic.arrival_s[-1]), 1e-9)
     on_sent(f"{len(traffic):,} requests, {rate_per_s:.3g} a second, for {traffic.arrival_s[-1]:.0f} s")
     found = await client.send(traffic, facts)
@@ -103,4 +123,5 @@ async def compare(
         predicted=predicted,
         measured=found.record.summary(targets),
         failures=found.failures,
+        drift=drift,
     )

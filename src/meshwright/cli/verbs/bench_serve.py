@@ -30,6 +30,8 @@ SHARES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
 FEWEST = 20
 """Requests of a rate at least, and those by which a capacity is found."""
 MOST = 400
+DRIFT = 0.1
+"""Change of the seconds of a step from which the text says so."""
 WIDE = 100
 """Columns from which a table of rates shows what was predicted."""
 
@@ -154,8 +156,10 @@ class LoadAnswer:
                 "clock",
                 f"steps of {format_seconds(clock.decode_s[0])} ({clock.decode_rows[0]} rows) to "
                 f"{format_seconds(clock.chunk_s[-1])} ({clock.chunk_rows[-1]}), off by {clock.error:.0%} in the "
-                f"median; HTTP {format_seconds(clock.request_s)} a request, {format_seconds(clock.token_s)} a token",
+                f"median",
             )
+            added = (("request", clock.request_s), ("step", clock.served_s), ("token", clock.token_s))
+            yield Fact("HTTP", ", ".join(f"{format_seconds(seconds)} a {what}" for what, seconds in added) + " more")
         if self.capacity is not None:
             yield Fact("capacity", f"{three_digits(self.capacity)} requests/s, simulated")
         yield ""
@@ -164,9 +168,15 @@ class LoadAnswer:
         for row in self.rows if len(self.rows) == 1 else ():
             yield f"{row.num_requests:,} requests, {three_digits(row.rate_per_s)} a second"
             yield Table.compared(
-                (name, row.predicted and of(row.predicted), of(row.measured), show)
+                (name, of(row.predicted) if row.predicted else None, of(row.measured), show)
                 for name, (of, show) in FIGURES.items()
             ).known()
+        drifts = [row.drift for row in self.rows if row.drift is not None]
+        if max(map(abs, drifts), default=0.0) > DRIFT:
+            yield (
+                f"steps took {min(drifts):+.0%} to {max(drifts):+.0%} more than when they were timed: other load on the "
+                "machine, by which figures differ too"
+            )
         for row in self.rows:
             if row.failures:
                 yield f"{len(row.failures):,} of {row.num_requests:,} requests failed: {row.failures[0]}"
