@@ -20,7 +20,7 @@ from meshwright.batching.steps_log import StepsLog
 from meshwright.batching.traffic import RequestTraffic
 from meshwright.core.errors import CannotRunError, InputError
 
-_EVENT, _DONE = b"data: ", b"data: [DONE]"
+_EVENT, _DONE, _ERROR = b"data: ", b"data: [DONE]", b'data: {"error"'
 _FIRST_TOKEN = 10
 """Least token of a prompt: the first ones are often special."""
 _USUAL_VOCAB = 1_000
@@ -93,7 +93,11 @@ class _Connection(asyncio.Protocol):
         lines = (self._partial + body).split(b"\n")
         self._partial = lines.pop()
         now = self._clock()
-        self.events_s += [now for line in lines if line.startswith(_EVENT) and not line.startswith(_DONE)]
+        for line in lines:
+            if line.startswith(_ERROR):
+                self.body += line
+            elif line.startswith(_EVENT) and not line.startswith(_DONE):
+                self.events_s.append(now)
 
     def on_message_complete(self) -> None:
         if not self._parser.should_keep_alive():
@@ -154,7 +158,7 @@ class LoadClient:
                 sent_s[number] = self._now()
                 status = await connection.exchange(heads[number] + bodies[number], streams=True)
                 self._keep(connection)
-                if status != 200 or not connection.events_s:
+                if status != 200 or connection.body or not connection.events_s:
                     failures[number] = f"status {status}: {bytes(connection.body[:200]).decode(errors='replace')}"
                 events_s[number] = connection.events_s
             except OSError as error:

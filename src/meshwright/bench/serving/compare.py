@@ -10,7 +10,7 @@ from scipy.optimize import nnls
 from meshwright.batching.record import LatencyTargets, ServingSummary
 from meshwright.batching.traffic import LengthSampler, RequestTraffic, traffic_of
 from meshwright.bench.serving.clock import ROUNDS, EngineClock
-from meshwright.bench.serving.pipelined import as_arrived, simulate_engine
+from meshwright.bench.serving.pipelined import arrival_rate, as_arrived, simulate_engine
 from meshwright.bench.serving.server import BenchedServer
 from meshwright.core.errors import InputError
 from meshwright.serve.load import LoadClient, ServerFacts
@@ -52,7 +52,7 @@ class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
         gaps = generator.gamma(self.burstiness, 1 / self.burstiness, count)
         arrival_s = np.cumsum(gaps) - gaps[0]
         found = traffic_of(arrival_s, self.prompt(generator, count), self.output(generator, count))
-        return as_arrived(found, rate_per_s) if count > 1 else found
+        return as_arrived(found, rate_per_s)
 
 
 def check_lengths(traffic: RequestTraffic, facts: ServerFacts) -> None:
@@ -110,7 +110,7 @@ async def compare(
     if server is not None:
         count = max(server.limits.max_requests // 4, 1)
         drift = float(np.median(await _burst(client, facts, count))) / _burst_s(server.clock, count) - 1
-    rate_per_s = (len(traffic) - 1) / max(float(traffic.arrival_s[-1]), 1e-9)
+    rate_per_s = arrival_rate(traffic)
     on_sent(f"{len(traffic):,} requests, {rate_per_s:.3g} a second, for {traffic.arrival_s[-1]:.0f} s")
     found = await client.send(traffic, facts)
     predicted = None

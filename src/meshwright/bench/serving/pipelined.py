@@ -102,6 +102,11 @@ def capacity_per_s(traffic: RequestTraffic, limits: SchedulerLimits, clock: Engi
 
 
 def as_arrived(traffic: RequestTraffic, rate_per_s: float) -> RequestTraffic:
-    """Returns the same requests in the same order, so many a second in the mean."""
-    own = len(traffic) / max(float(traffic.arrival_s[-1]), 1e-9)
-    return replace(traffic, arrival_s=traffic.arrival_s * own / rate_per_s)
+    """Returns the same requests in the same order, so many a second in the mean; those that come at once still do."""
+    return replace(traffic, arrival_s=traffic.arrival_s * (arrival_rate(traffic) or rate_per_s) / rate_per_s)
+
+
+def arrival_rate(traffic: RequestTraffic) -> float:
+    """Returns the requests a second from the first arrival to the last; 0 if all arrive at once."""
+    seconds = float(traffic.arrival_s[-1] - traffic.arrival_s[0])
+    return (len(traffic) - 1) / seconds if seconds else 0.0

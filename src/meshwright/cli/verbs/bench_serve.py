@@ -174,8 +174,8 @@ class LoadAnswer:
         drifts = [row.drift for row in self.rows if row.drift is not None]
         if max(map(abs, drifts), default=0.0) > DRIFT:
             yield (
-                f"steps took {min(drifts):+.0%} to {max(drifts):+.0%} more than when they were timed: other load on the "
-                "machine, by which figures differ too"
+                f"steps took {min(drifts):+.0%} to {max(drifts):+.0%} more than when they were timed: other load on "
+                "the machine, by which figures differ too"
             )
         for row in self.rows:
             if row.failures:
