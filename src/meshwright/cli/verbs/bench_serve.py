@@ -1,8 +1,10 @@
 """`meshwright bench serve`: a server under load, beside the simulation of the same requests."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +101,7 @@ async def _measured(
     given: Given, url: str, server: "BenchedServer | None", rates: list[float], traced: RequestTraffic | None
 ) -> "LoadAnswer":
     from meshwright.bench.serving.compare import LoadShape, check_lengths, compare, over_http
-    from meshwright.bench.serving.pipelined import as_arrived, capacity_per_s
+    from meshwright.bench.serving.pipelined import as_arrived, capacity_per_s, simulate_engine
     from meshwright.serve.load import LoadClient
 
     client = LoadClient(url, api_key=given.api_key)
@@ -124,7 +126,13 @@ async def _measured(
     loads = [at(rate) for rate in rates or ([share * capacity for share in SHARES] if capacity and not traced else [])]
     targets = LatencyTargets(ttft_s=given.ttft or np.inf, tpot_s=given.tpot or np.inf)
     rows = [await compare(client, load, targets, server, say) for load in (loads or [sample])]
-    return LoadAnswer(given, facts.name, rows, server, capacity)
+    found = LoadAnswer(given, facts.name, rows, server, capacity)
+    if server is not None and given.png is not None:
+        found.between = [
+            (rate, simulate_engine(at(rate), server.limits, server.clock).summary(targets))
+            for rate in (math.sqrt(a.rate_per_s * b.rate_per_s) for a, b in pairwise(rows))
+        ]
+    return found
 
 
 class LoadAnswer:
@@ -134,6 +142,7 @@ class LoadAnswer:
         self, given: Given, name: str, rows: "list[RateResult]", server: "BenchedServer | None", capacity: float | None
     ) -> None:
         self.given, self.name, self.rows, self.server, self.capacity = given, name, rows, server, capacity
+        self.between: list[tuple[float, ServingSummary]] = []  # simulated rates between those measured, for curves
 
     def answer(self) -> Answer:
         """Returns the answer of the verb."""
@@ -159,7 +168,8 @@ class LoadAnswer:
                 f"median",
             )
             added = (("request", clock.request_s), ("step", clock.served_s), ("token", clock.token_s))
-            yield Fact("HTTP", ", ".join(f"{format_seconds(seconds)} a {what}" for what, seconds in added) + " more")
+            words = [f"{format_seconds(seconds)} a {what}" for what, seconds in added if seconds]
+            yield Fact("HTTP", ", ".join(words) + " more" if words else "no time that is visible")
         if self.capacity is not None:
             yield Fact("capacity", f"{three_digits(self.capacity)} requests/s, simulated")
         yield ""
@@ -170,6 +180,7 @@ class LoadAnswer:
             yield Table.compared(
                 (name, of(row.predicted) if row.predicted else None, of(row.measured), show)
                 for name, (of, show) in FIGURES.items()
+                if name != "goodput/s" or self.given.ttft or self.given.tpot
             ).known()
         drifts = [row.drift for row in self.rows if row.drift is not None]
         if max(map(abs, drifts), default=0.0) > DRIFT:
@@ -206,11 +217,12 @@ class LoadAnswer:
             found = sorted((row.rate_per_s, getattr(row, which)) for row in self.rows if getattr(row, which))
             return [(rate, of(one)) for rate, one in found]
 
-        units = dict(zip(CURVES, ("tok/s", "s", "s"), strict=True))
-        panels = {
-            name: (unit, points(FIGURES[name][0], "predicted"), points(FIGURES[name][0], "measured"))
-            for name, unit in units.items()
-        }
+        titles = ("output tokens/s", "median TTFT ({})", "median TPOT ({})")
+        panels: dict[str, Any] = {}
+        for name, title, unit in zip(CURVES, titles, ("", "s", "s"), strict=True):
+            of = FIGURES[name][0]
+            between = [(rate, of(one)) for rate, one in self.between]
+            panels[title] = unit, sorted([*points(of, "predicted"), *between]), points(of, "measured")
         lengths = f"prompts {self.given.prompt}, outputs {self.given.output} tokens; dashed: simulated capacity"
         return load_figure(panels, capacity=self.capacity, title=f"{self.name} under load", subtitle=lengths)
 
