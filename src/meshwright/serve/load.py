@@ -27,19 +27,6 @@ _USUAL_VOCAB = 1_000
 """Tokens that every vocabulary has."""
 
 
-class _Card(msgspec.Struct):
-    id: str
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: list[_Card]
-
-
-class _Vocab(msgspec.Struct):
-    vocab_size: int
-
-
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a server says of itself: its model's name, positions of a request (None: unknown), tokens of the model."""
 
@@ -132,12 +119,17 @@ class LoadClient:
         self._zero_s = time.perf_counter()
 
     async def facts(self) -> ServerFacts:
-        """Asks the server what it has. Raises CannotRunError if it does not answer."""
-        name = msgspec.json.decode(await self._get("/v1/models"), type=_Cards).data[0]
-        vocab_size = _USUAL_VOCAB
-        with suppress(CannotRunError, msgspec.ValidationError):
-            vocab_size = msgspec.json.decode(await self._get("/tokenizer_info"), type=_Vocab).vocab_size
-        return ServerFacts(name=name.id, max_len=name.max_model_len, vocab_size=vocab_size)
+        """Asks the server what it has. Raises CannotRunError if it does not answer as OpenAI's do."""
+        try:
+            card = msgspec.json.decode(await self._get("/v1/models"))["data"][0]
+            name, max_len, vocab_size = card["id"], card.get("max_model_len"), _USUAL_VOCAB
+        except (msgspec.DecodeError, KeyError, IndexError, TypeError):
+            raise CannotRunError(
+                f"{self.url}/v1/models is no list of models. Name a server with OpenAI's routes."
+            ) from None
+        with suppress(CannotRunError, msgspec.DecodeError, KeyError, TypeError):
+            vocab_size = msgspec.json.decode(await self._get("/tokenizer_info"))["vocab_size"]
+        return ServerFacts(name=name, max_len=max_len, vocab_size=vocab_size)
 
     async def send(self, traffic: RequestTraffic, facts: ServerFacts, *, concurrency: float = np.inf) -> MeasuredLoad:
         """Sends every request when it arrives, with at most ``concurrency`` on their way, greedy and to its last token.

@@ -33,7 +33,7 @@ class TimedStep(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens: int
     prefill_past: float
     seconds: float
-    kind: tuple[int, ...] = ()
+    kind: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequ
     """
     kinds = defaultdict[tuple[int, ...], list[TimedStep]](list)
     for step in steps:
-        kinds[step.kind or (step.num_decode, step.cached_tokens, step.prefill_tokens)].append(step)
+        kinds[step.kind].append(step)
     names = ("num_decode", "cached_tokens", "prefill_tokens", "prefill_past")
     means = [[statistics.fmean(getattr(one, name) for one in alike) for name in names] for alike in kinds.values()]
     seconds = np.array([statistics.median(one.seconds for one in alike) for alike in kinds.values()])
@@ -144,8 +144,8 @@ class StepTimer:
         self._number += 1
 
     def run(self, prompts: Sequence[tuple[int, int]], more: int = 0, each: int = 0) -> None:
-        """Runs requests of (prompt, output) tokens to their ends, and before each of ``more`` steps one of ``each``
-        tokens that is prefilled alone.
+        """Runs requests of (prompt, output) tokens to their ends, and before each of ``more`` steps submits prompts of
+        ``each`` tokens in all, which end with their first token.
 
         The seconds of a step are those from the return of the call that dispatched it to that of the next, which waits
         for it: what a client sees of an engine with work.
@@ -156,7 +156,9 @@ class StepTimer:
         count, last_s = 0, time.perf_counter()
         while self.engine.has_work or more:
             if more and (count > 1 or not prompts):
-                self.submit(each, 1)
+                longest = self.engine.max_len - 1
+                for start in range(0, each, longest):
+                    self.submit(min(longest, each - start), 1)
                 more -= 1
             planned = self._mirror.plan()
             self.engine.step()
@@ -184,7 +186,7 @@ def measure_clock(engine: Engine, *, rounds: int = ROUNDS) -> EngineClock:
     shapes = engine.shapes()
     decode_rows = sorted(shape.rows for shape in shapes if shape.longest == 1)
     chunk_rows = sorted(shape.rows for shape in shapes if shape.longest > 1)
-    budget, slots = min(engine.limits.token_budget, engine.max_len - STEPS), engine.limits.max_requests
+    budget, slots = engine.limits.token_budget, engine.limits.max_requests
     room = engine.limits.num_pages * engine.limits.page_len
     far = min(engine.max_len - STEPS - 2, 2 * budget)
     for number in range(rounds + 1):

@@ -20,7 +20,7 @@ class BenchGroup(VerbGroup):
 
 @click.group(cls=BenchGroup, verbs=BENCHES, prefix="bench_", otherwise="machine")
 def command() -> None:
-    """Measure the devices at hand, or a server on them.
+    """Measure the devices at hand, or a server on them: tables, --json, --format csv, and pictures with --png.
 
     \b
     meshwright bench --on cpu:8 -o rates.toml
