@@ -86,7 +86,7 @@ def _at_shape(rows: Sequence[int], seconds: Sequence[float], needed: NDArray[np.
 def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequence[TimedStep]) -> EngineClock:
     """Returns the clock of least squared relative distances from the medians of the kinds of steps.
 
-    No number is negative. A shape that no step has takes what the next larger one takes.
+    No number is negative, and no shape takes less than a smaller one; one that no step has lies between its neighbours.
     """
     kinds = defaultdict[tuple[int, ...], list[TimedStep]](list)
     for step in steps:
@@ -94,37 +94,27 @@ def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequ
     names = ("num_decode", "cached_tokens", "prefill_tokens", "prefill_past")
     means = [[statistics.fmean(getattr(one, name) for one in alike) for name in names] for alike in kinds.values()]
     seconds = np.array([statistics.median(one.seconds for one in alike) for alike in kinds.values()])
-    matrix = np.zeros((len(means), len(decode_rows) + len(chunk_rows) + 2))
+    count = 1 + len(decode_rows)
+    matrix = np.zeros((len(means), count + len(chunk_rows) + 2))  # start, what each shape takes more than the last, ...
+    matrix[:, 0] = 1
     for row, (decode, cached, tokens, past) in zip(matrix, means, strict=True):
-        rows, first = (chunk_rows, len(decode_rows)) if tokens else (decode_rows, 0)
-        row[first + min(bisect_left(rows, round(decode + tokens)), len(rows) - 1)] = 1
+        rows, first = (chunk_rows, count) if tokens else (decode_rows, 1)
+        row[first : first + bisect_left(rows, round(decode + tokens)) + 1] = 1
         row[-2:] = cached, tokens * (past + 1)
-    scale = matrix.max(axis=0)
-    seen = scale > 0
-    found, _ = nnls(matrix[:, seen] / scale[seen] / seconds[:, None], np.ones(len(seconds)), maxiter=10_000)
-    values = np.full(matrix.shape[1], np.nan)
-    values[seen] = found / scale[seen]
-    distances = np.abs(matrix[:, seen] @ values[seen] / seconds - 1)
-    count = len(decode_rows)
+    scale = np.maximum(matrix.max(axis=0), 1)
+    found, _ = nnls(matrix / scale / seconds[:, None], np.ones(len(seconds)), maxiter=10_000)
+    distances = np.abs(matrix / scale @ found / seconds - 1)
+    start_s, *more_s, cached_s, pair_s = (found / scale).tolist()
     return EngineClock(
         decode_rows=tuple(decode_rows),
         chunk_rows=tuple(chunk_rows),
-        decode_s=_filled(values[:count]),
-        chunk_s=_filled(values[count:-2]),
-        cached_s=float(np.nan_to_num(values[-2])),
-        pair_s=float(np.nan_to_num(values[-1])),
+        decode_s=tuple((start_s + np.cumsum(more_s[: count - 1])).tolist()),
+        chunk_s=tuple((start_s + np.cumsum(more_s[count - 1 :])).tolist()),
+        cached_s=cached_s,
+        pair_s=pair_s,
         error=float(np.median(distances)),
         worst=float(distances.max()),
     )
-
-
-def _filled(values: NDArray[np.float64]) -> tuple[float, ...]:
-    """Returns the seconds of shapes without gaps: an unseen one has those of the next larger, else the largest."""
-    found, after = [], float(next((one for one in values[::-1] if not np.isnan(one)), 0.0))
-    for one in values[::-1]:
-        after = after if np.isnan(one) else float(one)
-        found.append(after)
-    return tuple(found[::-1])
 
 
 class StepTimer:
@@ -147,8 +137,8 @@ class StepTimer:
         """Runs requests of (prompt, output) tokens to their ends, and before each of ``more`` steps submits prompts of
         ``each`` tokens in all, which end with their first token.
 
-        The seconds of a step are those from the return of the call that dispatched it to that of the next, which waits
-        for it: what a client sees of an engine with work.
+        The seconds of a step are those from the return of the call that dispatched it to that of the next, which
+        dispatches another one and waits for it: what a client sees of an engine with work.
         """
         for prompt, output in prompts:
             self.submit(prompt, output)
@@ -165,7 +155,7 @@ class StepTimer:
             now_s = time.perf_counter()
             if planned.repeats:
                 self._mirror.commit(planned)
-            if before is not None and count > 1:
+            if before is not None and planned.repeats and count > 1:
                 decode, cached, tokens, past = before
                 kind = (decode, tokens and decode + tokens, *(round(np.log2(1 + one)) for one in (cached, past)))
                 self.steps.append(
