@@ -17,7 +17,7 @@ from meshwright.bench.calibration import calibration_of
 from meshwright.bench.results import BenchReport
 from meshwright.bench.run import make_bench, run_bench
 from meshwright.cli.verb import show
-from meshwright.cli.verbs.bench import report_text
+from meshwright.cli.verbs.bench_machine import report_text
 from meshwright.core.files import write_text_whole
 from meshwright.nn.attention.platform import default_platform
 from meshwright.report.figure import save

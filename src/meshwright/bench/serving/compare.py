@@ -1,0 +1,127 @@
+"""A server under load beside the simulation of the same requests."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+from scipy.optimize import nnls
+
+from meshwright.batching.record import LatencyTargets, ServingSummary
+from meshwright.batching.traffic import LengthSampler, RequestTraffic, traffic_of
+from meshwright.bench.serving.clock import ROUNDS, EngineClock
+from meshwright.bench.serving.pipelined import arrival_rate, as_arrived, simulate_engine
+from meshwright.bench.serving.server import BenchedServer
+from meshwright.core.errors import InputError
+from meshwright.serve.load import LoadClient, ServerFacts
+
+PROMPT, OUTPUT = 16, 48
+"""Tokens of the requests by which the seconds of HTTP are measured."""
+
+
+class RateResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One load: requests a second as offered, and what was predicted (None without a clock) and measured.
+
+    ``drift``: how much longer a step took just before it than the clock says, as a share: other load on the machine.
+    """
+
+    rate_per_s: float
+    num_requests: int
+    predicted: ServingSummary | None
+    measured: ServingSummary
+    failures: tuple[str, ...] = ()
+    drift: float | None = None
+
+
+class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests are sent: lengths of prompts and outputs, and how they come.
+
+    The gaps between arrivals have a gamma distribution: Poisson's arrivals with a ``burstiness`` of 1, bursts below.
+    """
+
+    prompt: LengthSampler
+    output: LengthSampler
+    burstiness: float = 1.0
+    seed: int = 0
+
+    def traffic(self, rate_per_s: float, count: int) -> RequestTraffic:
+        """Returns so many requests, ``rate_per_s`` in the mean."""
+        if not 0 < self.burstiness < np.inf:
+            raise InputError(f"burstiness is {self.burstiness:g}. Give 1 for Poisson's arrivals, less for bursts.")
+        generator = np.random.default_rng(self.seed)
+        gaps = generator.gamma(self.burstiness, 1 / self.burstiness, count)
+        arrival_s = np.cumsum(gaps) - gaps[0]
+        found = traffic_of(arrival_s, self.prompt(generator, count), self.output(generator, count))
+        return as_arrived(found, rate_per_s)
+
+
+def check_lengths(traffic: RequestTraffic, facts: ServerFacts) -> None:
+    """Raises InputError for a request that is too long for the server."""
+    longest = int((traffic.prompt + traffic.output).max())
+    if facts.max_len is not None and longest > facts.max_len:
+        raise InputError(
+            f"a request of {longest:,} tokens is too long for the server, which has {facts.max_len:,} positions. "
+            f"Give shorter --prompt and --output, or a longer --max-len."
+        )
+
+
+async def over_http(client: LoadClient, facts: ServerFacts, clock: EngineClock, most: int) -> EngineClock:
+    """Returns the clock with the seconds that HTTP adds to a step for each token, and to a request.
+
+    Requests that decode together, few up to ``most``, have longer steps than the engine alone: host and devices share
+    processors, and threads the interpreter.
+    """
+    counts = sorted({1, max(most // 4, 1), max(most // 2, 1), most})
+    gaps_s: dict[int, list[float]] = {count: [] for count in counts}
+    for count in counts * ROUNDS:
+        gaps_s[count] += await _burst(client, facts, count)
+    served = np.array([np.median(one) for one in gaps_s.values()])
+    alone = np.array([_burst_s(clock, count) for count in counts])
+    matrix = np.stack([np.ones(len(counts)), counts], axis=1) / served[:, None]
+    served_s, token_s = nnls(matrix, np.maximum(served - alone, 0) / served)[0].tolist()
+    one_by_one = traffic_of(np.zeros(9), np.full(9, PROMPT), np.full(9, 1))
+    ttft_s = np.median((await client.send(one_by_one, facts, concurrency=1)).record.ttft_s)
+    request_s = float(ttft_s) - clock.host_s - float(clock.step_s(0, 0, PROMPT, (PROMPT - 1) / 2))
+    return replace(clock, served_s=served_s, token_s=token_s, request_s=max(request_s, 0.0))
+
+
+async def _burst(client: LoadClient, facts: ServerFacts, count: int) -> list[float]:
+    """Returns the gaps between tokens of requests that decode together."""
+    burst = traffic_of(np.zeros(count), np.full(count, PROMPT), np.full(count, OUTPUT))
+    gaps = (await client.send(burst, facts)).record.gaps
+    found: list[float] = gaps.gap_s[gaps.end_s > np.quantile(gaps.end_s, 0.25)].tolist()
+    return found
+
+
+def _burst_s(clock: EngineClock, count: int) -> float:
+    """Returns the seconds of the steps of a burst."""
+    return float(clock.step_s(count, count * (PROMPT + OUTPUT / 2), 0, 0.0))
+
+
+async def compare(
+    client: LoadClient,
+    traffic: RequestTraffic,
+    targets: LatencyTargets,
+    server: BenchedServer | None = None,
+    on_sent: Callable[[str], None] = lambda line: None,
+) -> RateResult:
+    """Sends the requests, and simulates those that were answered on the server's engine, if it is known."""
+    facts, drift = await client.facts(), None
+    if server is not None:
+        count = max(server.limits.max_requests // 4, 1)
+        drift = float(np.median(await _burst(client, facts, count))) / _burst_s(server.clock, count) - 1
+    rate_per_s = arrival_rate(traffic)
+    on_sent(f"{len(traffic):,} requests, {rate_per_s:.3g} a second, for {traffic.arrival_s[-1]:.0f} s")
+    found = await client.send(traffic, facts)
+    predicted = None
+    if server is not None:
+        record = simulate_engine(found.record.traffic, server.limits, server.clock)
+        predicted = record.summary(targets)
+    return RateResult(
+        rate_per_s=rate_per_s,
+        num_requests=len(traffic),
+        predicted=predicted,
+        measured=found.record.summary(targets),
+        failures=found.failures,
+        drift=drift,
+    )

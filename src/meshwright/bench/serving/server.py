@@ -1,0 +1,80 @@
+"""A server in a process of its own, whose engine is timed before it answers requests."""
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from meshwright.batching.limits import SchedulerLimits
+from meshwright.bench.serving.clock import EngineClock, measure_clock
+from meshwright.core.errors import CannotRunError
+from meshwright.serve.opening import EngineOptions
+
+END_S = 30.0
+"""How long a server may take to end."""
+
+
+class BenchedServer(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine as it was opened: what it says of itself, its limits, its measured clock, and where its server answers
+    ("": nowhere)."""
+
+    lines: tuple[str, ...]
+    limits: SchedulerLimits
+    clock: EngineClock
+    url: str
+
+
+@contextmanager
+def benched_server(
+    folder: Path, options: EngineOptions, *, num_devices: int | None = None, serves: bool = True
+) -> Iterator[BenchedServer]:
+    """Opens a folder in another process, emulating ``num_devices`` if given, and times its engine; then serves it for
+    the length of the context, unless only the clock is wanted. Raises CannotRunError if that process ends."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(theirs, folder, options, num_devices, serves), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+        if isinstance(found, Exception):
+            raise found
+        yield found
+    except EOFError:
+        process.join()
+        raise CannotRunError(f"the server ended with code {process.exitcode} before it answered.") from None
+    finally:
+        process.terminate()
+        process.join(END_S)
+        if process.is_alive():
+            process.kill()
+
+
+def _run(pipe: Connection, folder: Path, options: EngineOptions, num_devices: int | None, serves: bool) -> None:
+    try:
+        if num_devices is not None:
+            from meshwright.parallel.mesh import emulate_devices
+
+            emulate_devices(num_devices)
+        from meshwright.serve.frontend import Frontend
+        from meshwright.serve.http.app import make_app
+        from meshwright.serve.http.run import Listening, serve_app
+        from meshwright.serve.http.served import served_model
+        from meshwright.serve.opening import open_engine
+
+        opened = open_engine(folder, options, in_background=False)
+        clock = measure_clock(opened.engine)
+        told = BenchedServer(lines=opened.lines, limits=opened.engine.limits, clock=clock, url="")
+        if not serves:
+            pipe.send(told)
+            return
+        frontend = Frontend(opened.engine, max_queued=2**20)
+        app = make_app(frontend, served_model(opened.source))
+    except Exception as error:
+        pipe.send(error)
+        return
+    listening = Listening(port=0, drain_s=1)
+    serve_app(app, frontend, listening, lambda url: pipe.send(msgspec.structs.replace(told, url=url)))

@@ -1,0 +1,258 @@
+"""`meshwright bench serve`: a server under load, beside the simulation of the same requests."""
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from meshwright.batching.record import LatencyTargets, ServingSummary
+from meshwright.batching.trace import load_trace
+from meshwright.batching.traffic import RequestTraffic, parse_lengths
+from meshwright.cli.output import say, three_digits, width
+from meshwright.cli.verb import PNG, Count, TargetTime, argument, option, verb
+from meshwright.cli.verbs.serve import EngineGiven, engine_options
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_seconds
+from meshwright.plan.serving.service import parse_load
+from meshwright.report.answer import Answer, Fact, Heading, Piece, Show, Table
+from meshwright.report.figure import Figure
+
+if TYPE_CHECKING:
+    from meshwright.bench.serving.compare import RateResult
+    from meshwright.bench.serving.server import BenchedServer
+
+SHARES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+"""Rates by default, as shares of the simulated capacity."""
+FEWEST = 20
+"""Requests of a rate at least, and those by which a capacity is found."""
+MOST = 400
+DRIFT = 0.1
+"""Change of the seconds of a step from which the text says so."""
+WIDE = 100
+"""Columns from which a table of rates shows what was predicted."""
+
+
+class Given(EngineGiven):
+    what: Path | None = argument(metavar="[FOLDER]", required=False)  # type: ignore[assignment]
+    url: str | None = option("A server that runs already; without a FOLDER nothing is predicted.")
+    api_key: str = option("Key of the server at --url.", default="")
+    rate: str | None = option(
+        "Requests a second, such as 5/s or 1/s,2/s,4/s. Default: 0.2 to 1.2 of the simulated capacity, or the trace's.",
+        "--rate",
+        "--rates",
+    )
+    prompt: str = option("Tokens of a prompt: 500, 1..999, lognormal:500:0.8.", default="64")
+    output: str = option("Tokens of an output, as --prompt.", default="64")
+    trace: Path | None = option("Requests from a JSONL or CSV file, in place of lengths.")
+    requests: Count | None = option("Requests of each rate.")
+    seconds: float = option("Seconds of each rate.", default=30.0)
+    burstiness: float = option("Shape of the gaps between requests: 1 is Poisson, less is bursts.", default=1.0)
+    ttft: TargetTime | None = option("A good request's time to its first token at most.")
+    tpot: TargetTime | None = option("A good request's time for each further token at most.")
+    png: Path | None = PNG
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
+    """Measure a server under load: the model of a FOLDER in a process of its own, or the one at --url.
+
+    Its engine's steps are timed first; a simulation whose clock they are says of the same requests what was to be
+    expected. Requests arrive whether or not others are done. TTFT counts from sending; figures leave out the first
+    tenth of the arrivals and what comes after the last.
+
+    meshwright bench serve FOLDER --prompt 128 --output lognormal:64 --png load.png
+    """
+    if given.what is None and given.url is None:
+        raise InputError("there is nothing to measure. Name a FOLDER, or give the --url of a server.")
+    rates = [parse_load(one, what="--rate") for one in given.rate.split(",")] if given.rate else []
+    if given.what is None and not rates and given.trace is None:
+        raise InputError("without a FOLDER no capacity is known. Give --rate, such as 5/s, or a --trace.")
+    traced = load_trace(given.trace) if given.trace is not None else None
+    parse_lengths(given.prompt), parse_lengths(given.output)
+    with ExitStack() as stack:
+        server = _started(given, stack) if given.what is not None else None
+        url = given.url or (server.url if server else "")
+        found = asyncio.run(_measured(given, url, server, rates, traced))
+    return found.answer()
+
+
+def _started(given: Given, stack: ExitStack) -> "BenchedServer":
+    from meshwright.bench.serving.server import benched_server
+
+    emulated = given.on.num_chips if given.on is not None and given.on.kind == "host" else None
+    mesh = given.axes or ({"tensor": given.on.num_chips} if given.on is not None else None)
+    assert given.what is not None
+    say("opening the model and timing the steps of its engine")
+    server = stack.enter_context(
+        benched_server(given.what, engine_options(given, mesh), num_devices=emulated, serves=given.url is None)
+    )
+    for line in server.lines:
+        say(line)
+    return server
+
+
+async def _measured(
+    given: Given, url: str, server: "BenchedServer | None", rates: list[float], traced: RequestTraffic | None
+) -> "LoadAnswer":
+    from meshwright.bench.serving.compare import LoadShape, check_lengths, compare, over_http
+    from meshwright.bench.serving.pipelined import as_arrived, capacity_per_s, simulate_engine
+    from meshwright.serve.load import LoadClient
+
+    client = LoadClient(url, api_key=given.api_key)
+    facts = await client.facts()
+    shape = LoadShape(
+        prompt=parse_lengths(given.prompt), output=parse_lengths(given.output), burstiness=given.burstiness
+    )
+    sample = traced or shape.traffic(1.0, MOST)
+    check_lengths(sample, facts)
+    capacity = None
+    if server is not None:
+        clock = await over_http(client, facts, server.clock, server.limits.max_requests)
+        server = replace(server, clock=clock)
+        capacity = capacity_per_s(sample, server.limits, clock)
+        say(f"simulated capacity: {three_digits(capacity)} requests a second")
+
+    def at(rate: float) -> RequestTraffic:
+        if traced is not None:
+            return as_arrived(traced, rate)
+        return shape.traffic(rate, given.requests or min(max(round(rate * given.seconds), FEWEST), MOST))
+
+    loads = [at(rate) for rate in rates or ([share * capacity for share in SHARES] if capacity and not traced else [])]
+    targets = LatencyTargets(ttft_s=given.ttft or np.inf, tpot_s=given.tpot or np.inf)
+    rows = [await compare(client, load, targets, server, say) for load in (loads or [sample])]
+    found = LoadAnswer(given, facts.name, rows, server, capacity)
+    if server is not None and given.png is not None:
+        found.between = [
+            (rate, simulate_engine(at(rate), server.limits, server.clock).summary(targets))
+            for rate in (math.sqrt(a.rate_per_s * b.rate_per_s) for a, b in pairwise(rows))
+        ]
+    return found
+
+
+class LoadAnswer:
+    """What was measured at each rate, as an answer."""
+
+    def __init__(
+        self, given: Given, name: str, rows: "list[RateResult]", server: "BenchedServer | None", capacity: float | None
+    ) -> None:
+        self.given, self.name, self.rows, self.server, self.capacity = given, name, rows, server, capacity
+        self.between: list[tuple[float, ServingSummary]] = []  # simulated rates between those measured, for curves
+
+    def answer(self) -> Answer:
+        """Returns the answer of the verb."""
+        clock = self.server.clock if self.server else None
+        facts = {
+            "model": self.name,
+            "capacity_per_s": self.capacity,
+            "clock": vars(clock) if clock else None,
+            "rates": [{**_fields(row), "ratios": _ratios(row)} for row in self.rows],
+        }
+        return Answer(facts, list(self.text()), {self.given.png: self.picture})
+
+    def text(self) -> Iterator[Piece]:
+        """Yields the clock, and a table of one rate or of several."""
+        lengths = f"prompts {self.given.prompt}, outputs {self.given.output} tokens"
+        yield Fact("server", f"{self.name}: {lengths if self.given.trace is None else self.given.trace}")
+        if self.server is not None:
+            clock = self.server.clock
+            yield Fact(
+                "clock",
+                f"steps of {format_seconds(clock.decode_s[0])} ({clock.decode_rows[0]} rows) to "
+                f"{format_seconds(clock.chunk_s[-1])} ({clock.chunk_rows[-1]}), off by {clock.error:.0%} in the "
+                f"median",
+            )
+            added = (("request", clock.request_s), ("step", clock.served_s), ("token", clock.token_s))
+            words = [f"{format_seconds(seconds)} a {what}" for what, seconds in added if seconds]
+            yield Fact("HTTP", ", ".join(words) + " more" if words else "no time that is visible")
+        if self.capacity is not None:
+            yield Fact("capacity", f"{three_digits(self.capacity)} requests/s, simulated")
+        yield ""
+        if len(self.rows) > 1:
+            yield self._table()
+        for row in self.rows if len(self.rows) == 1 else ():
+            yield f"{row.num_requests:,} requests, {three_digits(row.rate_per_s)} a second"
+            yield Table.compared(
+                (name, of(row.predicted) if row.predicted else None, of(row.measured), show)
+                for name, (of, show) in FIGURES.items()
+                if name != "goodput/s" or self.given.ttft or self.given.tpot
+            ).known()
+        drifts = [row.drift for row in self.rows if row.drift is not None]
+        if max(map(abs, drifts), default=0.0) > DRIFT:
+            yield (
+                f"steps took {min(drifts):+.0%} to {max(drifts):+.0%} more than when they were timed: other load on "
+                "the machine, by which figures differ too"
+            )
+        for row in self.rows:
+            if row.failures:
+                yield f"{len(row.failures):,} of {row.num_requests:,} requests failed: {row.failures[0]}"
+
+    def _table(self) -> Table:
+        columns: list[str | Heading] = [Heading("requests/s", three_digits, "rate_per_s"), "requests"]
+        cells: list[list[Any]] = [[row.rate_per_s, row.num_requests] for row in self.rows]
+        if self.capacity is not None:
+            columns[1] = Heading("load", "{:.0%}".format, "share")
+            cells = [[row.rate_per_s, row.rate_per_s / self.capacity] for row in self.rows]
+        for name in CURVES:
+            of, show = FIGURES[name]
+            if self.server is not None and width() >= WIDE:
+                columns.append(Heading(f"{name} predicted", show))
+            columns.append(Heading(f"{name} measured" if width() >= WIDE else name, show))
+            columns += [Heading("ratio", "{:.2f}".format, f"{name} ratio")] if self.server is not None else []
+            for row, cell in zip(self.rows, cells, strict=True):
+                before = [of(row.predicted)] if row.predicted and width() >= WIDE else []
+                cell += [*before, of(row.measured), *([_ratios(row)[name]] if row.predicted else [])]
+        return Table(columns, cells, "Measured; ratios are to the simulation" if self.server is not None else "")
+
+    def picture(self) -> Figure:
+        """Returns throughput and median latencies over the rate."""
+        from meshwright.report.machine.serving import load_figure
+
+        def points(of: Callable[[ServingSummary], float], which: str) -> Sequence[tuple[float, float]]:
+            found = sorted((row.rate_per_s, getattr(row, which)) for row in self.rows if getattr(row, which))
+            return [(rate, of(one)) for rate, one in found]
+
+        titles = ("output tokens/s", "median TTFT ({})", "median TPOT ({})")
+        panels: dict[str, Any] = {}
+        for name, title, unit in zip(CURVES, titles, ("", "s", "s"), strict=True):
+            of = FIGURES[name][0]
+            between = [(rate, of(one)) for rate, one in self.between]
+            panels[title] = unit, sorted([*points(of, "predicted"), *between]), points(of, "measured")
+        lengths = f"prompts {self.given.prompt}, outputs {self.given.output} tokens; dashed: simulated capacity"
+        return load_figure(panels, capacity=self.capacity, title=f"{self.name} under load", subtitle=lengths)
+
+
+Read = Callable[[ServingSummary], float]
+FIGURES: dict[str, tuple[Read, Show]] = {
+    "requests/s": (lambda one: one.requests_per_s, three_digits),
+    "tokens/s": (lambda one: one.output_tokens_per_s, three_digits),
+    "TTFT p50": (lambda one: one.ttft.p50, format_seconds),
+    "TTFT p90": (lambda one: one.ttft.p90, format_seconds),
+    "TTFT p99": (lambda one: one.ttft.p99, format_seconds),
+    "TPOT p50": (lambda one: one.tpot.p50, format_seconds),
+    "TPOT p90": (lambda one: one.tpot.p90, format_seconds),
+    "ITL p50": (lambda one: one.itl.p50, format_seconds),
+    "ITL p99": (lambda one: one.itl.p99, format_seconds),
+    "latency p50": (lambda one: one.latency.p50, format_seconds),
+    "goodput/s": (lambda one: one.goodput_per_s, three_digits),
+}
+"""Figures of one load -> how they are read and shown."""
+CURVES = ("tokens/s", "TTFT p50", "TPOT p50")
+"""Those of a table over rates, and of the picture."""
+
+
+def _ratios(row: "RateResult") -> dict[str, float]:
+    """Returns measured over predicted of each figure."""
+    if row.predicted is None:
+        return {}
+    pairs = {name: (of(row.measured), of(row.predicted)) for name, (of, _) in FIGURES.items()}
+    return {name: measured / predicted if predicted else np.nan for name, (measured, predicted) in pairs.items()}
+
+
+def _fields(row: "RateResult") -> dict[str, Any]:
+    return {name: getattr(row, name) for name in row.__struct_fields__}

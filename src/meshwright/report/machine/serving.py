@@ -1,0 +1,43 @@
+"""Pictures of a server under load: measured dots over the curves of its simulation."""
+
+from collections.abc import Mapping, Sequence
+
+from meshwright.report.figure import MUTED, PALETTE, Figure, Layer, alt, panel, si_scale, themed
+from meshwright.report.marks import DASHES, Points, color_by, lines, log_axis, plot
+
+PANEL_PX = (250, 230)
+LOG_FROM = 8
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
+
+
+def load_figure(
+    panels: Mapping[str, tuple[str, Points, Points]], *, capacity: float | None, title: str, subtitle: str = ""
+) -> Figure:
+    """Draws a panel per figure: its title -> (unit, simulated points, measured points) over requests a second.
+
+    ``{}`` in a title is its unit. ``capacity`` is a vertical line in all panels.
+    """
+    parts = [_panel(name, *of, capacity) for name, of in panels.items()]
+    return themed(alt.hconcat(*parts, spacing=28), title, subtitle)
+
+
+def _panel(name: str, unit: str, simulated: Points, measured: Points, capacity: float | None) -> Layer:
+    values = [y for _, y in (*simulated, *measured) if y == y and y > 0] or [1.0]
+    scale, unit_name = si_scale(max(values), unit)
+    least, most, title = min(values) / scale / 1.3, max(values) / scale * 1.3, name.format(unit_name)
+    x = alt.X("x:Q", title="requests offered a second", scale=alt.Scale(zero=True), axis=alt.Axis(grid=False))
+    y = alt.Y("y:Q", title=title, scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=5))
+    if unit and most > LOG_FROM * least:
+        y = log_axis(alt.Y, "y", (least, most), title)
+    color = color_by("name", {"simulated": PALETTE[0], "measured": PALETTE[5]}, orient="top", symbolType="circle")
+    layers = lines({"simulated": _scaled(simulated, scale)}, x, y, color) if simulated else []
+    rows = [{"x": a, "y": b, "name": "measured"} for a, b in _scaled(measured, scale) if b == b]
+    layers.append(plot(rows).mark_point(filled=True, size=70, opacity=1).encode(x=x, y=y, color=color))
+    if capacity is not None:
+        rule = plot([{"x": capacity}]).mark_rule(strokeDash=DASHES, color=MUTED).encode(x="x:Q")
+        layers.insert(0, rule)
+    return panel(*layers, size=PANEL_PX)
+
+
+def _scaled(points: Points, scale: float) -> Sequence[tuple[float, float]]:
+    return [(x, y / scale) for x, y in points]

@@ -1,0 +1,249 @@
+"""The client half of a benchmark: sends the requests of a traffic to a server with OpenAI's routes, and notes when
+tokens come back. What it finds is a `ServingRecord`, as of a simulation, so that both have one definition of a figure.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+import numpy as np
+from msgspec.structs import replace
+
+from meshwright.batching.record import ServingRecord
+from meshwright.batching.replica import RequestTimes
+from meshwright.batching.steps_log import StepsLog
+from meshwright.batching.traffic import RequestTraffic
+from meshwright.core.errors import CannotRunError, InputError
+
+_EVENT, _DONE, _ERROR = b"data: ", b"data: [DONE]", b'data: {"error"'
+_FIRST_TOKEN = 10
+"""Least token of a prompt: the first ones are often special."""
+_USUAL_VOCAB = 1_000
+"""Tokens that every vocabulary has."""
+
+
+class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server says of itself: its model's name, positions of a request (None: unknown), tokens of the model."""
+
+    name: str
+    max_len: int | None = None
+    vocab_size: int = _USUAL_VOCAB
+
+
+class MeasuredLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests that were answered, in seconds since the first could be sent, and why others were not."""
+
+    record: ServingRecord
+    failures: tuple[str, ...] = ()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, with one request at a time; notes the time of each event of the answer as it arrives."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.is_open, self._streams = True, False
+        self._done: asyncio.Future[None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._partial = b""
+        self.body = bytearray()
+        self.events_s: list[float] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(exc or ConnectionError("the server closed the connection"))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.transport.close()
+            self.connection_lost(ConnectionError(f"the answer is not HTTP: {error}"))
+
+    def on_body(self, body: bytes) -> None:
+        if self._parser.get_status_code() != 200 or not self._streams:
+            self.body += body
+            return
+        lines = (self._partial + body).split(b"\n")
+        self._partial = lines.pop()
+        now = self._clock()
+        for line in lines:
+            if line.startswith(_ERROR):
+                self.body += line
+            elif line.startswith(_EVENT) and not line.startswith(_DONE):
+                self.events_s.append(now)
+
+    def on_message_complete(self) -> None:
+        if not self._parser.should_keep_alive():
+            self.is_open = False
+            self.transport.close()
+        if self._done is not None and not self._done.done():
+            self._done.set_result(None)
+
+    async def exchange(self, request: bytes, *, streams: bool = False) -> int:
+        """Sends a request and waits for its whole answer; returns its status."""
+        self._streams, self._done = streams, asyncio.get_running_loop().create_future()
+        self._begin()
+        self.transport.write(request)
+        await self._done
+        return int(self._parser.get_status_code())
+
+
+class LoadClient:
+    """Sends requests to the server at ``url``, each on a connection of its own, which the next one may have after it.
+
+    Raises InputError for a URL that is not one of HTTP.
+    """
+
+    def __init__(self, url: str, *, api_key: str = "") -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InputError(f"{url!r} is not the URL of a server. Give one such as http://127.0.0.1:8000.")
+        self.url, self._key, self._path = url, api_key, parts.path.rstrip("/").removesuffix("/v1")
+        self._host, self._is_tls = parts.hostname, parts.scheme == "https"
+        self._port = parts.port or (443 if self._is_tls else 80)
+        self._idle: list[_Connection] = []
+        self._zero_s = time.perf_counter()
+
+    async def facts(self) -> ServerFacts:
+        """Asks the server what it has. Raises CannotRunError if it does not answer as OpenAI's do."""
+        try:
+            card = msgspec.json.decode(await self._get("/v1/models"))["data"][0]
+            name, max_len, vocab_size = card["id"], card.get("max_model_len"), _USUAL_VOCAB
+        except (msgspec.DecodeError, KeyError, IndexError, TypeError):
+            raise CannotRunError(
+                f"{self.url}/v1/models is no list of models. Name a server with OpenAI's routes."
+            ) from None
+        with suppress(CannotRunError, msgspec.DecodeError, KeyError, TypeError):
+            vocab_size = msgspec.json.decode(await self._get("/tokenizer_info"))["vocab_size"]
+        return ServerFacts(name=name, max_len=max_len, vocab_size=vocab_size)
+
+    async def send(self, traffic: RequestTraffic, facts: ServerFacts, *, concurrency: float = np.inf) -> MeasuredLoad:
+        """Sends every request when it arrives, with at most ``concurrency`` on their way, greedy and to its last token.
+
+        Prompts are random tokens; those that share a prefix begin alike. ITL counts events of the stream, which are
+        tokens unless the server holds some back or joins them. Raises CannotRunError if no request is answered.
+        """
+        asked = zip(_prompts(traffic, facts), traffic.output.tolist(), strict=True)
+        bodies = [_body(facts, prompt, output) for prompt, output in asked]
+        heads = [self._head("POST", "/v1/completions", body) for body in bodies]
+        sent_s, events_s = traffic.arrival_s.copy(), list[list[float]]([] for _ in bodies)
+        failures, room = dict[int, str](), asyncio.Semaphore(int(min(concurrency, len(bodies))))
+        self._zero_s = time.perf_counter()
+
+        async def one(number: int) -> None:
+            try:
+                connection = await self._connection()
+                sent_s[number] = self._now()
+                status = await connection.exchange(heads[number] + bodies[number], streams=True)
+                self._keep(connection)
+                if status != 200 or connection.body or not connection.events_s:
+                    failures[number] = f"status {status}: {bytes(connection.body[:200]).decode(errors='replace')}"
+                events_s[number] = connection.events_s
+            except OSError as error:
+                failures[number] = str(error)
+            finally:
+                room.release()
+
+        tasks = []
+        for number, arrival_s in enumerate(traffic.arrival_s.tolist()):
+            if (wait_s := arrival_s - self._now()) > 0:
+                await asyncio.sleep(wait_s)
+            await room.acquire()
+            tasks.append(asyncio.create_task(one(number)))
+        await asyncio.gather(*tasks)
+        self.close()
+        return _measured(replace(traffic, arrival_s=sent_s), events_s, failures)
+
+    def close(self) -> None:
+        """Closes the connections that nobody uses."""
+        while self._idle:
+            self._idle.pop().transport.close()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._zero_s
+
+    async def _connection(self) -> _Connection:
+        while self._idle:
+            if (found := self._idle.pop()).is_open:
+                return found
+        loop = asyncio.get_running_loop()
+        _, made = await loop.create_connection(
+            lambda: _Connection(self._now), self._host, self._port, ssl=self._is_tls or None
+        )
+        return made
+
+    def _keep(self, connection: _Connection) -> None:
+        if connection.is_open:
+            self._idle.append(connection)
+
+    def _head(self, method: str, path: str, body: bytes = b"") -> bytes:
+        key = f"Authorization: Bearer {self._key}\r\n" if self._key else ""
+        return (
+            f"{method} {self._path}{path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n{key}"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        ).encode()
+
+    async def _get(self, path: str) -> bytes:
+        try:
+            connection = await self._connection()
+            status = await connection.exchange(self._head("GET", path))
+        except OSError as error:
+            raise CannotRunError(f"{self.url} does not answer: {error}. Start a server there.") from None
+        self._keep(connection)
+        if status != 200:
+            raise CannotRunError(f"{self.url}{path} answers with status {status}. Name a server with OpenAI's routes.")
+        return bytes(connection.body)
+
+
+def _prompts(traffic: RequestTraffic, facts: ServerFacts) -> list[list[int]]:
+    """Returns random tokens for every request, others in every call, so that no cache of prefixes has them; those of a
+    prefix are the same."""
+    generator = np.random.default_rng()
+    seed = int(generator.integers(2**32))
+    least = min(_FIRST_TOKEN, facts.vocab_size - 1)
+    found = []
+    for _, request in traffic.requests():
+        tokens = generator.integers(least, facts.vocab_size, request.prompt)
+        if request.prefix is not None:
+            shared = np.random.default_rng([seed, request.prefix])
+            tokens[: request.prefix_len] = shared.integers(least, facts.vocab_size, request.prefix_len)
+        found.append(tokens.tolist())
+    return found
+
+
+def _body(facts: ServerFacts, prompt: list[int], output: int) -> bytes:
+    asked = {"model": facts.name, "prompt": prompt, "max_tokens": output, "temperature": 0}
+    # a special token without text would make no event
+    return msgspec.json.encode({**asked, "stream": True, "ignore_eos": True, "skip_special_tokens": False})
+
+
+def _measured(traffic: RequestTraffic, events_s: list[list[float]], failures: dict[int, str]) -> MeasuredLoad:
+    """Returns the record of the requests without a failure."""
+    kept = [number for number in range(len(traffic)) if number not in failures]
+    if not kept:
+        raise CannotRunError(f"no request was answered: {next(iter(failures.values()))}")
+    kept.sort(key=lambda number: traffic.arrival_s[number])
+    names = ("arrival_s", "prompt", "output", "prefix", "prefix_len")
+    answered = RequestTraffic(**{name: getattr(traffic, name)[kept] for name in names})
+    times, log = RequestTimes(len(kept)), StepsLog(1)
+    for place, number in enumerate(kept):
+        events = events_s[number]
+        times.first_token_s[place], times.ended_s[place] = events[0], events[-1]
+        for before_s, at_s in pairwise(events):
+            log.add_gap(at_s - before_s, at_s, 1)
+    record = ServingRecord(traffic=answered, times=times, page_len=1, logs=(log,), spans=())
+    return MeasuredLoad(record=record, failures=tuple(failures.values()))
