@@ -11,9 +11,9 @@ from meshwright.batching.simulation import ReplicaPool, simulate
 from meshwright.batching.traffic import fixed, traffic_of, uniform
 from meshwright.bench.serving.clock import EngineClock, TimedStep, fit_clock, measure_clock
 from meshwright.bench.serving.compare import LoadShape, check_lengths
+from meshwright.bench.serving.load import LoadClient, ServerFacts
 from meshwright.bench.serving.pipelined import as_arrived, capacity_per_s, simulate_engine
 from meshwright.core.errors import InputError
-from meshwright.serve.load import LoadClient, ServerFacts
 from tests.bench.paced import VOCAB, paced_engine
 from tests.serve.http.fake import in_loop, listening
 

@@ -10,10 +10,10 @@ from scipy.optimize import nnls
 from meshwright.batching.record import LatencyTargets, ServingSummary
 from meshwright.batching.traffic import LengthSampler, RequestTraffic, traffic_of
 from meshwright.bench.serving.clock import ROUNDS, EngineClock
+from meshwright.bench.serving.load import LoadClient, ServerFacts
 from meshwright.bench.serving.pipelined import arrival_rate, as_arrived, simulate_engine
 from meshwright.bench.serving.server import BenchedServer
 from meshwright.core.errors import InputError
-from meshwright.serve.load import LoadClient, ServerFacts
 
 PROMPT, OUTPUT = 16, 48
 """Tokens of the requests by which the seconds of HTTP are measured."""

@@ -101,8 +101,8 @@ async def _measured(
     given: Given, url: str, server: "BenchedServer | None", rates: list[float], traced: RequestTraffic | None
 ) -> "LoadAnswer":
     from meshwright.bench.serving.compare import LoadShape, check_lengths, compare, over_http
+    from meshwright.bench.serving.load import LoadClient
     from meshwright.bench.serving.pipelined import as_arrived, capacity_per_s, simulate_engine
-    from meshwright.serve.load import LoadClient
 
     client = LoadClient(url, api_key=given.api_key)
     facts = await client.facts()

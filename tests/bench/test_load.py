@@ -9,9 +9,9 @@ import pytest
 
 from meshwright.batching.record import LatencyTargets
 from meshwright.batching.traffic import traffic_of
+from meshwright.bench.serving.load import LoadClient, ServerFacts
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.serve.http.app import HttpOptions
-from meshwright.serve.load import LoadClient, ServerFacts
 from tests.serve.http.fake import FakeEngine, in_loop, letters, listening
 
 STEP_S = 0.02
