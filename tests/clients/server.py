@@ -78,4 +78,6 @@ class Server:
         finally:
             self.process.kill()
         if kind is None:
-            assert status == 0, self.log.read_text()
+            said = self.log.read_text()
+            assert status == 0, said
+            assert "Traceback" not in said, said

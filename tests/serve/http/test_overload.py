@@ -74,7 +74,9 @@ def test_ten_times_the_capacity(server):
                 await read(answer, 1)
                 counts["gone"] += 1
             else:
-                assert (await read(answer))[-1] == "[DONE]"
+                events = await read(answer)
+                assert events[-1] == "[DONE]"
+                assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
                 counts["done"] += 1
 
     async def work(client, number, until):

@@ -14,13 +14,6 @@ Tokens = list[Annotated[int, Meta(ge=0, lt=2**31)]]
 _Positive32 = Annotated[int, Meta(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _StopString = Annotated[str, Meta(min_length=1, max_length=1_000)]
-_TOKEN_LIST = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-_PROMPT = [
-    {"type": "string", "minLength": 1},
-    {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
-    _TOKEN_LIST,
-    {"type": "array", "minItems": 1, "items": _TOKEN_LIST},
-]
 
 
 class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -74,7 +67,7 @@ class GenerationBody(Harmless, kw_only=True, forbid_unknown_fields=True):
 class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     """The body of ``/v1/completions``."""
 
-    prompt: Annotated[str | list[str | int | Tokens], Meta(extra_json_schema={"anyOf": _PROMPT})]
+    prompt: str | list[str | int | Tokens]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
