@@ -56,7 +56,7 @@ COMMANDS = [
     ("accuracy", "FILE", "--worst", "2", "--datasheet"),
     ("hlo", HLO), ("hlo", HLO, "--op", "fusion.42"),
 ]  # fmt: skip
-ELSEWHERE = {"bench", "verify", "train", "profile", "convert", "launch", "generate", "demo"}
+ELSEWHERE = {"bench", "verify", "train", "profile", "convert", "launch", "generate", "serve", "compile", "demo"}
 """Verbs that need devices, a compiler or a run: they answer through the same tables."""
 LABELS = {"figure", "fact", "value", "source", "text", "plan", "terms", "formula", "phase", "assignment", "array",
           "sold", "die", "split", "stage", "state", "remat", "more_s", "number",

@@ -30,7 +30,8 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
     def bind(self) -> socket.socket:
         """Returns a socket that is bound. Raises InputError if that cannot be."""
         family = socket.AF_UNIX if self.uds else socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        bound = socket.socket(family)
+        # asyncio sends each token at once (TCP_NODELAY) where the protocol is said
+        bound = socket.socket(family, socket.SOCK_STREAM, 0 if self.uds else socket.IPPROTO_TCP)
         try:
             if self.uds:
                 if Path(self.uds).is_socket():
