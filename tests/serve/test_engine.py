@@ -224,8 +224,11 @@ def test_nothing_compiles_after_the_warm_up(step, engine_of):
     engine = engine_of()
     engine.warm_up()
     before = set(step._compiled)
+    drawn = set(engine._drawer._compiled)
     engine.run([request(prompt, sampling=Sampling(temperature=1.0)) for prompt in PROMPTS])
+    engine.run([request(prompt, echo=True, logprobs=1) for prompt in PROMPTS])
     assert set(step._compiled) == before
+    assert set(engine._drawer._compiled) == drawn
 
 
 def test_prompts_that_begin_alike_share_pages(engine_of, params):

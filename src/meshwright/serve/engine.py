@@ -181,12 +181,13 @@ class Engine:
     # -- shapes ------------------------------------------------------------------------------------
 
     def shapes(self) -> list[PackedShape]:
-        """Returns every shape that steps have, the first that a request needs first, without those that
-        log-probabilities of prompts need."""
+        """Returns every shape that steps have, the first that a request needs first; the last ones have logits of all
+        rows, for log-probabilities of prompts."""
         decode = [PackedShape(size, size, size, 1) for size in self._decode_sizes]
         sequences = (min(self.limits.max_requests, rows) for rows in self._chunk_sizes)
         chunks = [PackedShape(rows, most, most, rows) for rows, most in zip(self._chunk_sizes, sequences, strict=True)]
-        return [*chunks[:1], *decode, *chunks[1:]]
+        scoring = [shape._replace(outputs=shape.rows) for shape in chunks if shape.outputs < shape.rows]
+        return [*chunks[:1], *decode, *chunks[1:], *scoring]
 
     def warm_up(self, on_shape: Callable[[int, int], None] = lambda done, all: None) -> None:
         """Compiles every shape, and what draws from it; ``on_shape`` is told how many are done of how many. May run in
@@ -195,7 +196,7 @@ class Engine:
         for number, shape in enumerate(shapes):
             on_shape(number, len(shapes))
             self._step.compiled(shape)
-            for adjusted in (False, True):
+            for adjusted in (False, True)[shape.outputs > shape.sequences :]:
                 self._drawer.compiled(shape.outputs, adjusted)
         on_shape(len(shapes), len(shapes))
 
