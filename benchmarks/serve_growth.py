@@ -78,9 +78,10 @@ def decoding_ms(step: PackedStep, params: Any, batch: int, context: int) -> floa
 
 
 def straight_line(tokens: list[int], found: list[float]) -> str:
-    slope, start = np.polyfit(tokens, found, 1)
-    rest = np.asarray(found) - np.polyval([slope, start], tokens)
-    share = 1 - (rest**2).sum() / ((found - np.mean(found)) ** 2).sum()
+    seconds = np.array(found)
+    slope, start = np.polyfit(tokens, seconds, 1)
+    rest = seconds - np.polyval([slope, start], tokens)
+    share = 1 - (rest**2).sum() / ((seconds - seconds.mean()) ** 2).sum()
     return f"{start:.2f} ms + {1e6 * slope:.0f} ns a token, R^2 {share:.4f}"
 
 
