@@ -5,12 +5,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.sharding import SingleDeviceSharding
 
 from meshwright.algebra.generation import Storage
 from meshwright.batching.limits import POLICIES, SchedulerLimits
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.forward import logits_fn
 from meshwright.parallel.generation.packed_step import PackedStep
+from meshwright.parallel.generation.program_store import ProgramStore
+from meshwright.serve.drawing import OutputRow, TokenDrawer
 from meshwright.serve.engine import Engine
 from meshwright.serve.request import TokenRequest
 from meshwright.serve.sampling import Sampling
@@ -289,6 +292,20 @@ def test_a_needle_is_the_same_bit_by_bit_in_any_batch(engine_of, data):
     engine._pages.free += taken
     engine._pages.give(few)
     assert_whole(engine)
+
+
+@pytest.mark.parametrize("vocab_size", [400, 1024])
+def test_log_probabilities_of_many_tokens_are_the_same_bits_in_any_number_of_rows(vocab_size):
+    """The order of XLA's reductions changes with the number of results; a vocabulary of 64 does not show it."""
+    logits = np.random.default_rng(0).normal(size=(32, vocab_size)).astype(np.float32) * 3
+    found = []
+    for size in (2, 3, 8, 12, 32):
+        drawer = TokenDrawer(32, vocab_size, SingleDeviceSharding(jax.devices()[0]), ProgramStore(None, None))
+        for slot in range(size):
+            drawer.enter(slot, request([1], sampling=Sampling(temperature=1.0, top_k=50, top_p=0.9, seed=slot)), [])
+        drawn = drawer.draw(jax.numpy.asarray(logits[:size]), [OutputRow(s, 0) for s in range(size)], adjusted=True)
+        found.append([np.asarray(each)[:2].tolist() for each in drawn])
+    assert found[1:] == found[:1] * 4
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from meshwright.nn.order import sum_of_halves
 from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.request import MOST_LOGPROBS, TokenLogprob, TokenRequest
 from meshwright.serve.sampling import LIKELIEST, SamplingRows, as_arrays, draw
@@ -59,7 +60,9 @@ def _draw_adjusted(
 ) -> tuple[Array, TokenHistory, Drawn]:
     slots, counts, targets = more["slots"], more["counts"], more["targets"]
     own = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), history)
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    # summed in an order that does not depend on the number of rows
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    logprobs = shifted - jnp.log(sum_of_halves(jnp.exp(shifted)))
     repetition, presence, frequency = (more[name][:, None] for name in _PENALTIES)
     met = own.in_prompt | (own.in_output > 0)
     factor = jnp.where(met, repetition, 1.0)

@@ -220,7 +220,7 @@ class Engine:
                 self._read()  # what was drawn before a preemption is prefilled again
             live.slot = self._free_slots.pop()
             live.computed = active.cached
-            live.pages += self._pages.held_pages(live.number)
+            live.pages += self._pages.admitted(live.number)
             live.num_shared = len(live.pages)
             self._table[live.slot, : len(live.pages)] = live.pages
             if active.request.prefix is not None and not live.produced:

@@ -52,9 +52,12 @@ class PrefixTree(PagePool):
         self._owned.pop(prefix, None)
         self._num_shared.pop(prefix, None)
 
-    def held_pages(self, prefix: int) -> list[int]:
-        """Returns the numbers of the tree's pages that a request holds, from the first on."""
-        return [node.page for node in self._held.get(prefix, ())]
+    def admitted(self, prefix: int) -> list[int]:
+        """Returns the numbers of the tree's pages that a request holds when it is admitted, its first ones."""
+        held = self._held.get(prefix, [])
+        if prefix in self._blocks:
+            self._num_shared[prefix] = len(held)  # after a preemption it may hold fewer than before
+        return [node.page for node in held]
 
     def num_shared(self, prefix: int) -> int:
         """Returns how many pages of a request, the first ones, are the tree's, also when it holds them no more."""

@@ -1,8 +1,10 @@
 """`meshwright generate` on a tiny model's folder: text out, figures beside it, refusals in one line."""
 
+import json
 import re
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -13,7 +15,7 @@ from meshwright.core.errors import CannotRunError
 from meshwright.nn.hf.weights import save_hf
 from meshwright.report.answer import as_text
 from meshwright.serve.generate import Completion, Generated, GenerationPace
-from meshwright.serve.sampling import LIKELIEST
+from meshwright.serve.sampling import LIKELIEST, Sampling
 from meshwright.spec.cluster import parse_cluster
 from tests.parallel.generate_cases import LLAMA, float_params, likeliest
 from tests.serve.test_model_folder import byte_tokenizer
@@ -73,7 +75,8 @@ def test_several_prompts_as_one_object(call, folder, tmp_path):
     assert said.code == 0, said.err
     assert said.json["mesh"] == {"data": 2}
     assert [one["prompt"] for one in said.json["completions"]] == ["Once", "so", "and then"]
-    assert said.json["sampling"] == {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "seed": 3, "number": 0}
+    asked = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=3)
+    assert said.json["sampling"] == json.loads(msgspec.json.encode(asked))
     for one in said.json["completions"]:
         assert one["finish"] == "end" or len(one["tokens"]) == 4
     assert said.json["pace"]["num_tokens"] == sum(len(one["tokens"]) for one in said.json["completions"])
@@ -114,7 +117,7 @@ def test_what_cannot_be_done_is_said_in_one_line(call, folder, options, code, me
 def test_too_few_accelerators_are_refused_by_the_option_that_was_given(monkeypatch):
     monkeypatch.setattr("jax.devices", lambda: [SimpleNamespace(platform="gpu")])
     with pytest.raises(CannotRunError, match=r"^--on h100:8x1 is 8 devices and this machine has 1"):
-        generate._devices(SimpleNamespace(on=parse_cluster("h100:8x1"), axes=None))
+        generate.devices_of(parse_cluster("h100:8x1"), None)
 
 
 def test_a_folder_without_a_model_is_refused(call, tmp_path):
