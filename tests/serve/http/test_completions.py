@@ -179,7 +179,7 @@ async def test_special_tokens():
         ({"stream_options": {"x": 1}}, "stream_options.x is not a field", "stream_options.x"),
         ({"beams": 1}, "beams is not a field that this server knows", "beams"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "prompt_logprobs"),
-        ({"seed": -1}, "seed", "seed"),
+        ({"seed": 2**64}, "seed", "seed"),
         ({"n": 100}, "100 sequences were asked for; this server takes 64 sequences at once", "n"),
     ],
 )

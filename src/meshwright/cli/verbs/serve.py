@@ -36,8 +36,8 @@ class EngineGiven(Options):
     cache_bytes: Bytes | None = option(
         "Memory of the cache on each device, such as 4GB. Default: what is left.", "--cache-bytes", "--kv-cache-memory"
     )
-    cache_dtype: Literal["bf16", "fp32", "int8"] | None = option(
-        "Dtype of keys and values. Default: the weights'.", "--cache-dtype", "--kv-cache-dtype"
+    cache_dtype: Literal["auto", "bf16", "fp32", "int8"] = option(
+        "Dtype of keys and values; auto: the weights'.", "--cache-dtype", "--kv-cache-dtype", default="auto"
     )
     weights: Literal["as they are", "int8"] = option(
         "How weights are stored.", "--weights", "--quantization", default="as they are"
@@ -108,7 +108,7 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> "EngineOp
         token_budget=given.token_budget or 0,
         page_len=given.page_len or 0,
         cache_bytes=given.cache_bytes or 0,
-        cache_dtype=given.cache_dtype or "",
+        cache_dtype="" if given.cache_dtype == "auto" else given.cache_dtype,
         weights="int8" if given.weights == "int8" else "",
         policy=given.policy,
         prefix_cache=not given.no_prefix_cache and given.policy != "static",

@@ -177,7 +177,7 @@ class CompletionWriter(Writer):
                 top.setdefault(self._token(one), value)
             found.top_logprobs.append(top if given else None)
             found.text_offset.append(choice.offset)
-            choice.offset += len(text)
+            choice.offset += len(self.served.piece(token)[0])
         return found
 
     def row(self, choice: GrowingText, text: str, logprobs: Any) -> CompletionChoice:

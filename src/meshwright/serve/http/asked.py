@@ -157,7 +157,7 @@ def _asked(
     if body.stop_token_ids:
         require_tokens(body.stop_token_ids, vocab_size, "stop_token_ids")
     ends = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else served.end_tokens)
-    seed = secrets.randbits(32) if body.seed is None else body.seed
+    seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
     requests, reports = list[TokenRequest](), echo and logprobs is not None
     for prompt in prompts:
         require_tokens(prompt, vocab_size, "prompt")

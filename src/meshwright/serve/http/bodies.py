@@ -48,7 +48,7 @@ class GenerationBody(Harmless, kw_only=True, forbid_unknown_fields=True):
     max_tokens: _Positive32 | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=0, lt=2**32)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1_024)] | None = None
@@ -161,7 +161,7 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body], most
     except msgspec.ValidationError as error:
         raise _misfit(str(error)) from None
     except DAMAGED_JSON as error:
-        raise RequestError(f"the body is not JSON in UTF-8: {error}. Mend it.") from None
+        raise RequestError(f"the body is not JSON in UTF-8: {error}. Send a JSON object.") from None
 
 
 def _misfit(said: str) -> RequestError:
@@ -175,4 +175,4 @@ def _misfit(said: str) -> RequestError:
     param = path.partition("[")[0] or None
     if what.startswith("Object missing required field"):
         param = param or what.split("`")[1]
-    return RequestError(f"{path or 'the body'}: {what[:1].lower()}{what[1:]}. Mend it.", param=param)
+    return RequestError(f"{path or 'the body'}: {what[:1].lower()}{what[1:]}.", param=param)

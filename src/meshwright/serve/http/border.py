@@ -34,7 +34,7 @@ class Border:
         self, app: ASGIApp, *, api_keys: Collection[str] = (), log: Callable[[dict[str, Any]], None] | None = None
     ) -> None:
         self.app, self.log = app, log
-        self.keys = [b"Bearer " + key.encode() for key in api_keys]
+        self.keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,4 +72,5 @@ class Border:
                 self.log({**line, "path": scope["path"], "status": status, "seconds": took_s, **known})
 
     def _knows(self, given: bytes) -> bool:
-        return any(hmac.compare_digest(given, key) for key in self.keys)
+        scheme, _, sent = given.partition(b" ")
+        return scheme.lower() == b"bearer" and any(hmac.compare_digest(sent, key) for key in self.keys)
