@@ -2,8 +2,10 @@
 
 import math
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import click
@@ -110,3 +112,19 @@ def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
         label = f"{piece.label.strip()}: " if isinstance(piece, Fact) and piece.label.strip() else ""
         if said := text.strip():
             yield f"```text\n{text}\n```\n" if "\n" in said else f"{label}{said}\n"
+
+
+def compiling() -> Callable[[int, int], None]:
+    """Returns what says how many programs are compiled: a line that grows on a terminal, else one a quarter."""
+    start, said = perf_counter(), set[int]()
+
+    def show(done: int, all: int) -> None:
+        text = f"compiling {done} of {all} programs, {format_seconds(perf_counter() - start)}"
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{text} " + ("\n" if done == all else ""))
+            sys.stderr.flush()
+        elif 4 * done // all not in said:
+            said.add(4 * done // all)
+            say(text)
+
+    return show

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from meshwright.api.running import GeneratedText, TextOptions, generate_text
-from meshwright.cli.output import say
+from meshwright.cli.output import compiling, say
 from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import read_text
@@ -87,14 +87,13 @@ def bulk(given: Given) -> Answer:
     mesh = devices_of(given.on, given.axes)
     from msgspec.structs import replace
 
-    from meshwright.cli.verbs.serve import progress
     from meshwright.serve.bulk import USUAL, generate_file
     from meshwright.serve.opening import EngineOptions, open_engine
     from meshwright.serve.sampling import Sampling
 
     dtype, weights = ("int8" if asked == "int8" else "" for asked in (given.cache_dtype, given.weights))
     options = EngineOptions(mesh=mesh, weights=weights, cache_dtype=dtype)
-    opened = open_engine(given.what, options, on_shape=progress())
+    opened = open_engine(given.what, options, on_shape=compiling())
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
     usual, said, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out
     assert out is not None

@@ -1,16 +1,13 @@
 """`meshwright serve`: a model over HTTP, with OpenAI's routes."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import click
 
-from meshwright.cli.output import say
+from meshwright.cli.output import compiling, say
 from meshwright.cli.verb import Bytes, Count, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_seconds
 from meshwright.spec.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -90,7 +87,7 @@ def open_given(given: EngineGiven, **more: bool) -> "OpenedEngine":
     mesh = devices_of(given.on, given.axes)
     from meshwright.serve.opening import open_engine
 
-    opened = open_engine(given.what, engine_options(given, mesh), on_shape=progress(), **more)
+    opened = open_engine(given.what, engine_options(given, mesh), on_shape=compiling(), **more)
     for line in opened.lines:
         say(line)
     return opened
@@ -115,21 +112,3 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> "EngineOp
         batch_invariant=given.batch_invariant,
         mesh=mesh,
     )
-
-
-def progress() -> Callable[[int, int], None]:
-    """Returns what says how many programs are compiled: a line that grows on a terminal, else one a quarter."""
-    from time import perf_counter
-
-    start, said = perf_counter(), set[int]()
-
-    def show(done: int, all: int) -> None:
-        text = f"compiling {done} of {all} programs, {format_seconds(perf_counter() - start)}"
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{text} " + ("\n" if done == all else ""))
-            sys.stderr.flush()
-        elif 4 * done // all not in said:
-            said.add(4 * done // all)
-            say(text)
-
-    return show
