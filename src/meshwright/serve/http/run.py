@@ -59,7 +59,7 @@ class DrainingServer(uvicorn.Server):
                 loop="asyncio",
                 lifespan="on",
                 ws="none",
-                log_config=None,  # uvicorn's own closes the handlers of others, and with absl's the stream they write to
+                log_config=None,  # uvicorn's own closes the handlers of others, and absl's then its stream
                 log_level="critical",
                 access_log=False,
                 server_header=False,
