@@ -6,12 +6,12 @@ python benchmarks/ragged_decode.py > benchmarks/results/ragged-decode-DATE.txt
 # mypy: disable-error-code="no-untyped-def, var-annotated"
 
 import os
-import time
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ragged import side_by_side
 
 from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
 from meshwright.nn.cache import LayerCache, ScorePart, cached_attention, visible_slots, write_slots
@@ -122,19 +122,6 @@ def dense_run(lengths):
 def dense_chunk_run(num_rows, length):
     q = np.random.default_rng(0).normal(size=(num_rows, HEADS, WIDTH)).astype(np.float32)
     return Run(dense_chunk, (length, KV_HEADS, WIDTH), jnp.asarray(q))
-
-
-def side_by_side(calls: dict, rounds: int = ROUNDS) -> dict[str, float]:
-    """Returns the least seconds of each call; one of each runs in turn, so that a busy machine slows all alike."""
-    for call in calls.values():
-        jax.block_until_ready(call())
-    found = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            jax.block_until_ready(call())
-            found[name].append(time.perf_counter() - start)
-    return {name: min(times) for name, times in found.items()}
 
 
 def mixed(num_seqs, mean):
