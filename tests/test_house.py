@@ -25,7 +25,7 @@ KERNELS = {
 
 BUDGETS = {
     "core": 1_124, "masks": 1_200, "spec": 3_241, "algebra": 6_778, "cost": 6_095, "plan": 5_478, "nn": 8_212,
-    "parallel": 3_284, "hlo": 1_976, "train": 4_341, "serve": 3_594, "verify": 1_670, "profile": 1_734,
+    "parallel": 3_291, "hlo": 1_976, "train": 4_341, "serve": 3_594, "verify": 1_670, "profile": 1_734,
     "accuracy": 2_056, "bench": 2_991, "report": 3_192, "api": 581, "cli": 5_025, "calculators": 9_185,
     "batching": 1_433, "simulate": 196,
 }  # fmt: skip

@@ -5,9 +5,11 @@ JAX's own cache of compiled programs saves compiling, not tracing, which takes a
 
 import hashlib
 import json
+import os
 import pickle
 import platform
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -47,7 +49,7 @@ class ProgramStore:
 
     def has(self, names: Iterable[str]) -> bool:
         """True if there are files for all of these programs."""
-        return self.folder is not None and all((self.folder / f"{name}.program").exists() for name in names)
+        return self.folder is not None and all(_is_own(self.folder / f"{name}.program") for name in names)
 
     def get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Returns the program ``name`` from its file, or compiles and keeps it."""
@@ -56,34 +58,39 @@ class ProgramStore:
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         path = self.folder / f"{name}.program" if self.folder else None
-        if path is not None and (found := _read(path)) is not None:
-            self.num_loaded += 1
-            return found
-        compiled = lower().compile()
-        self.num_compiled += 1
-        if path is not None:
-            _write(path, compiled)
-        return compiled
+        found = _read(path) if path else None
+        self.num_loaded += found is not None
+        if found is None:
+            found = lower().compile()
+            self.num_compiled += 1
+            if path:
+                _write(path, found)
+        return found
+
+
+def _is_own(path: Path) -> bool:
+    """True for a file that this user wrote where not everyone may write: reading a program runs what it holds."""
+    return path.exists() and all(
+        one.stat().st_uid == os.getuid() and not one.stat().st_mode & 0o002 for one in (path, path.parent)
+    )
 
 
 def _read(path: Path) -> jax.stages.Compiled | None:
     try:
-        payload, digest = pickle.loads(path.read_bytes())
-        if hashlib.sha256(payload).hexdigest() != digest:
-            return None
-        return deserialize_and_load(*pickle.loads(payload))
-    except Exception:  # a damaged file, or one of another compiler: compiled again
+        whole = path.read_bytes() if _is_own(path) else b""
+        if hashlib.sha256(whole[32:]).digest() == whole[:32]:
+            return deserialize_and_load(*pickle.loads(whole[32:]))
+    except Exception:  # a file of another compiler: compiled again
         return None
+    return None
 
 
 def _write(path: Path, compiled: jax.stages.Compiled) -> None:
     payload = pickle.dumps(serialize(compiled))
-    try:
+    whole = hashlib.sha256(payload).digest() + payload
+    with suppress(OSError):  # without room, or the right to write, the next process compiles again
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = pickle.dumps((payload, hashlib.sha256(payload).hexdigest()))
         write_whole(path, lambda part: part.write_bytes(whole))
-    except OSError:  # no room, or no right to write: the next process compiles again
-        return
 
 
 @cache
