@@ -174,8 +174,8 @@ def measure_clock(engine: Engine, *, rounds: int = ROUNDS) -> EngineClock:
     """Times the steps of an engine that holds nothing, at each of its shapes, with short and long contexts."""
     timer = StepTimer(engine)
     shapes = engine.shapes()
-    decode_rows = sorted(shape.rows for shape in shapes if shape.longest == 1)
-    chunk_rows = sorted(shape.rows for shape in shapes if shape.longest > 1)
+    decode_rows = sorted({shape.rows for shape in shapes if shape.longest == 1})
+    chunk_rows = sorted({shape.rows for shape in shapes if shape.longest > 1})
     budget, slots = engine.limits.token_budget, engine.limits.max_requests
     room = engine.limits.num_pages * engine.limits.page_len
     far = min(engine.max_len - STEPS - 2, 2 * budget)
