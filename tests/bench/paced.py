@@ -7,7 +7,7 @@ import numpy as np
 
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.bench.serving.clock import EngineClock
-from meshwright.serve.drawing import Drawn
+from meshwright.serve.drawing.drawer import Drawn
 from meshwright.serve.engine import Engine
 
 VOCAB = 64

@@ -13,10 +13,10 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.forward import logits_fn
 from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.parallel.generation.program_store import ProgramStore
-from meshwright.serve.drawing import OutputRow, TokenDrawer
+from meshwright.serve.drawing.drawer import OutputRow, TokenDrawer
+from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.engine import Engine
 from meshwright.serve.request import TokenRequest
-from meshwright.serve.sampling import Sampling
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest
 

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.parallel.generation.program_store import ProgramStore
-from meshwright.serve.drawing import Drawn
+from meshwright.serve.drawing.drawer import Drawn
 from meshwright.serve.engine import Engine
 from meshwright.serve.request import TokenRequest
 

@@ -137,9 +137,9 @@ def generate_text(
     """
     import jax
 
+    from meshwright.serve.drawing.sampling import LIKELIEST
     from meshwright.serve.generate import generate
     from meshwright.serve.model_folder import TextStream, open_model
-    from meshwright.serve.sampling import LIKELIEST
 
     source = open_model(Path(folder))
     tokens = [source.text.encode(text) for text in prompts]

@@ -23,7 +23,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     ``page_len`` tokens hold the KV cache. ``watermark``: share of the pages that stays free when a request is admitted,
     so that it is not preempted at once (vLLM: 0.01 in V0, 0 in V1). ``prefix_cache``: pages of shared prefixes
     are kept after their requests end, until the room is needed. While requests decode, new ones are looked for every
-    ``look_every`` steps alone, counted from the last prefill (SGLang's --scheduler-recv-interval).
+    ``look_every`` steps alone, counted from the last prefill (SGLang's --scheduler-recv-interval). ``num_drafts``: tokens
+    after the next one of a decoding request that a step may check, for which it has room in its pages and the budget.
     """
 
     policy: Policy = "chunked"
@@ -34,6 +35,7 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     watermark: float = 0.01
     prefix_cache: bool = False
     look_every: int = 1
+    num_drafts: int = 0
 
     def check(self) -> None:
         """Raises InputError for bounds with which nothing could run."""
@@ -44,12 +46,19 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
                 raise InputError(f"{name} is {getattr(self, name):,}. Give a positive number.")
         if not 0 <= self.watermark < 1:
             raise InputError(f"watermark is {self.watermark:g}. Give a share of the pages from 0 to below 1.")
-        if self.policy == "chunked" and self.token_budget < self.max_requests:
+        if self.num_drafts < 0 or (self.num_drafts and self.policy != "chunked"):
+            raise InputError(
+                f"num_drafts is {self.num_drafts} with the policy {self.policy}. Give a positive number, or 0 for none,"
+                " and the policy chunked."
+            )
+        each = 1 + self.num_drafts
+        if self.policy == "chunked" and self.token_budget < self.max_requests * each:
+            rows = "a token" if each == 1 else f"{each} tokens"
             raise InputError(
                 f"token_budget={self.token_budget:,} is less than max_requests={self.max_requests:,}, each of which"
-                f" decodes a token in every step. Give a budget of {self.max_requests:,} or more, or fewer requests."
+                f" decodes {rows} in every step. Give a budget of {self.max_requests * each:,} or more, or fewer requests."
             )
 
     def pages(self, num_tokens: int) -> int:
-        """Returns the pages that hold a number of tokens of one request."""
-        return -(-num_tokens // self.page_len)
+        """Returns the pages that hold a number of tokens of one request, and its drafts."""
+        return -(-(num_tokens + self.num_drafts) // self.page_len)

@@ -64,6 +64,7 @@ class Scheduler:
         self._ends: list[tuple[int, int]] = []  # heap of rounds and admissions; entries of those that left are stale
         # Decoding requests by the round, modulo page_len, in which they write the first token of a page.
         self._crossings = [0] * limits.page_len
+        self._owed: dict[int, int] = {}  # admission -> pages of accepted drafts that are still to be taken
         self._num_admitted = 0
         self._looked = 0  # round after the last step that prefilled
 
@@ -98,6 +99,23 @@ class Scheduler:
             self._end_static_batch()
         elif active in self.waiting:
             self.waiting.remove(active)
+
+    def accept(self, active: ActiveRequest, num_tokens: int) -> None:
+        """Adds tokens, of drafts that were right, to a decoding request whose output they do not end.
+
+        Call it between `commit` and `plan`, which takes the pages.
+        """
+        if not num_tokens or active.admission not in self._decoding:
+            return
+        cached = active.cached + self.round - active.joined
+        more = self.limits.pages(cached + num_tokens) - self.limits.pages(cached)
+        self._owed[active.admission] = self._owed.get(active.admission, 0) + more
+        self._crossings[self._crossing(active)] -= 1
+        active.cached += num_tokens
+        active.produced += num_tokens
+        self._cached += num_tokens
+        self._crossings[self._crossing(active)] += 1
+        heappush(self._ends, (active.end_round, active.admission))
 
     def plan(self) -> EngineStep:
         """Admits and preempts requests, takes the pages of the next step, and returns that step."""
@@ -178,11 +196,12 @@ class Scheduler:
     def _take_decode_pages(self) -> list[ActiveRequest]:
         """Takes the pages that the next round writes first; returns the requests that were preempted for them."""
         at = self.round % self.limits.page_len
-        needed = self._crossings[at]
+        needed = self._crossings[at] + sum(self._owed.values())
         preempted = []
         while needed > self.pages.room:
             victim = self.running[next(reversed(self.running))]
-            needed -= victim.joined >= 0 and (victim.joined - victim.cached) % self.limits.page_len == at
+            needed -= victim.joined >= 0 and self._crossing(victim) == at
+            needed -= self._owed.get(victim.admission, 0)
             preempted.append(victim)
             produced = victim.produced + (self.round - victim.joined if victim.joined >= 0 else 0)
             self._leave(victim)
@@ -190,11 +209,12 @@ class Scheduler:
             victim.is_ready = False
             self.waiting.appendleft(victim)
         self.pages.take(needed)
+        self._owed.clear()
         return preempted
 
     def _chunks(self, admitted: list[ActiveRequest], *, may_admit: bool) -> list[tuple[ActiveRequest, int]]:
         """Spends what decoding leaves of the token budget on prompts, first those that have begun."""
-        budget = self.limits.token_budget - len(self._decoding)
+        budget = self.limits.token_budget - len(self._decoding) * (1 + self.limits.num_drafts)
         chunks = []
         for begun in self._prefilling:
             num = min(budget, begun.uncached)
@@ -206,9 +226,9 @@ class Scheduler:
             num = min(budget, active.uncached)
             if num:
                 chunks.append((active, num))
-            elif active.cached % self.limits.page_len == 0:
+            elif self._crossing(active) == self.round % self.limits.page_len:
                 self.pages.take(1)  # it decodes in this step, whose pages were taken before
-            budget -= num or 1
+            budget -= num or 1 + self.limits.num_drafts
         return chunks
 
     def _whole_prompts(self, admitted: list[ActiveRequest]) -> list[tuple[ActiveRequest, int]]:
@@ -287,8 +307,12 @@ class Scheduler:
         self._decoding[active.admission] = active
         self.num_live += 1
         self._cached += active.cached
-        self._crossings[(self.round - active.cached) % self.limits.page_len] += 1
+        self._crossings[self._crossing(active)] += 1
         heappush(self._ends, (active.end_round, active.admission))
+
+    def _crossing(self, active: ActiveRequest) -> int:
+        """Returns the rounds, modulo page_len, before which a decoding request takes a page."""
+        return (active.joined - active.cached - self.limits.num_drafts) % self.limits.page_len
 
     def _leave(self, active: ActiveRequest, *, ended: bool = False) -> None:
         """Takes a request out of its slot and frees its pages."""
@@ -302,8 +326,8 @@ class Scheduler:
             self.num_live -= not ended
             tokens = active.cached + self.round - active.joined
             self._cached -= tokens
-            self._crossings[(active.joined - active.cached) % limits.page_len] -= 1
-        self.pages.give(limits.pages(tokens) - active.shared_pages)
+            self._crossings[self._crossing(active)] -= 1
+        self.pages.give(limits.pages(tokens) - active.shared_pages - self._owed.pop(active.admission, 0))
         if active.shared_pages and active.request.prefix is not None:
             self.pages.unpin(active.request.prefix)
 

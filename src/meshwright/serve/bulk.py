@@ -10,10 +10,10 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import read_text
+from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
 from meshwright.serve.engine import Engine
 from meshwright.serve.model_folder import ModelFolder
 from meshwright.serve.request import TokenOutput, TokenRequest
-from meshwright.serve.sampling import LIKELIEST, Sampling
 
 AHEAD = 4
 """Requests in the engine at most, times those that run at once."""

@@ -17,7 +17,7 @@ from meshwright.core.errors import InputError
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedRows, PackedShape, PackedStep
 from meshwright.parallel.generation.program_store import ProgramStore
-from meshwright.serve.drawing import Drawn, OutputRow, TokenDrawer, adjusts
+from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjusts
 from meshwright.serve.prefix_tree import PrefixTree
 from meshwright.serve.request import EngineState, Finish, TokenOutput, TokenRequest
 

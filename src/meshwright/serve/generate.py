@@ -11,7 +11,7 @@ import numpy as np
 from meshwright.core.errors import InputError
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.generate_step import Cache, GenerateStep
-from meshwright.serve.sampling import LIKELIEST, Sampling, SamplingRows, as_arrays, draw
+from meshwright.serve.drawing.sampling import LIKELIEST, Sampling, SamplingRows, as_arrays, draw
 
 OnToken = Callable[[int, int], None]
 """Called with the index of a prompt and its next token, except for the end token."""

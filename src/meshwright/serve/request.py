@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.serve.sampling import LIKELIEST, Sampling
+from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
 
 Finish = Literal["stop", "length", "cancelled"]
 

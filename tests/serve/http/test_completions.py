@@ -3,12 +3,12 @@
 import httpx
 import pytest
 
+from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.frontend import Frontend
 from meshwright.serve.http.app import make_app
 from meshwright.serve.http.growing import GrowingText
 from meshwright.serve.http.served import ServedModel
 from meshwright.serve.model_folder import NumberedText
-from meshwright.serve.sampling import Sampling
 from tests.serve.http.fake import FakeEngine, bench, events, in_loop, letters, served, streamed_text
 
 

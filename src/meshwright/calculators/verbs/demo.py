@@ -59,7 +59,7 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Measure this machine, plan a small llama for 8 emulated devices, train it, compare, draw, sample."""
-    from meshwright.serve.sampling import Sampling
+    from meshwright.serve.drawing.sampling import Sampling
 
     given.out.mkdir(parents=True, exist_ok=True)
     cluster = parse_cluster(CLUSTER)

@@ -17,7 +17,7 @@ from meshwright.report.answer import Answer, Paragraph
 from meshwright.spec.cluster import Cluster
 
 if TYPE_CHECKING:
-    from meshwright.serve.sampling import Sampling
+    from meshwright.serve.drawing.sampling import Sampling
 
 
 class Given(Options):
@@ -52,7 +52,7 @@ def command(given: Given) -> Answer:
         return bulk(given)
     prompts = _prompts(given)
     mesh = devices_of(given.on, given.axes)
-    from meshwright.serve.sampling import Sampling
+    from meshwright.serve.drawing.sampling import Sampling
 
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
     live = len(prompts) == 1 and given.form == "text"
@@ -88,8 +88,8 @@ def bulk(given: Given) -> Answer:
     from msgspec.structs import replace
 
     from meshwright.serve.bulk import USUAL, generate_file
+    from meshwright.serve.drawing.sampling import Sampling
     from meshwright.serve.opening import EngineOptions, open_engine
-    from meshwright.serve.sampling import Sampling
 
     dtype, weights = ("int8" if asked == "int8" else "" for asked in (given.cache_dtype, given.weights))
     options = EngineOptions(mesh=mesh, weights=weights, cache_dtype=dtype)

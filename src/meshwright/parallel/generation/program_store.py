@@ -98,7 +98,7 @@ def sources() -> str:
     """Returns a digest of the sources that programs are made from."""
     root = Path(meshwright.__file__).parent
     digest = hashlib.sha256()
-    for part in ("algebra", "core", "masks", "nn", "parallel", "spec", "serve/sampling.py", "serve/drawing.py"):
+    for part in ("algebra", "core", "masks", "nn", "parallel", "spec", "serve/drawing"):
         path = root / part
         for one in [path] if path.is_file() else sorted(path.rglob("*.py")):
             digest.update(one.read_bytes())

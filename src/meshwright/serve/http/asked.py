@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
+from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.frontend import Frontend
 from meshwright.serve.http.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody
 from meshwright.serve.http.errors import RequestError
 from meshwright.serve.http.served import ServedModel
 from meshwright.serve.model_folder import Text
 from meshwright.serve.request import TokenRequest
-from meshwright.serve.sampling import Sampling
 from meshwright.serve.stop_strings import StopStrings
 
 COMPLETION_TOKENS = 16

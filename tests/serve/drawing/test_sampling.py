@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.serve.sampling import Sampling, as_arrays, draw, kept_tokens
+from meshwright.serve.drawing.sampling import Sampling, as_arrays, draw, kept_tokens
 
 LOGITS = np.array([1.0, 3.0, 0.5, 2.0, 2.0, -1.0], np.float32)
 ROWS = 4096

@@ -11,8 +11,8 @@ from jaxtyping import Array, Int
 
 from meshwright.nn.order import sum_of_halves
 from meshwright.parallel.generation.program_store import ProgramStore
+from meshwright.serve.drawing.sampling import LIKELIEST, SamplingRows, as_arrays, draw
 from meshwright.serve.request import MOST_LOGPROBS, TokenLogprob, TokenRequest
-from meshwright.serve.sampling import LIKELIEST, SamplingRows, as_arrays, draw
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 

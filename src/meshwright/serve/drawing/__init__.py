@@ -1,0 +1,1 @@
+"""How the next token of a request is chosen: samples, constraints, drafts."""
