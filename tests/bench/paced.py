@@ -52,7 +52,7 @@ class PacedStep:
     def enter(self, *_):
         pass
 
-    def draw(self, logits, outputs, *, adjusted):
+    def draw(self, logits, outputs, *, adjusted, allowed):
         return Drawn(_Later(len(outputs), self.free_s))
 
 

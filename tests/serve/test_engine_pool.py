@@ -45,8 +45,26 @@ class CheckedStep:
     def enter(self, *_):
         pass
 
-    def draw(self, logits, outputs, *, adjusted):
+    def draw(self, logits, outputs, *, adjusted, allowed):
         return Drawn(np.array([one.num_before % 7 for one in outputs], np.int32))
+
+
+class SomeDrafts:
+    """Proposes tokens of which each is right seven times of ten."""
+
+    def __init__(self, num_drafts: int, rng: random.Random) -> None:
+        self.num_drafts, self.rng = num_drafts, rng
+
+    def propose(self, asked, table):
+        def drafts(one):
+            return [(one.num_before + at + (self.rng.random() > 0.7)) % 7 for at in range(self.rng.randint(0, one.most))]
+
+        return list(map(drafts, asked))
+
+    def enter(self, *_):
+        pass
+
+    follow = leave = enter
 
 
 def assert_all_there(engine: Engine) -> None:
@@ -63,19 +81,22 @@ def assert_all_there(engine: Engine) -> None:
 @pytest.mark.parametrize("seed", [*range(30), 184, 337, 353, 418, 1065, 1118])
 def test_no_page_is_lost_or_given_twice(seed, monkeypatch):
     rng = random.Random(seed)
-    num_pages, invariant = rng.choice([10, 11, 13, 20]), rng.random() < 0.4
+    num_drafts = (0, 0, 1, 3)[seed % 4]
+    num_pages = rng.choice([10, 11, 13, 20]) + (num_drafts > 0)  # for the drafts of the longest request
+    invariant = rng.random() < 0.4
     step = CheckedStep(num_pages, invariant)
     monkeypatch.setattr("meshwright.serve.engine.TokenDrawer", lambda *_: step)
     limits = SchedulerLimits(
         max_requests=SLOTS,
-        token_budget=rng.choice([5, 7, 16]),
+        token_budget=min(rng.choice([5, 7, 16]) * (1 + num_drafts), 32),
         page_len=PAGE_LEN,
         num_pages=num_pages,
         watermark=rng.choice([0.0, 0.1]),
         prefix_cache=True,
-        policy="chunked" if invariant else rng.choice(["chunked", "interleaved"]),
+        num_drafts=num_drafts,
+        policy="chunked" if invariant or num_drafts else rng.choice(["chunked", "interleaved"]),
     )
-    engine = Engine(step, {}, limits)
+    engine = Engine(step, {}, limits, SomeDrafts(num_drafts, rng) if num_drafts else None)
     beginnings = [[rng.randrange(50) for _ in range(30)] for _ in range(3)]
     numbers = []
     for _ in range(150):

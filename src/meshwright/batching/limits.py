@@ -23,8 +23,8 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
     ``page_len`` tokens hold the KV cache. ``watermark``: share of the pages that stays free when a request is admitted,
     so that it is not preempted at once (vLLM: 0.01 in V0, 0 in V1). ``prefix_cache``: pages of shared prefixes
     are kept after their requests end, until the room is needed. While requests decode, new ones are looked for every
-    ``look_every`` steps alone, counted from the last prefill (SGLang's --scheduler-recv-interval). ``num_drafts``: tokens
-    after the next one of a decoding request that a step may check, for which it has room in its pages and the budget.
+    ``look_every`` steps alone, counted from the last prefill (SGLang's --scheduler-recv-interval). A step may check
+    ``num_drafts`` tokens after the next one of a decoding request, for which pages and budget have room.
     """
 
     policy: Policy = "chunked"
@@ -53,10 +53,10 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             )
         each = 1 + self.num_drafts
         if self.policy == "chunked" and self.token_budget < self.max_requests * each:
-            rows = "a token" if each == 1 else f"{each} tokens"
+            rows, least = "a token" if each == 1 else f"{each} tokens", self.max_requests * each
             raise InputError(
                 f"token_budget={self.token_budget:,} is less than max_requests={self.max_requests:,}, each of which"
-                f" decodes {rows} in every step. Give a budget of {self.max_requests * each:,} or more, or fewer requests."
+                f" decodes {rows} in every step. Give a budget of {least:,} or more, or fewer requests."
             )
 
     def pages(self, num_tokens: int) -> int:

@@ -3,6 +3,9 @@
 A step is planned, its arrays are made and it is dispatched, before the tokens of the step before it are read: the
 devices have the next step while the host looks at the last one. So a request that ends by a token has one more row in
 the step that follows, whose token is dropped. What is planned depends on the requests and the order of calls alone.
+
+Requests with a grammar need the masks of their next tokens: the step is dispatched, then the last one is read, then the
+tokens are drawn. An engine that drafts reads a step before it plans the next one.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +18,20 @@ from meshwright.batching.request import ActiveRequest, GenerationRequest
 from meshwright.batching.scheduler import EngineStep, Scheduler
 from meshwright.core.errors import InputError
 from meshwright.nn.weights import Params
-from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedRows, PackedShape, PackedStep
+from meshwright.parallel.generation.packed_step import (
+    ALIKE_ROWS,
+    PackedRows,
+    PackedShape,
+    PackedStep,
+    sizes_up_to,
+    slots_of,
+)
 from meshwright.parallel.generation.program_store import ProgramStore
+from meshwright.serve.drawing.drafts import Drafter, Drafting
 from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjusts
+from meshwright.serve.drawing.grammar import MaskedRow, TokenMasks
 from meshwright.serve.prefix_tree import PrefixTree
 from meshwright.serve.request import EngineState, Finish, TokenOutput, TokenRequest
-
-LEAST_ROWS = 2
-"""Rows of a step at least: XLA's programs for CPUs multiply one row ten times more slowly than two."""
 
 
 class _Live:
@@ -38,6 +47,8 @@ class _Live:
         self.slot = -1
         self.num_hit = self.num_shared = 0  # tokens that the prefix tree had; pages that it has, the first ones
         self.pages: list[int] = []
+        self.answer = request.grammar.start() if request.grammar else None
+        self.drafts: list[int] = []  # of the step that is dispatched
         self.prompt_logprobs: list[Any] = []
         self.is_closed = self.is_done = False  # its output is complete; the scheduler has let it go
 
@@ -49,10 +60,12 @@ class _Live:
 
 class _Expected(NamedTuple):
     """A row with logits of a dispatched step: whose it is; ``target`` is the next token of the prompt, for its
-    log-probability, or -1 where the drawn token follows."""
+    log-probability, or -1 where the drawn token follows; ``draft`` is the token of the row after it, which counts only
+    if this row draws that token."""
 
     live: _Live
-    target: int
+    target: int = -1
+    draft: int | None = None
 
 
 class _Dispatched(NamedTuple):
@@ -63,20 +76,27 @@ class _Dispatched(NamedTuple):
 class Engine:
     """Runs requests on a packed step, scheduled within ``limits``, whose slots and pages are those of the step.
 
-    If the step is batch-invariant, every row is a sequence of its own for attention, also those of a prompt. Raises
-    InputError if the limits are not the step's.
+    If the step is batch-invariant, every row is a sequence of its own for attention, also those of a prompt. A
+    ``drafter`` proposes as many tokens as the limits say. Raises InputError if the limits are not the step's.
     """
 
-    def __init__(self, step: PackedStep, params: Params, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, step: PackedStep, params: Params, limits: SchedulerLimits, drafter: Drafter | None = None
+    ) -> None:
         storage = step.storage
         there = step.max_seqs, storage.page_len, step.cache_sizes["Pg"]
         if (limits.max_requests, limits.page_len, limits.num_pages) != there:
             raise InputError(f"the step has {there} slots, positions of a page and pages. Give limits with these.")
+        if limits.num_drafts != (drafter.num_drafts if drafter else 0):
+            raise InputError(
+                f"the limits have num_drafts={limits.num_drafts}, which is not the drafter's. Give the same."
+            )
         self.limits, self.max_len, self.vocab_size = limits, step.max_len, step.model.vocab_size
         self._step, self._params, self._cache = step, params, step.init_cache()
         self._pages = PrefixTree(limits.num_pages, limits.page_len)
         self._scheduler = Scheduler(limits, self._pages)
         self._drawer = TokenDrawer(step.max_seqs, self.vocab_size, step.logits_sharding, step.programs)
+        self._drafter, self._masks = drafter, TokenMasks(self.vocab_size)
         self._live: dict[int, _Live] = {}
         self._free_slots = list(range(step.max_seqs))[::-1]
         self._table = np.zeros((step.max_seqs, step.cache_sizes["Bp"]), np.int32)
@@ -84,6 +104,7 @@ class Engine:
         self._outputs: list[TokenOutput] = []
         self._ended: list[_Live] = []
         self._number = self._num_steps = self._num_preempted = self._num_looked = self._num_hit = 0
+        self._num_drafted = self._num_accepted = 0
         most = {
             "chunked": limits.token_budget,
             "interleaved": max(limits.token_budget, step.max_len),
@@ -95,8 +116,9 @@ class Engine:
                 f"a batch-invariant engine has steps of at most {ALIKE_ROWS} tokens, and {most:,} are asked for. Give "
                 f"a token_budget and max_requests of at most {ALIKE_ROWS}, and the policy chunked."
             )
-        self._decode_sizes = _sizes(LEAST_ROWS, most if batch_invariant else step.max_seqs, halves_from=8)
-        self._chunk_sizes = [] if batch_invariant else _sizes(16, most)
+        decoding = most if batch_invariant else step.max_seqs * (1 + limits.num_drafts)
+        self._decode_sizes = sizes_up_to(decoding, halves_from=8)
+        self._chunk_sizes = [] if batch_invariant else sizes_up_to(most, least=16)
 
     # -- what a user calls -------------------------------------------------------------------------
 
@@ -139,6 +161,9 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Dispatches a step, if anything is to run, and returns what the step before it made."""
+        if self._drafter:
+            self._read()
+            self._close_ended()
         planned = self._scheduler.plan()
         for active in planned.preempted:
             self._num_preempted += 1
@@ -146,9 +171,7 @@ class Engine:
         following = self._dispatch(planned) if planned.repeats else None
         self._read()
         self._dispatched = following
-        for live in self._ended:
-            self._close(live)
-        self._ended.clear()
+        self._close_ended()
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -168,6 +191,8 @@ class Engine:
             prefix_queries=self._num_looked,
             prefix_hits=self._num_hit,
             steps=self._num_steps,
+            drafted=self._num_drafted,
+            accepted=self._num_accepted,
         )
 
     def run(self, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
@@ -196,8 +221,10 @@ class Engine:
         for number, shape in enumerate(shapes):
             on_shape(number, len(shapes))
             self._step.compiled(shape)
-            for adjusted in (False, True)[shape.outputs > shape.sequences :]:
+            for adjusted in (False, True)[shape.outputs > shape.sequences and not self._drafter :]:
                 self._drawer.compiled(shape.outputs, adjusted)
+        if self._drafter:
+            self._drafter.warm_up(shapes)
         on_shape(len(shapes), len(shapes))
 
     @property
@@ -228,10 +255,13 @@ class Engine:
                 self._num_looked += len(live.request.prompt)
                 self._num_hit += active.cached
             self._drawer.enter(live.slot, live.request, live.output)
+            if self._drafter and not adjusts(live.request):
+                self._drafter.enter(live.slot, live.request, live.output)
         # under "static" requests that have ended keep their slots
         known = (self._live.get(active.request.number) for active in planned.decode)
         decoding = [live for live in known if live is not None and not live.is_done]
-        parts += [(live, live.computed, live.computed + 1) for live in decoding]
+        self._draft(decoding)
+        parts += [(live, live.computed, live.computed + 1 + len(live.drafts)) for live in decoding]
         for active, count in planned.prefill:
             live = self._live[active.request.number]
             parts.append((live, live.computed, live.computed + count))
@@ -240,8 +270,13 @@ class Engine:
             return None
         rows, expected, outputs, longest = self._rows(parts, len(decoding))
         logits, self._cache = self._step.step(self._params, self._cache, self._drawer.latest, rows, longest)
-        adjusted = any(adjusts(one.live.request) or one.live.request.logprobs is not None for one in expected)
-        drawn = self._drawer.draw(logits, outputs, adjusted=adjusted)
+        if self._drafter and planned.prefill:
+            self._drafter.follow(rows, longest, {live.slot: end for live, _, end in parts})
+        allowed = self._allowed(expected, len(rows.last))
+        adjusted = allowed is not None or any(
+            adjusts(one.live.request) or one.live.request.logprobs is not None for one in expected
+        )
+        drawn = self._drawer.draw(logits, outputs, adjusted=adjusted, allowed=allowed)
         self._num_steps += 1
         prefilled, ended = self._scheduler.commit(planned)
         for active in prefilled:
@@ -252,66 +287,73 @@ class Engine:
                 self._vacate(ending)
         return _Dispatched(expected, drawn)
 
+    def _draft(self, decoding: Sequence[_Live]) -> None:
+        """Gives requests that decode the drafts of the next step, with their pages."""
+        asked = list[Drafting]()
+        for live in decoding:
+            live.drafts = []
+            most = min(self.limits.num_drafts, live.request.max_tokens - live.produced - 1)
+            if self._drafter and most > 0 and not adjusts(live.request):
+                self._take_pages(live, live.computed + 1 + most)
+                asked.append(Drafting(live.number, live.slot, live.tokens, live.produced, most))
+        if self._drafter and asked:
+            for one, drafts in zip(asked, self._drafter.propose(asked, self._table), strict=True):
+                self._live[one.number].drafts = drafts
+                self._num_drafted += len(drafts)
+
+    def _allowed(self, expected: Sequence[_Expected], size: int) -> np.ndarray | None:
+        """Returns the masks of ``size`` rows with logits once the step before is read, None if no row has a grammar."""
+        if not any(one.live.answer for one in expected):
+            return None
+        self._read()
+        masked = list[MaskedRow]()
+        for row, one in enumerate(expected):
+            is_first = row == 0 or expected[row - 1].live is not one.live
+            if one.live.answer and one.target < 0 and is_first and not one.live.is_closed:
+                masked.append(MaskedRow(row, one.live.answer, one.live.drafts))
+        return self._masks.of(size, masked)
+
     def _rows(
         self, parts: Sequence[tuple[_Live, int, int]], num_decoding: int
     ) -> tuple[PackedRows, list[_Expected], list[OutputRow], int]:
         """Returns the arrays of a step, the rows with logits, and the longest part that its shape allows."""
-        limits, page_len = self.limits, self.limits.page_len
         counts = np.array([end - start for _, start, end in parts], np.int32)
         ends = np.array([end for _, _, end in parts], np.int32)
-        num_rows, num_parts = int(counts.sum()), len(parts)
-        if num_decoding == num_parts or self._step.batch_invariant:
-            size = length = _fitting(self._decode_sizes, num_rows)
-            longest = 1
-        else:
-            size = longest = _fitting(self._chunk_sizes, num_rows)
-            length = min(limits.max_requests, size)
-        first = np.cumsum(counts) - counts
-        owner = np.repeat(np.arange(num_parts), counts)
+        num_rows, first = int(counts.sum()), np.cumsum(counts) - counts
+        owner = np.repeat(np.arange(len(parts)), counts)
         positions = np.arange(num_rows) - first[owner] + (ends - counts)[owner]
-        tokens, sources = np.zeros(size, np.int32), np.full(size, -1, np.int32)
-        expected, outputs = list[_Expected](), list[OutputRow]()
-        last = list[int]()
+        tokens, sources = list[int](), list[int]()
+        expected, outputs, last = list[_Expected](), list[OutputRow](), list[int]()
         for number, (live, start, end) in enumerate(parts):
             self._take_pages(live, end)
-            row = int(first[number])
-            known = live.tokens[start:end]
-            tokens[row : row + len(known)] = known
-            if number < num_decoding:
-                sources[row] = live.slot
-            live.computed = end
-            total = len(live.request.prompt) + live.produced
-            if live.request.echo and start < len(live.request.prompt):
-                for at in range(start, min(end, len(live.request.prompt) - 1)):
-                    target = live.request.prompt[at + 1]
-                    expected.append(_Expected(live, target))
-                    outputs.append(OutputRow(limits.max_requests, 0, target))
+            drafts, row = live.drafts if number < num_decoding else [], int(first[number])
+            known = live.tokens[start:end] + drafts
+            sources += [-1] * (end - start) if known else [live.slot]  # else the devices alone know the token
+            tokens += known or [0]
+            live.computed = end - len(drafts)
+            prompt = live.request.prompt
+            if live.request.echo:
+                for at in range(start, min(end, len(prompt) - 1)):
+                    expected.append(_Expected(live, prompt[at + 1]))
+                    outputs.append(OutputRow(self.limits.max_requests, 0, prompt[at + 1]))
                     last.append(row + at - start)
-            if end == total:
-                expected.append(_Expected(live, -1))
-                outputs.append(OutputRow(live.slot, live.produced))
-                last.append(row + end - start - 1)
+            if live.computed == len(prompt) + live.produced:
+                following = [*drafts, None]
+                expected += [_Expected(live, draft=draft) for draft in following]
+                outputs += [OutputRow(live.slot, live.produced + at) for at in range(len(following))]
+                last += range(row + end - start - len(following), row + end - start)
                 live.produced += 1
-        tables = self._table[[live.slot for live, _, _ in parts]]
-        at = tables[owner, positions // page_len] * page_len + positions % page_len
-        if self._step.batch_invariant:
-            first, counts, ends, tables = np.arange(num_rows), np.ones(num_rows, int), positions + 1, tables[owner]
-        return (
-            PackedRows(
-                tokens=tokens,
-                sources=sources,
-                positions=_padded(positions, size),
-                slots=_padded(at, size, limits.num_pages * page_len),
-                first=_padded(first, length, num_rows),
-                counts=_padded(counts, length),
-                lengths=_padded(ends, length),
-                pages=_padded(tables, length),
-                last=_padded(np.array(last, np.int32), length if len(last) <= length else size),
-            ),
-            expected,
-            outputs,
-            longest,
-        )
+        tables, page_len = self._table[[live.slot for live, _, _ in parts]], self.limits.page_len
+        slots = slots_of(positions, tables, owner, page_len)
+        rows = PackedRows(tokens, sources, positions, slots, first, counts, ends, tables, last)
+        if num_decoding == len(parts) or self._step.batch_invariant:
+            size = _fitting(self._decode_sizes, num_rows)
+            rows, shape = rows.each_alone(owner), PackedShape(size, size, size, 1)
+        else:
+            size = _fitting(self._chunk_sizes, num_rows)
+            most = min(self.limits.max_requests, size)
+            shape = PackedShape(size, most, most if len(last) <= most else size, size)
+        return rows.padded(shape, self.limits.num_pages * page_len), expected, outputs, shape.longest
 
     def _take_pages(self, live: _Live, end: int) -> None:
         """Gives a request the pages of its first ``end`` positions. The scheduler has counted them."""
@@ -326,21 +368,17 @@ class Engine:
             return
         (expected, drawn), self._dispatched = self._dispatched, None
         drawn = drawn.on_host()
-        for row, (live, target) in enumerate(expected):
-            if live.is_closed:
+        wrong, more = set[int](), dict[int, int]()  # requests with a wrong draft, and tokens of right ones
+        for row, (live, target, draft) in enumerate(expected):
+            if live.is_closed or live.number in wrong:
                 continue
             request, token = live.request, int(drawn.token[row])
             if target >= 0:
                 live.prompt_logprobs.append(drawn.logprob_of(row, target, request.logprobs or 0))
                 continue
-            finish: Finish | None = None
-            has_one = request.max_tokens > 0
-            if token in request.stop_tokens and len(live.tokens) - len(request.prompt) >= request.min_tokens:
-                finish, has_one = "stop", False
+            has_one, finish = self._found(live, token)
             if has_one:
                 live.tokens.append(token)
-            if finish is None and len(live.tokens) - len(request.prompt) >= request.max_tokens:
-                finish = "length"
             asked = has_one and request.logprobs is not None
             self._outputs.append(
                 TokenOutput(
@@ -356,6 +394,34 @@ class Engine:
             if finish is not None:
                 live.is_closed = True
                 self._ended.append(live)
+            elif draft is not None and draft == token:
+                more[live.number] = more.get(live.number, 0) + 1
+            elif draft is not None:
+                wrong.add(live.number)
+        for number, count in more.items():
+            self._num_accepted += count
+            live = self._live[number]
+            if not live.is_closed:
+                live.produced += count
+                live.computed += count
+                self._scheduler.accept(live.active, count)
+
+    def _found(self, live: _Live, token: int) -> tuple[bool, Finish | None]:
+        """Returns whether a request's output has a token that was drawn, and whether and why it ends there."""
+        request, num_before = live.request, len(live.tokens) - len(live.request.prompt)
+        if token in request.stop_tokens and num_before >= request.min_tokens:
+            return False, "stop"
+        has_one = request.max_tokens > 0
+        if live.answer is not None and has_one and not live.answer.consume_token(token):
+            return False, "stop"  # the grammar's limits of time or memory are reached
+        if live.answer is not None and live.answer.is_stopped():
+            return has_one, "stop"
+        return has_one, "length" if num_before + has_one >= request.max_tokens else None
+
+    def _close_ended(self) -> None:
+        for live in self._ended:
+            self._close(live)
+        self._ended.clear()
 
     def _close(self, live: _Live) -> None:
         """Forgets a request, and takes it from the scheduler if that still has it."""
@@ -365,6 +431,8 @@ class Engine:
             self._scheduler.stop(live.active)
             self._vacate(live)
         self._pages.leave(live.number)
+        if self._drafter:
+            self._drafter.leave(live.number)
 
     def _vacate(self, live: _Live) -> None:
         """Frees the slot and the pages of a request. Steps that are dispatched already write there before others do."""
@@ -375,21 +443,5 @@ class Engine:
         live.slot, live.computed, live.num_shared = -1, 0, 0
 
 
-def _sizes(least: int, most: int, *, halves_from: int = 0) -> list[int]:
-    """Returns numbers of rows up to ``most``: powers of two, and if asked also those halfway to the next one."""
-    found, size = list[int](), least
-    while size < most:
-        found += [size, size * 3 // 2] if halves_from and size >= halves_from else [size]
-        size *= 2
-    return [*(one for one in found if one < most), max(least, most)]
-
-
 def _fitting(sizes: Sequence[int], needed: int) -> int:
     return next(size for size in sizes if size >= needed)
-
-
-def _padded(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
-    """Returns an array with rows of ``value`` up to a size."""
-    found = np.full((size, *array.shape[1:]), value, np.int32)
-    found[: len(array)] = array
-    return found

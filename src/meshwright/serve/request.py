@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.serve.drawing.grammar import Grammar
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
 
 Finish = Literal["stop", "length", "cancelled"]
@@ -17,7 +18,8 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to go on from. A request ends before a token of ``stop_tokens``, once it has ``min_tokens``, or after
     ``max_tokens``. ``logprobs``: how many of the likeliest tokens are reported beside each (0: its own log-probability
     alone; None: nothing). With ``echo`` these are also reported for the tokens of the prompt; then ``max_tokens`` may
-    be 0. Raises InputError for what no engine could run."""
+    be 0. With a ``grammar`` the output is one of its texts, unless ``max_tokens`` cuts it off. Raises InputError for
+    what no engine could run."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -26,6 +28,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_tokens: frozenset[int] = frozenset()
     logprobs: int | None = None
     echo: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -34,6 +37,10 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"max_tokens={self.max_tokens} must be at least 1, or 0 with echo.")
         if self.min_tokens < 0 or self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens={self.min_tokens} must be between 0 and max_tokens={self.max_tokens}.")
+        if self.min_tokens and self.grammar:
+            raise InputError(
+                f"min_tokens={self.min_tokens} is given with a grammar, whose texts may be shorter. Give one."
+            )
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise InputError(f"logprobs={self.logprobs} must be between 0 and {MOST_LOGPROBS}.")
 
@@ -64,7 +71,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine holds: requests that run and wait, pages, and counts since it began: requests that lost their
-    pages, tokens of prompts that were looked for and found in a prefix cache, and steps."""
+    pages, tokens of prompts that were looked for and found in a prefix cache, steps, and drafted tokens, of which some
+    were right."""
 
     running: int = 0
     waiting: int = 0
@@ -74,3 +82,5 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     steps: int = 0
+    drafted: int = 0
+    accepted: int = 0

@@ -1,7 +1,7 @@
 """The step of a server: rows of any sequences on caches in pages, in few compiled shapes."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +40,10 @@ ALIKE_ROWS = 32
 """Rows up to which XLA's programs for CPUs sum the products of a row in one order, from two rows on."""
 
 
+LEAST_ROWS = 2
+"""Rows of a step at least: XLA's programs for CPUs multiply one row ten times more slowly than two."""
+
+
 class PackedShape(NamedTuple):
     """A compiled shape: rows, sequences, rows with logits, and at most how many rows of one sequence."""
 
@@ -47,6 +51,10 @@ class PackedShape(NamedTuple):
     sequences: int
     outputs: int
     longest: int
+
+    def parts(self, pages: int) -> list[tuple[int, ...]]:
+        """Returns the shape of each field of `PackedRows`, with so many pages of a sequence."""
+        return [*[(self.rows,)] * 4, *[(self.sequences,)] * 3, (self.sequences, pages), (self.outputs,)]
 
 
 class PackedRows(NamedTuple):
@@ -61,6 +69,26 @@ class PackedRows(NamedTuple):
     lengths: Any
     pages: Any
     last: Any
+
+    def each_alone(self, owner: Sequence[int] | np.ndarray) -> "PackedRows":
+        """Returns the rows as sequences of their own; ``owner`` [R] are the present ones."""
+        count = np.arange(len(self.tokens))
+        lengths = np.asarray(self.positions) + 1
+        return self._replace(first=count, counts=np.ones_like(count), lengths=lengths, pages=self.pages[owner])
+
+    def padded(self, shape: PackedShape, num_slots: int) -> "PackedRows":
+        """Returns the rows with others that change nothing, up to a shape; the pool has ``num_slots`` slots."""
+        fill = PackedRows(0, -1, 0, num_slots, len(self.tokens), 0, 0, 0, 0)
+        found = []
+        for one, value, size in zip(self, fill, shape.parts(self.pages.shape[1]), strict=True):
+            found.append(np.full(size, value, np.int32))
+            found[-1][: len(one)] = one
+        return PackedRows(*found)
+
+
+def slots_of(positions: np.ndarray, tables: np.ndarray, owner: Sequence[int] | np.ndarray, page_len: int) -> np.ndarray:
+    """Returns the slots of positions [R] of sequences ``owner`` [R], whose pages are ``tables`` [Q, Bp]."""
+    return tables[owner, positions // page_len] * page_len + positions % page_len
 
 
 class PackedStep(HeldArrays):
@@ -179,16 +207,10 @@ class PackedStep(HeldArrays):
         """Lowers the program of a shape without data."""
         params, cache = (jax.eval_shape(self._by_layer, shapes) for shapes in (self.param_shapes, self.cache_shapes))
         latest = jax.ShapeDtypeStruct((self.max_seqs,), jnp.int32)
-        flat = jax.ShapeDtypeStruct((sum(math.prod(part) for part in self._parts(shape)),), jnp.int32)
+        flat = jax.ShapeDtypeStruct((sum(map(math.prod, shape.parts(self.cache_sizes["Bp"]))),), jnp.int32)
         return lower(self._program(shape), self.mesh, params, cache, latest, flat)
 
     # -- the programs ------------------------------------------------------------------------------
-
-    def _parts(self, shape: PackedShape) -> list[tuple[int, ...]]:
-        """Returns the shape of each field of `PackedRows`."""
-        rows, sequences, outputs, _ = shape
-        table = (sequences, self.cache_sizes["Bp"])
-        return [*[(rows,)] * 4, *[(sequences,)] * 3, table, (outputs,)]
 
     def _program(self, shape: PackedShape) -> Any:
         """Returns the jitted function (weights, cache, latest, rows) -> (logits, cache)."""
@@ -204,7 +226,7 @@ class PackedStep(HeldArrays):
         )
 
         def step(params: Params, cache: Cache, latest: Array, flat: Array) -> tuple[Array, Cache]:
-            parts = self._parts(shape)
+            parts = shape.parts(self.cache_sizes["Bp"])
             ends = np.cumsum([math.prod(part) for part in parts]).tolist()
             fields = (flat[end - math.prod(part) : end].reshape(part) for part, end in zip(parts, ends, strict=True))
             rows = PackedRows(*fields)
@@ -248,3 +270,12 @@ class PackedStep(HeldArrays):
             name: tuple(layer(name, one, number) for number in range(layers[name])) if name in layers else one
             for name, one in given.items()
         }
+
+
+def sizes_up_to(most: int, *, least: int = LEAST_ROWS, halves_from: int = 0) -> list[int]:
+    """Returns numbers of rows up to ``most``: powers of two, and if asked also those halfway to the next one."""
+    found, size = list[int](), least
+    while size < most:
+        found += [size, size * 3 // 2] if halves_from and size >= halves_from else [size]
+        size *= 2
+    return [*(one for one in found if one < most), max(least, most)]

@@ -69,7 +69,9 @@ def _draw_adjusted(
     adjusted = logits + jnp.where(more["has_bias"][:, None], own.bias, 0.0)
     adjusted = jnp.where(adjusted > 0, adjusted / factor, adjusted * factor)
     adjusted -= presence * (own.in_output > 0) + frequency * own.in_output
-    adjusted = jnp.where(own.late & more["early"][:, None], -jnp.inf, adjusted)
+    token_ids = jnp.arange(logits.shape[1])
+    allowed = more["allowed"][:, token_ids // 32] >> (token_ids % 32)[None] & 1
+    adjusted = jnp.where(own.late & more["early"][:, None] | (allowed == 0), -jnp.inf, adjusted)
     token = draw(adjusted, rows, counts)
     wanted = jnp.where(targets >= 0, targets, token)
     logprob = jnp.take_along_axis(logprobs, wanted[:, None], axis=1)[:, 0]
@@ -105,6 +107,7 @@ class TokenDrawer:
         self._fewest = np.zeros(num_slots + 1, np.int32)
         self._has_bias = np.zeros(num_slots + 1, bool)
         self._history: TokenHistory | None = None
+        self._all_allowed: dict[int, Array] = {}
 
     def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
         """Gives a slot to a request that has had the tokens ``output``."""
@@ -133,17 +136,27 @@ class TokenDrawer:
     def _shapes(self) -> TokenHistory:
         return TokenHistory(*(jax.ShapeDtypeStruct(self._size, each) for each in (bool, np.int32, np.float32, bool)))
 
-    def draw(self, logits: Array, rows: Sequence[OutputRow], *, adjusted: bool) -> Drawn:
+    def draw(self, logits: Array, rows: Sequence[OutputRow], *, adjusted: bool, allowed: Any = None) -> Drawn:
         """Returns what is drawn from logits [O, V], on the devices, for the first rows of O; others draw nothing.
 
-        With ``adjusted`` the rules of `adjusts` hold, and there are log-probabilities.
+        With ``adjusted`` the rules of `adjusts` hold, the tokens are those of ``allowed``, bits [O, V / 32], and there
+        are log-probabilities.
         """
-        program, given = self.compiled(logits.shape[0], adjusted), self._given(logits.shape[0], rows)
+        size = logits.shape[0]
+        program, given = self.compiled(size, adjusted), self._given(size, rows)
         if not adjusted:
             self.latest, token = program(logits, self.latest, *given)
             return Drawn(token)
+        if allowed is None:
+            if size not in self._all_allowed:
+                self._all_allowed[size] = jnp.full(self._mask_shape(size), -1, jnp.int32)
+            allowed = self._all_allowed[size]
+        given[1]["allowed"] = allowed
         self.latest, self._history, drawn = program(logits, self.latest, self._all(), *given)
         return drawn
+
+    def _mask_shape(self, size: int) -> tuple[int, int]:
+        return size, -(-self._size[1] // 32)
 
     def _given(self, size: int, rows: Sequence[OutputRow]) -> tuple[SamplingRows, dict[str, Any]]:
         """Returns the settings of ``size`` rows."""
@@ -162,7 +175,10 @@ class TokenDrawer:
             logits = jax.ShapeDtypeStruct((size, self._size[1]), np.float32, sharding=self._sharding)
             latest = jax.ShapeDtypeStruct(self._size[:1], np.int32)
             function: Any = _draw_adjusted if adjusted else _draw
-            given = (logits, latest, *([self._shapes()] if adjusted else []), *self._given(size, []))
+            rows, more = self._given(size, [])
+            if adjusted:
+                more["allowed"] = jax.ShapeDtypeStruct(self._mask_shape(size), np.int32)
+            given = (logits, latest, *([self._shapes()] if adjusted else []), rows, more)
             name = f"draw-{size}{'-adjusted' if adjusted else ''}"
             self._compiled[size, adjusted] = self._programs.get(name, lambda: function.lower(*given))
         return self._compiled[size, adjusted]

@@ -1,0 +1,149 @@
+"""Drafts: tokens that may come next, which one step of the model checks all at once.
+
+A drafted token is right if the model draws it at its position. A draw depends on the logits, the request's sampling and
+the position alone, so the output is, token for token, that of an engine without drafts, at any temperature. A draft
+model draws with the same noise, which makes it right in at least (1 - d) / (1 + d) of draws, where d is the total
+variation distance of the two distributions. Source: Daliri, Musco and Suresh, Coupling without Communication and
+Drafter-Invariant Speculative Decoding, 2024.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from meshwright.core.errors import InputError
+from meshwright.nn.weights import Params
+from meshwright.parallel.generation.packed_step import PackedRows, PackedShape, PackedStep, sizes_up_to, slots_of
+from meshwright.serve.drawing.drawer import OutputRow, TokenDrawer
+from meshwright.serve.request import TokenRequest
+
+
+class Drafting(NamedTuple):
+    """A request that wants up to ``most`` drafts after its ``tokens``, of which ``num_before`` were drawn."""
+
+    number: int
+    slot: int
+    tokens: list[int]
+    num_before: int
+    most: int
+
+
+class Drafter(Protocol):
+    """Proposes up to ``num_drafts`` tokens for each request; ``table`` [slots, Bp] has the pages of each slot."""
+
+    num_drafts: int
+
+    def propose(self, asked: Sequence[Drafting], table: np.ndarray) -> list[list[int]]: ...
+    def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None: ...
+    def follow(self, rows: PackedRows, longest: int, ends: dict[int, int]) -> None: ...
+    def leave(self, number: int) -> None: ...
+    def warm_up(self, chunks: Sequence[PackedShape]) -> None: ...
+
+
+class NgramDrafter:
+    """Proposes what followed the latest earlier place of a request's last tokens, of ``longest`` or else fewer ones.
+
+    Source: prompt lookup decoding (Saxena, 2023).
+    """
+
+    def __init__(self, num_drafts: int, *, longest: int = 4, shortest: int = 2) -> None:
+        if not 1 <= shortest <= longest:
+            raise InputError(f"n-grams of {shortest} to {longest} tokens were asked for. Give 1 or more, in order.")
+        self.num_drafts, self._lengths = num_drafts, range(longest, shortest - 1, -1)
+        self._places: dict[int, dict[tuple[int, ...], int]] = {}  # request -> n-gram -> the place after it
+        self._done: dict[int, int] = {}
+
+    def propose(self, asked: Sequence[Drafting], table: np.ndarray) -> list[list[int]]:
+        """Returns the tokens after the latest earlier place; [] where there is none."""
+        return [self._found(one) for one in asked]
+
+    def _found(self, one: Drafting) -> list[int]:
+        tokens, places = one.tokens, self._places.setdefault(one.number, {})
+        for end in range(self._done.get(one.number, 0), len(tokens)):
+            places.update((tuple(tokens[end - length : end]), end) for length in self._lengths if length <= end)
+        self._done[one.number] = len(tokens)
+        for length in self._lengths:
+            if at := places.get(tuple(tokens[-length:])):
+                return tokens[at : at + one.most]
+        return []
+
+    def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
+        """Needs nothing of a slot."""
+
+    def follow(self, rows: PackedRows, longest: int, ends: dict[int, int]) -> None:
+        """Needs nothing of a step."""
+
+    def leave(self, number: int) -> None:
+        """Forgets a request."""
+        self._places.pop(number, None)
+        self._done.pop(number, None)
+
+    def warm_up(self, chunks: Sequence[PackedShape]) -> None:
+        """Has nothing to compile."""
+
+
+class ModelDrafter:
+    """Proposes what a smaller model draws. Its cache has the pages and slots of the model's own, so that ``step`` must
+    be of the same size; it also runs every step that has parts of prompts."""
+
+    def __init__(self, step: PackedStep, params: Params, num_drafts: int) -> None:
+        self.num_drafts = num_drafts
+        self._step, self._params, self._cache = step, params, step.init_cache()
+        self._drawer = TokenDrawer(step.max_seqs, step.model.vocab_size, step.logits_sharding, step.programs)
+        self._num_slots = step.cache_sizes["Pg"] * step.storage.page_len
+        self._sizes = sizes_up_to(2 * step.max_seqs, halves_from=8)
+        self._ends = np.zeros(step.max_seqs, int)  # positions of each slot that the cache has, if the tokens are right
+
+    def propose(self, asked: Sequence[Drafting], table: np.ndarray) -> list[list[int]]:
+        """Returns what the model draws after each other. Nothing is read before the last step is dispatched."""
+        drawn = []
+        for number in range(max(one.most for one in asked)):
+            rows, outputs = self._rows([one for one in asked if one.most > number], table, number)
+            logits, self._cache = self._step.step(self._params, self._cache, self._drawer.latest, rows, 1)
+            drawn.append(self._drawer.draw(logits, outputs, adjusted=False))
+        for one in asked:
+            self._ends[one.slot] = len(one.tokens) + one.most - 1
+        # a draw has rows of those requests alone that want more drafts than there were
+        tokens = [iter(np.asarray(each.token).tolist()) for each in drawn]
+        return [[next(draw) for draw in tokens[: one.most]] for one in asked]
+
+    def _rows(self, asked: Sequence[Drafting], table: np.ndarray, number: int) -> tuple[PackedRows, list[OutputRow]]:
+        """Returns the rows that draw the drafts after ``number`` others, first with those that the cache lacks."""
+        tokens, sources, positions, slots, last = [], list[int](), list[int](), list[int](), list[int]()
+        for one in asked:
+            end = len(one.tokens) + number
+            first = end - 1 if number else min(self._ends[one.slot], end - 1)
+            tokens += [0] if number else one.tokens[first:]
+            sources += [one.slot if number else -1] * (end - first)
+            positions += range(first, end)
+            slots += [one.slot] * (end - first)
+            last.append(len(positions) - 1)
+        size = next(size for size in self._sizes if size >= len(tokens))
+        at = slots_of(np.array(positions), table, slots, self._step.storage.page_len)
+        rows = PackedRows(tokens, sources, positions, at, [], [], [], table, last).each_alone(slots)
+        outputs = [OutputRow(one.slot, one.num_before + number) for one in asked]
+        return rows.padded(PackedShape(size, size, size, 1), self._num_slots), outputs
+
+    def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
+        """Gives a slot to a request."""
+        self._drawer.enter(slot, request, output)
+
+    def follow(self, rows: PackedRows, longest: int, ends: dict[int, int]) -> None:
+        """Computes the rows of the model's own step; ``ends`` are the positions that its slots then have."""
+        rows = rows._replace(last=rows.last[: len(rows.first)])
+        _, self._cache = self._step.step(self._params, self._cache, self._drawer.latest, rows, longest)
+        for slot, end in ends.items():
+            self._ends[slot] = end
+
+    def leave(self, number: int) -> None:
+        """Needs nothing at a request's end."""
+
+    def warm_up(self, chunks: Sequence[PackedShape]) -> None:
+        """Compiles the shapes of drafts, and of steps with parts of prompts."""
+        for size in self._sizes:
+            self._step.compiled(PackedShape(size, size, size, 1))
+            self._drawer.compiled(size, False)
+        for shape in chunks:
+            if shape.outputs == shape.sequences:
+                self._step.compiled(shape)
