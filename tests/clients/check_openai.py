@@ -2,9 +2,11 @@
 
 import asyncio
 import time
+from typing import Literal
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.clients.folder import NAME
 from tests.clients.server import Server
@@ -186,10 +188,26 @@ def test_errors(api):
     assert (long.value.code, long.value.param) == ("context_length_exceeded", "messages")
     with pytest.raises(openai.BadRequestError, match="temperature"):
         api.completions.create(model=NAME, prompt="A", temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="response_format"):
-        api.chat.completions.create(model=NAME, messages=MESSAGES, response_format={"type": "json_object"})
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
+    with pytest.raises(openai.BadRequestError, match="the json schema is not valid"):
+        api.chat.completions.create(model=NAME, messages=MESSAGES, response_format=wrong)
     with pytest.raises(openai.NotFoundError):
         api.embeddings.create(model=NAME, input="A")
+
+
+class Answer(BaseModel):
+    kind: Literal["cat", "dog"]
+    is_old: bool
+
+
+def test_answers_follow_a_schema(api):
+    found = api.chat.completions.parse(model=NAME, messages=MESSAGES, response_format=Answer, max_tokens=400)
+    choice = found.choices[0]
+    assert choice.finish_reason == "length" or isinstance(choice.message.parsed, Answer)
+    chosen = api.completions.create(
+        model=NAME, prompt="A", max_tokens=40, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert chosen.choices[0].text in ("yes", "no")
 
 
 def test_cancelling_a_stream_frees_what_it_held(api, server):

@@ -57,7 +57,9 @@ class SomeDrafts:
 
     def propose(self, asked, table):
         def drafts(one):
-            return [(one.num_before + at + (self.rng.random() > 0.7)) % 7 for at in range(self.rng.randint(0, one.most))]
+            return [
+                (one.num_before + at + (self.rng.random() > 0.7)) % 7 for at in range(self.rng.randint(0, one.most))
+            ]
 
         return list(map(drafts, asked))
 

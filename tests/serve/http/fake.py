@@ -108,7 +108,7 @@ def letters() -> Tokenizer:
 
 def served() -> ServedModel:
     chat = ChatTemplates({"default": _compiled(TEMPLATE)}, {"default": TEMPLATE}, {})
-    return ServedModel(name="toy", text=TokenizedText(letters()), end_tokens=frozenset({1}), chat=chat)
+    return ServedModel(name="toy", text=TokenizedText(letters()), vocab_size=258, end_tokens=frozenset({1}), chat=chat)
 
 
 class Bench:

@@ -8,6 +8,7 @@ from meshwright.nn.hf.chat_template import read_chat_templates
 from meshwright.serve.http.served import served_model
 from meshwright.serve.model_folder import ModelFolder
 from tests.serve.http.fake import TEMPLATE, bench, events, in_loop, letters, streamed_text
+from tests.parallel.generate_cases import LLAMA
 from tests.train.data.chats import TEMPLATES, write_tokenizer
 
 HI = [{"role": "user", "content": "hi a"}]
@@ -104,7 +105,12 @@ async def test_logprobs():
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content has a part that is no text",
         ),
-        ({"response_format": {"type": "json_object"}}, "response_format 'json_object' is not supported"),
+        ({"response_format": {"type": "json_schema"}}, "the type json_schema and no json_schema"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "more than once"),
+        ({"structured_outputs": {}}, "structured_outputs is empty"),
+        ({"structured_outputs": {"regex": "("}}, "the regex is not valid"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens=2 is given with a grammar"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
@@ -132,9 +138,31 @@ def test_templates_of_a_folder(name, tmp_path):
     assert "hello" in text
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["ab"]}}}},
+        {"structured_outputs": {"choice": ['"ab"', "ac"]}},
+        {"structured_outputs": {"json": {"const": "ab"}}},
+        {"structured_outputs": {"regex": '"ab"'}},
+        {"structured_outputs": {"grammar": "start: /.ab./"}},
+    ],
+)
+@in_loop
+async def test_the_form_of_an_answer_goes_to_the_engine(form):
+    async with bench() as b:
+        assert (await b.post(PATH, messages=HI, max_tokens=3, **form)).status_code == 200
+        state = b.engine.seen[-1].grammar.start()
+        assert state.consume_tokens(letters().encode('"ab"').ids)
+        assert state.is_accepting()
+        free = await b.post(PATH, messages=HI, max_tokens=3, response_format={"type": "text"})
+        assert free.status_code == 200
+        assert b.engine.seen[-1].grammar is None
+
+
 def test_a_folder_is_served_under_its_name(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    found = ModelFolder(tmp_path, None, None, frozenset({3}), "fp32")
+    found = ModelFolder(tmp_path, LLAMA, None, frozenset({3}), "fp32")
     model = served_model(found, "mine")
     assert (model.name, model.end_tokens) == ("mine", {3})
     assert model.chat.render([{"role": "user", "content": "x"}]) == "<|user|>x"

@@ -232,7 +232,7 @@ async def test_penalties_reach_the_engine_or_are_refused(field, value):
 async def test_a_model_without_a_tokenizer_takes_numbers():
     engine = FakeEngine()
     frontend = Frontend(engine)
-    app = make_app(frontend, ServedModel(name="numbers", text=NumberedText()))
+    app = make_app(frontend, ServedModel(name="numbers", text=NumberedText(), vocab_size=258))
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),

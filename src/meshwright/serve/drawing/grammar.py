@@ -1,15 +1,23 @@
 """Texts that an answer may be: JSON of a schema, matches of a regular expression, a choice; llguidance masks tokens."""
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par_with_draft_tokens
+from llguidance.numpy import (
+    allocate_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
 from tokenizers import Tokenizer
 
-from meshwright.core.errors import InputError, first_line
+from meshwright.core.errors import InputError
+
+MOST_KEPT = 64
+"""Grammars that are kept after their requests."""
 
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
@@ -29,26 +37,33 @@ class GrammarReader:
     """Reads grammars for a tokenizer, whose model has logits of ``vocab_size`` tokens; an answer ends with one of
     ``end_tokens``, without these where no more may follow."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]) -> None:
         ends = sorted(end_tokens) or None
         self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=ends)
+        self.read = lru_cache(MOST_KEPT)(self._read)
+        """Returns a grammar, given its kind and text: a schema, a list of choices in JSON, an expression in Rust's
+        syntax, a grammar in Lark's. Takes 0.1 to 100 ms. Raises InputError for one that is not valid."""
 
-    def read(self, kind: GrammarKind, given: Any) -> Grammar:
-        """Returns a grammar, after some 0.1 to 100 ms. Raises InputError for one that is not valid."""
+    def _read(self, kind: GrammarKind, text: str) -> Grammar:
         try:
-            readers: dict[str, Callable[[Any], str]] = {
-                "json_schema": LLMatcher.grammar_from_json_schema,
-                "regex": LLMatcher.grammar_from_regex,
-                "choice": lambda texts: LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts))),
-                "lark": LLMatcher.grammar_from_lark,
-            }
-            text = readers[kind](given)
+            if kind == "json_schema":
+                found = LLMatcher.grammar_from_json_schema(text)
+            elif kind == "regex":
+                found = LLMatcher.grammar_from_regex(text)
+            else:
+                choices = [json.dumps(one, ensure_ascii=False) for one in json.loads(text)] if kind == "choice" else []
+                found = LLMatcher.grammar_from_lark("start: " + " | ".join(choices) if choices else text)
         except ValueError as error:
-            raise InputError(f"the {kind} is not valid: {first_line(error)}. Mend it.") from None
-        matcher = LLMatcher(self._tokenizer, text, log_level=0)
+            raise _invalid(kind, str(error)) from None
+        matcher = LLMatcher(self._tokenizer, found, log_level=0)
         if matcher.is_error():
-            raise InputError(f"the {kind} is not valid: {matcher.get_error().splitlines()[0]}. Mend it.")
+            raise _invalid(kind, matcher.get_error())
         return Grammar(matcher)
+
+
+def _invalid(kind: GrammarKind, why: str) -> InputError:
+    words = kind.replace("_", " ")
+    return InputError(f"the {words} is not valid: {why.strip().splitlines()[0]}. Mend it, or ask for any text.")
 
 
 class MaskedRow(NamedTuple):
@@ -68,6 +83,8 @@ class TokenMasks:
     def of(self, size: int, rows: Sequence[MaskedRow]) -> np.ndarray:
         """Returns bits [size, V / 32]: 1 for a token that may be drawn, everywhere in rows without a grammar."""
         found = allocate_token_bitmask(size, self._vocab_size)
-        given = [(one.matcher, one.row, one.drafts) for one in rows]
-        fill_next_token_bitmask_par_with_draft_tokens(self._executor, given, found)
+        if alone := [(one.matcher, one.row) for one in rows if not one.drafts]:
+            fill_next_token_bitmask_par(self._executor, alone, found)
+        if drafted := [(one.matcher, one.row, one.drafts) for one in rows if one.drafts]:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, found)
         return found

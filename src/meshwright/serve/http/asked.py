@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from meshwright.core.errors import InputError
+from meshwright.serve.drawing.grammar import Grammar, GrammarKind
 from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.frontend import Frontend
 from meshwright.serve.http.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody
@@ -48,7 +50,7 @@ async def asked_of_completion(body: CompletionBody, served: ServedModel, fronten
     given = _prompts(body.prompt)
     _require_room(len(given) * (body.n or 1), frontend)
     prompts = [tuple(await encoded(served, one, special)) if isinstance(one, str) else tuple(one) for one in given]
-    asked = _asked(body, served, frontend, prompts, body.logprobs)
+    asked = _asked(body, served, frontend, prompts, body.logprobs, await _grammar(body, served))
     if body.echo:
         decode = asked.text.decode
         asked.echoes = [one if isinstance(one, str) else decode(one) for one in given]
@@ -57,18 +59,49 @@ async def asked_of_completion(body: CompletionBody, served: ServedModel, fronten
 
 async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend) -> AskedText:
     """Returns what a chat asks for. Raises RequestError or InputError for what cannot be answered."""
-    if body.response_format is not None and body.response_format.type != "text":
-        raise RequestError(
-            f"response_format {body.response_format.type!r} is not supported. Leave it out, or give the type text.",
-            param="response_format",
-        )
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
     _require_room(body.n or 1, frontend)
     more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     text = chat_text(served, body.messages, body.tools, more | template_variables(body))
     prompt = tuple(await encoded(served, text, bool(body.add_special_tokens)))
-    return _asked(body, served, frontend, [prompt], (body.top_logprobs or 0) if body.logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _asked(body, served, frontend, [prompt], logprobs, await _grammar(body, served))
+
+
+async def _grammar(body: GenerationBody, served: ServedModel) -> Grammar | None:
+    """Returns what the text may be, None if it may be anything. Raises RequestError for a form that is not valid."""
+    asked = list[tuple[str, GrammarKind, Any]]()
+    if form := body.response_format:
+        if (form.type == "json_schema") != (form.json_schema is not None):
+            raise RequestError(
+                f"response_format has the type {form.type} and {'a' if form.json_schema else 'no'} json_schema. Give a "
+                "schema with the type json_schema.",
+                param="response_format",
+            )
+        if form.json_schema:
+            asked.append(("response_format", "json_schema", form.json_schema.schema))
+        elif form.type == "json_object":
+            asked.append(("response_format", "json_schema", {"type": "object"}))
+    if (outputs := body.structured_outputs) is not None:
+        any_object = {"type": "object"} if outputs.json_object else None
+        given: dict[GrammarKind, Any] = {"regex": outputs.regex, "choice": outputs.choice, "lark": outputs.grammar}
+        given["json_schema"] = any_object if outputs.json is None else outputs.json
+        found = [("structured_outputs", kind, value) for kind, value in given.items() if value is not None]
+        if not found:
+            raise RequestError(
+                "structured_outputs is empty. Give json, regex, choice or grammar.", param="structured_outputs"
+            )
+        asked += found
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise RequestError("the form of the answer is given more than once. Give one.", param=asked[-1][0])
+    ((param, kind, value),) = asked
+    try:
+        return await asyncio.to_thread(served.grammar, kind, value)
+    except InputError as error:
+        raise RequestError(str(error), param=param) from None
 
 
 def chat_text(
@@ -148,7 +181,12 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
 
 
 def _asked(
-    body: GenerationBody, served: ServedModel, frontend: Frontend, prompts: list[tuple[int, ...]], logprobs: int | None
+    body: GenerationBody,
+    served: ServedModel,
+    frontend: Frontend,
+    prompts: list[tuple[int, ...]],
+    logprobs: int | None,
+    grammar: Grammar | None,
 ) -> AskedText:
     n, echo = body.n or 1, isinstance(body, CompletionBody) and bool(body.echo)
     options, vocab_size = body.stream_options, frontend.vocab_size
@@ -172,6 +210,7 @@ def _asked(
                 stop_tokens=frozenset() if reports and limit == 1 else ends,
                 logprobs=logprobs,
                 echo=reports or (echo and limit == 0),
+                grammar=grammar,
             )
             for number in range(len(requests), len(requests) + n)
         )

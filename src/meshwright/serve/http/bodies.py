@@ -37,6 +37,32 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """A schema that the text follows."""
+
+    schema: dict[str, Any] | bool
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True):
+    """The form of an answer, as OpenAI has it; a ``json_schema`` belongs to the type of that name."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The form of an answer, as vLLM has it; one of these fields is given. ``grammar`` is in Lark's notation."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1, max_length=1_024)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class GenerationBody(Harmless, kw_only=True, forbid_unknown_fields=True):
     """What completions and chats are asked for alike: OpenAI's fields, then those that vLLM adds."""
 
@@ -61,6 +87,8 @@ class GenerationBody(Harmless, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: None = None
 
 
@@ -98,12 +126,6 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
     function_call: Any = None
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
-    """The form of an answer; text alone is taken."""
-
-    type: Annotated[str, Meta(extra_json_schema={"const": "text"})]
-
-
 class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     """The body of ``/v1/chat/completions``."""
 
@@ -116,7 +138,6 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     reasoning_effort: str | None = None
-    response_format: ResponseFormat | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

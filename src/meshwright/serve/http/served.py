@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.adapter import base_folder, is_adapter
 from meshwright.nn.hf.chat_template import BEGIN, END, ChatTemplates, as_templates_read, read_chat_templates
+from meshwright.serve.drawing.grammar import Grammar, GrammarKind, GrammarReader
 from meshwright.serve.http.bodies import ChatMessage
 from meshwright.serve.http.errors import RequestError
 from meshwright.serve.model_folder import ModelFolder, Text, TokenizedText
@@ -28,12 +30,13 @@ class WholeText(TokenizedText):
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
-class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients call a model, and how its text becomes tokens; ``created`` is a Unix time, in s,
-    ``pieces`` what `piece` has found."""
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """What clients call a model of ``vocab_size`` tokens, and how its text becomes tokens; ``created`` is a Unix time,
+    in s, ``pieces`` what `piece` has found."""
 
     name: str
     text: Text
+    vocab_size: int
     end_tokens: frozenset[int] = frozenset()
     chat: ChatTemplates | None = None
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
@@ -59,6 +62,16 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
             return self.chat.render(given, tools, **variables).translate(_UNMARKED)
         except InputError as error:
             raise RequestError(str(error), param="messages") from None
+
+    def grammar(self, kind: GrammarKind, given: Any) -> Grammar:
+        """Returns what a text may be. Raises InputError for what is not valid, or without a tokenizer."""
+        return self._grammars.read(kind, given if isinstance(given, str) else json.dumps(given))
+
+    @cached_property
+    def _grammars(self) -> GrammarReader:
+        if not isinstance(self.text, TokenizedText):
+            raise InputError(f"{self.name} has no tokenizer, so its texts cannot follow a grammar. Ask for any text.")
+        return GrammarReader(self.text.tokenizer, self.vocab_size, self.end_tokens)
 
     def piece(self, token: int) -> tuple[str, bytes]:
         """Returns a token's text and its bytes, also of one that is a part of a character."""
@@ -86,7 +99,13 @@ def served_model(found: ModelFolder, name: str | None = None) -> ServedModel:
     chat = read_chat_templates(folder)
     if chat is None and is_adapter(folder):
         chat = read_chat_templates(base_folder(folder))
-    return ServedModel(name=name or found.model.name, text=found.text, end_tokens=found.end_tokens, chat=chat)
+    return ServedModel(
+        name=name or found.model.name,
+        text=found.text,
+        vocab_size=found.model.vocab_size,
+        end_tokens=found.end_tokens,
+        chat=chat,
+    )
 
 
 def _as_template_reads(message: ChatMessage, number: int) -> dict[str, Any]:
