@@ -7,8 +7,8 @@ from meshwright.core.errors import InputError
 from meshwright.nn.hf.chat_template import read_chat_templates
 from meshwright.serve.http.served import served_model
 from meshwright.serve.model_folder import ModelFolder
-from tests.serve.http.fake import TEMPLATE, bench, events, in_loop, letters, streamed_text
 from tests.parallel.generate_cases import LLAMA
+from tests.serve.http.fake import TEMPLATE, bench, events, in_loop, letters, streamed_text
 from tests.train.data.chats import TEMPLATES, write_tokenizer
 
 HI = [{"role": "user", "content": "hi a"}]
