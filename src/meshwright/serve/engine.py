@@ -234,8 +234,8 @@ class Engine:
 
     @property
     def is_compiled(self) -> bool:
-        """True if the programs of all shapes are kept in files."""
-        return self.programs.has(map(self._step.program_name, self.shapes()))
+        """True if the programs of all shapes are kept in files; not said of an engine that drafts."""
+        return self._drafter is None and self.programs.has(map(self._step.program_name, self.shapes()))
 
     # -- a step ------------------------------------------------------------------------------------
 

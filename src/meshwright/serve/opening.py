@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Thread, main_thread
 from typing import Any, NamedTuple
@@ -18,7 +18,9 @@ from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.units import format_bytes
 from meshwright.nn.hf.weights import load_params
+from meshwright.nn.weights import Params
 from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedStep
+from meshwright.serve.drawing.drafts import Drafter, ModelDrafter, NgramDrafter
 from meshwright.serve.engine import Engine
 from meshwright.serve.model_folder import ModelFolder, open_model
 from meshwright.spec.model import Model
@@ -35,7 +37,8 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     the weights leave of an accelerator's memory, or half of a machine's free memory, but no more than all requests need
     at their longest. ``weights`` is "int8" or "". ``mesh`` is {"tensor": devices} by default. ``prefix_cache``: see
     `batching.limits.SchedulerLimits`. ``batch_invariant``: see `PackedStep`; up to 32 requests then run at once, in
-    steps of 32 tokens.
+    steps of 32 tokens. ``draft``: "ngram", or the folder of a smaller model with the same tokens, which proposes
+    ``num_drafts`` tokens for each step of a request; see `drawing.drafts`.
     """
 
     max_len: int = 0
@@ -49,6 +52,8 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     prefix_cache: bool = True
     batch_invariant: bool = False
     mesh: dict[str, int] | None = None
+    draft: str = ""
+    num_drafts: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,29 +96,28 @@ def open_engine(
     mesh = make_mesh(options.mesh or {"tensor": len(devices)})
     strategy = Strategy(mesh=mesh, state="fp32" if source.dtype == "fp32" else "bf16-adam")
     on_cpu = devices[0].platform == "cpu"
-    max_requests = options.max_requests or (32 if on_cpu else 256)
+    each = 1 + (options.num_drafts if options.draft else 0)
+    most = ALIKE_ROWS // each if options.batch_invariant else 32 if on_cpu else 256
+    max_requests = options.max_requests or most
     usual = ALIKE_ROWS if options.batch_invariant else 256 if on_cpu else 2048
-    budget = options.token_budget or max(usual, max_requests)
+    budget = options.token_budget or max(usual, max_requests * each)
     storage = Storage(
         cache_dtype=options.cache_dtype or source.dtype,  # type: ignore[arg-type]
         weights=options.weights,  # type: ignore[arg-type]
         page_len=options.page_len or PAGE_LENS.get(devices[0].platform, 16),
     )
-    found = _pages(source.model, options, strategy, storage, max_requests)
+    drafting = None if options.draft in ("", NGRAM) else _draft_model(Path(options.draft), source.model)
+    found = _pages([source.model, *([drafting.model] if drafting else [])], options, strategy, storage, max_requests)
     storage = Storage(
         cache_dtype=storage.cache_dtype, weights=storage.weights, page_len=storage.page_len, num_pages=found.num_pages
     )
-    step = PackedStep(
-        source.model,
-        strategy,
-        max_len=found.max_len,
-        max_seqs=max_requests,
-        storage=storage,
-        batch_invariant=options.batch_invariant,
-    )
-    step.keep_programs(cache_folder() / "programs")
-    dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
-    params = step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype))
+    sizes: dict[str, Any] = {"max_len": found.max_len, "max_seqs": max_requests, "storage": storage}
+    step = PackedStep(source.model, strategy, **sizes, batch_invariant=options.batch_invariant)
+    params = _loaded(source, step)
+    drafter: Drafter | None = NgramDrafter(options.num_drafts) if options.draft == NGRAM else None
+    if drafting:
+        own = PackedStep(drafting.model, strategy, **sizes)
+        drafter = ModelDrafter(own, _loaded(drafting, own), options.num_drafts)
     limits = SchedulerLimits(
         policy=options.policy,
         max_requests=max_requests,
@@ -121,8 +125,9 @@ def open_engine(
         page_len=storage.page_len,
         num_pages=found.num_pages,
         prefix_cache=options.prefix_cache,
+        num_drafts=drafter.num_drafts if drafter else 0,
     )
-    engine = Engine(step, params, limits)
+    engine = Engine(step, params, limits, drafter)
     if in_background and engine.is_compiled:
         # programs are read while the first requests run; a process that ends waits for one of them at most
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
@@ -135,8 +140,36 @@ def open_engine(
         f"cache: {found.num_pages:,} pages of {storage.page_len} positions, {format_bytes(found.bytes)} of "
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}",
         f"up to {max_requests} requests at once of {found.max_len:,} positions at most; {budget} rows a step",
+        *([f"{options.num_drafts} drafts a step and request, by {options.draft}"] if drafter else []),
     )
     return OpenedEngine(source, engine, lines)
+
+
+NGRAM = "ngram"
+"""The draft that needs no model."""
+
+
+def _draft_model(folder: Path, model: Model) -> ModelFolder:
+    """Opens the folder of a draft for a model. Raises InputError if it has other tokens or fewer positions."""
+    found = open_model(folder)
+    if found.model.vocab_size != model.vocab_size:
+        raise InputError(
+            f"the draft {folder} has V={found.model.vocab_size:,} tokens and {model.name} has V={model.vocab_size:,}. "
+            "Give a draft of the same family, or --draft ngram."
+        )
+    if found.model.max_positions < model.max_positions:
+        raise InputError(
+            f"the draft {folder} has {found.model.max_positions:,} positions and {model.name} has "
+            f"{model.max_positions:,}. Give a draft with as many."
+        )
+    return found
+
+
+def _loaded(source: ModelFolder, step: PackedStep) -> Params:
+    """Returns the weights of a folder on the devices of its step, whose programs are kept in files."""
+    step.keep_programs(cache_folder() / "programs")
+    dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
+    return step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype))
 
 
 def _while_running(done: int, all: int) -> None:
@@ -152,19 +185,23 @@ class _FoundPages(NamedTuple):
 
 
 def _pages(
-    model: Model, options: EngineOptions, strategy: Strategy, storage: Storage, max_requests: int
+    models: Sequence[Model], options: EngineOptions, strategy: Strategy, storage: Storage, max_requests: int
 ) -> _FoundPages:
-    """Returns how many pages there are, and how long a request may be."""
+    """Returns how many pages of all models there are, and how long a request may be."""
+    model = models[0]
     if options.max_len > model.max_positions:
         raise InputError(
             f"max_len={options.max_len:,}, but {model.name} has {model.max_positions:,} positions. Give at most that."
         )
     longest, page_len = options.max_len or model.max_positions, storage.page_len
     one = Storage(cache_dtype=storage.cache_dtype, weights=storage.weights, page_len=page_len, num_pages=1)
-    table = cache_table(model, batch_seqs=1, max_len=page_len, storage=one, strategy=strategy, phase="packed")
-    split = strategy.mesh["tensor"] if not model.latent_attention else 1
-    page_bytes = sum(row.num_bytes for row in table) / split
-    each, given = -(-longest // page_len), options.cache_bytes
+    page_bytes = 0.0
+    for one_model in models:
+        table = cache_table(one_model, batch_seqs=1, max_len=page_len, storage=one, strategy=strategy, phase="packed")
+        split = strategy.mesh["tensor"] if not one_model.latent_attention else 1
+        page_bytes += sum(row.num_bytes for row in table) / split
+    drafts = options.num_drafts if options.draft else 0
+    each, given = -(-(longest + drafts) // page_len), options.cache_bytes
     there, limited_by = (given, "cache_bytes") if given else _free_bytes(model, strategy)
     most, wanted = int(there // page_bytes), max_requests * each
     if wanted <= most:
@@ -175,7 +212,7 @@ def _pages(
             f"{longest:,} positions needs {each:,}, {format_bytes(each * page_bytes)}. Give a smaller max_len, more "
             f"cache_bytes, or a cache in int8."
         )
-    return _FoundPages(most, min(longest, most * page_len), most * page_bytes, limited_by)
+    return _FoundPages(most, min(longest, most * page_len - drafts), most * page_bytes, limited_by)
 
 
 def _free_bytes(model: Model, strategy: Strategy) -> tuple[float, str]:

@@ -39,6 +39,17 @@ class EngineGiven(Options):
     weights: Literal["as they are", "int8"] = option(
         "How weights are stored.", "--weights", "--quantization", default="as they are"
     )
+    draft: str | None = option(
+        "What proposes tokens, checked together in a step: ngram, or a folder with a smaller model of the same tokens.",
+        "--draft", "--speculative-model",
+    )  # fmt: skip
+    num_drafts: Count = option(
+        "Tokens that --draft proposes for each step.",
+        "--num-drafts",
+        "--num-speculative-tokens",
+        default=4,
+        needs={"draft": "--draft"},
+    )
     policy: Literal["chunked", "interleaved", "static"] = option("How requests share steps.", default="chunked")
     batch_invariant: bool = option("The same tokens and log-probabilities, bit for bit, whatever else runs.")
     no_prefix_cache: bool = option(
@@ -111,4 +122,6 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> "EngineOp
         prefix_cache=not given.no_prefix_cache and given.policy != "static",
         batch_invariant=given.batch_invariant,
         mesh=mesh,
+        draft=given.draft or "",
+        num_drafts=given.num_drafts,
     )
