@@ -60,7 +60,7 @@ def generate_file(
     anything is generated.
     """
     prompts, out = files
-    requests = _requests(source, engine, prompts, usual)
+    requests = read_prompts(source, engine, prompts, usual)
     there = _lines_there(out, prompts, len(requests))
     waiting = iter([number for number in sorted(requests) if number not in there])
     whose: dict[int, int] = {}
@@ -100,9 +100,11 @@ def _submit(
     return added
 
 
-def _requests(
+def read_prompts(
     source: ModelFolder, engine: Engine, path: Path, usual: TokenRequest
 ) -> dict[int, tuple[PromptLine, TokenRequest]]:
+    """Returns the lines of a file of prompts by number, with their requests. Raises InputError for one that the engine
+    could never run, or for none."""
     found = {}
     text = read_text(path, "Give a file with a JSON object on each line.")
     for number, line in enumerate(text.splitlines(), start=1):

@@ -7,6 +7,7 @@ from meshwright.cli.group import VerbGroup
 BENCHES: dict[str, tuple[str, str]] = {
     "machine": ("cli", "Rates and knees of the devices, a calibration to plan with; the word may be left out."),
     "serve": ("cli", "A server under load, beside a simulation of it."),
+    "drafts": ("cli", "Speculative decoding with several numbers of drafts, beside none."),
 }
 """What is measured -> (package of its module, its line in `--help`)."""
 
@@ -26,4 +27,5 @@ def command() -> None:
     meshwright bench --on cpu:8 -o rates.toml
     meshwright bench matmul copy --seconds 20
     meshwright bench serve FOLDER --prompt 128 --output 64 --png load.png
+    meshwright bench drafts FOLDER --draft ngram --prompts prompts.jsonl
     """

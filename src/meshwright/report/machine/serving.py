@@ -1,4 +1,4 @@
-"""Pictures of a server under load: measured dots over the curves of its simulation."""
+"""Pictures of a server: measured dots over the curves of what was predicted."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,26 +11,32 @@ LOG_FROM = 8
 
 
 def load_figure(
-    panels: Mapping[str, tuple[str, Points, Points]], *, capacity: float | None, title: str, subtitle: str = ""
+    panels: Mapping[str, tuple[str, Points, Points]],
+    *,
+    capacity: float | None = None,
+    x: str = "requests offered a second",
+    title: str,
+    subtitle: str = "",
 ) -> Figure:
-    """Draws a panel per figure: its title -> (unit, simulated points, measured points) over requests a second.
+    """Draws a panel per figure: its title -> (unit, predicted points, measured points) over ``x``.
 
     ``{}`` in a title is its unit. ``capacity`` is a vertical line in all panels.
     """
-    parts = [_panel(name, *of, capacity) for name, of in panels.items()]
+    parts = [_panel(name, of, capacity, x) for name, of in panels.items()]
     return themed(alt.hconcat(*parts, spacing=28), title, subtitle)
 
 
-def _panel(name: str, unit: str, simulated: Points, measured: Points, capacity: float | None) -> Layer:
-    values = [y for _, y in (*simulated, *measured) if y == y and y > 0] or [1.0]
-    scale, unit_name = si_scale(max(values), unit)
+def _panel(name: str, of: tuple[str, Points, Points], capacity: float | None, x_title: str) -> Layer:
+    unit, predicted, measured = of
+    values = [y for _, y in (*predicted, *measured) if y == y and y > 0] or [1.0]
+    scale, unit_name = si_scale(max(values), unit) if unit else (1.0, "")
     least, most, title = min(values) / scale / 1.3, max(values) / scale * 1.3, name.format(unit_name)
-    x = alt.X("x:Q", title="requests offered a second", scale=alt.Scale(zero=True), axis=alt.Axis(grid=False))
+    x = alt.X("x:Q", title=x_title, scale=alt.Scale(zero=True), axis=alt.Axis(grid=False, format="~g"))
     y = alt.Y("y:Q", title=title, scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=5))
     if unit and most > LOG_FROM * least:
         y = log_axis(alt.Y, "y", (least, most), title)
-    color = color_by("name", {"simulated": PALETTE[0], "measured": PALETTE[5]}, orient="top", symbolType="circle")
-    layers = lines({"simulated": _scaled(simulated, scale)}, x, y, color) if simulated else []
+    color = color_by("name", {"predicted": PALETTE[0], "measured": PALETTE[5]}, orient="top", symbolType="circle")
+    layers = lines({"predicted": _scaled(predicted, scale)}, x, y, color) if predicted else []
     rows = [{"x": a, "y": b, "name": "measured"} for a, b in _scaled(measured, scale) if b == b]
     layers.append(plot(rows).mark_point(filled=True, size=70, opacity=1).encode(x=x, y=y, color=color))
     if capacity is not None:

@@ -1,0 +1,47 @@
+"""Speculative decoding measured: the same prompts with several numbers of drafts."""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from meshwright.cost.formulas.serving import expected_tokens
+from meshwright.serve.engine import Engine
+from meshwright.serve.request import TokenRequest
+
+
+class DraftResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompts with ``num_drafts`` a step: tokens a second; the seconds of a step, drafting included; the share of
+    drafts that were right, NaN without any; and the tokens of a step for each request."""
+
+    num_drafts: int
+    tokens_per_s: float
+    step_s: float
+    accepted: float
+    step_tokens: float
+
+
+def measure_drafts(engine: Engine, requests: Sequence[TokenRequest]) -> DraftResult:
+    """Runs prompts to their ends, after once that does not count and leaves their prefixes in the cache."""
+    engine.run(requests)
+    before, started_s = engine.state(), time.perf_counter()
+    outputs = engine.run(requests)
+    seconds, after = time.perf_counter() - started_s, engine.state()
+    tokens = sum(output.token is not None for each in outputs for output in each)
+    drafted, accepted = after.drafted - before.drafted, after.accepted - before.accepted
+    return DraftResult(
+        num_drafts=engine.limits.num_drafts,
+        tokens_per_s=tokens / seconds,
+        step_s=seconds / (after.steps - before.steps),
+        accepted=accepted / drafted if drafted else np.nan,
+        step_tokens=tokens / max(tokens - accepted, 1),
+    )
+
+
+def predicted_speedups(results: Sequence[DraftResult]) -> list[float]:
+    """Returns how many times faster each result should be than the first, which is without drafts: tokens of a step by
+    `expected_tokens`, with the probability that explains the second result, over the measured times of steps."""
+    tried, plain_s, second = np.linspace(0, 1, 1001), results[0].step_s, results[1]
+    acceptance = np.interp(second.step_tokens, expected_tokens(tried, second.num_drafts), tried)
+    return [float(expected_tokens(acceptance, one.num_drafts)) * plain_s / one.step_s for one in results]

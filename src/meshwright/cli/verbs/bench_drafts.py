@@ -1,0 +1,82 @@
+"""`meshwright bench drafts`: speculative decoding with several numbers of drafts."""
+
+from pathlib import Path
+
+import msgspec
+
+from meshwright.cli.output import say, three_digits
+from meshwright.cli.verb import PNG, Count, argument, option, verb
+from meshwright.cli.verbs.serve import EngineGiven, open_given
+from meshwright.core.errors import InputError
+from meshwright.core.units import format_seconds
+from meshwright.report.answer import Answer, Fact, Heading, Piece, Table
+
+
+class Given(EngineGiven):
+    what: Path = argument(metavar="FOLDER")
+    prompts: Path = option("A file with a JSON object on each line, as `generate` reads it.")
+    counts: str = option("Numbers of drafts.", default="1,2,4,8")
+    max_tokens: Count = option("Tokens after a prompt whose line does not say it.", default=128)
+    temperature: float = option("Temperature of a prompt whose line does not say it.", default=0.0)
+    png: Path | None = PNG
+
+
+@verb(Given)
+def command(given: Given) -> Answer:
+    """Measure speculative decoding: the same prompts without drafts, then with each number of them.
+
+    Tokens are the same each time. The predicted speed-up has the measured times of steps, and the tokens of a step if
+    each draft were right with one probability (Leviathan et al. 2022), that of the fewest drafts.
+
+    meshwright bench drafts FOLDER --draft ngram --prompts prompts.jsonl --png drafts.png
+    """
+    if not given.draft:
+        raise InputError("nothing proposes tokens. Give --draft ngram, or the folder of a smaller model.")
+    try:
+        counts = sorted({int(one) for one in given.counts.split(",")})
+    except ValueError:
+        counts = [0]
+    if counts[0] < 1:
+        raise InputError(f"--counts {given.counts} must be whole numbers of at least 1, such as 1,2,4.")
+    from meshwright.bench.serving.drafts import measure_drafts, predicted_speedups
+    from meshwright.report.machine.serving import load_figure
+    from meshwright.serve.bulk import USUAL, read_prompts
+    from meshwright.serve.drawing.sampling import Sampling
+
+    sampling = Sampling(temperature=given.temperature)
+    usual = msgspec.structs.replace(USUAL, max_tokens=given.max_tokens, sampling=sampling)
+    found = []
+    for count in [0, *counts]:
+        asked = Given(**vars(given) | ({"num_drafts": count} if count else {"draft": None}))
+        opened = open_given(asked, in_background=False)
+        requests = [request for _, request in read_prompts(opened.source, opened.engine, given.prompts, usual).values()]
+        found.append(measure_drafts(opened.engine, requests))
+        say(f"{count} drafts: {three_digits(found[-1].tokens_per_s)} tokens/s")
+    predicted = predicted_speedups(found)
+    speedups = [one.tokens_per_s / found[0].tokens_per_s for one in found]
+    columns: list[str | Heading] = [
+        "drafts",
+        Heading("tokens/s", three_digits, "tokens_per_s"),
+        Heading("speed-up", "{:.2f}".format, "speedup"),
+        Heading("predicted", "{:.2f}".format, "predicted_speedup"),
+        Heading("accepted", lambda share: "-" if share != share else f"{share:.0%}", "accepted"),
+        Heading("tokens a step", "{:.2f}".format, "step_tokens"),
+        Heading("time of a step", format_seconds, "step_s"),
+    ]
+    cells = [
+        [one.num_drafts, one.tokens_per_s, faster, should, one.accepted, one.step_tokens, one.step_s]
+        for one, faster, should in zip(found, speedups, predicted, strict=True)
+    ]
+    rows = [msgspec.to_builtins(one) | {"speedup": faster} for one, faster in zip(found, speedups, strict=True)]
+    numbers = [one.num_drafts for one in found]
+    drafting = found[1:]
+    panels = {
+        "speed-up": ("", list(zip(numbers, predicted, strict=True)), list(zip(numbers, speedups, strict=True))),
+        "drafts accepted (%)": ("", [], [(one.num_drafts, 100 * one.accepted) for one in drafting]),
+        "time of a step ({})": ("s", [], [(one.num_drafts, one.step_s) for one in found]),
+    }
+    title = f"Drafts by {given.draft} for {given.what.name}"
+    text: list[Piece] = [Fact("prompts", f"{len(requests)} of {given.prompts}, temperature {given.temperature:g}"), ""]
+    facts = {"draft": given.draft, "results": rows, "predicted": predicted}
+    figure = {given.png: lambda: load_figure(panels, x="drafts of a step", title=title)}
+    return Answer(facts, [*text, Table(columns, cells)], figure)
