@@ -46,12 +46,13 @@ def command(given: Given) -> Answer:
     sampling = Sampling(temperature=given.temperature)
     usual = msgspec.structs.replace(USUAL, max_tokens=given.max_tokens, sampling=sampling)
     found = []
-    for count in [0, *counts]:
+    for count in [*counts, 0]:
         asked = Given(**vars(given) | ({"num_drafts": count} if count else {"draft": None}))
         opened = open_given(asked, in_background=False)
         requests = [request for _, request in read_prompts(opened.source, opened.engine, given.prompts, usual).values()]
         found.append(measure_drafts(opened.engine, requests))
         say(f"{count} drafts: {three_digits(found[-1].tokens_per_s)} tokens/s")
+    found = [found[-1], *found[:-1]]
     predicted = predicted_speedups(found)
     speedups = [one.tokens_per_s / found[0].tokens_per_s for one in found]
     columns: list[str | Heading] = [
