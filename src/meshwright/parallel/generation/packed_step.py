@@ -98,11 +98,8 @@ class PackedStep(HeldArrays):
         self.quantised = weights == "int8"
         self.derived = derive_phase(model, "packed", self.strategy, storage)
         self.declared = self.derived.declared
-        if any(self.declared["tokens"].axes) or any(self.declared["xl"].axes_of("O")):
-            raise CannotRunError(
-                f"rows of a server are not split over devices in this version, as in {self.declared['tokens']}. Use "
-                "tensor alone, or a server for each part of the devices."
-            )
+        split = {name: self.declared[name].axes_of("B") for name in ("x", "tokens", "q")}
+        self.row_parts = max(math.prod(strategy.mesh[axis] for axis in axes) for axes in split.values())
         self.table = cache_table(
             model, batch_seqs=max_seqs, max_len=max_len, storage=storage, strategy=self.strategy, phase="packed"
         )
