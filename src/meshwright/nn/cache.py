@@ -129,11 +129,8 @@ def write_pages(cache: LayerCache, values: Array, positions: Int[Array, "B T"], 
     return LayerCache(at.set(values.astype(cache.stack.dtype), mode="drop"), cache.layer)
 
 
-def write_slots(
-    cache: LayerCache, values: Array, slots: Int[Array, " R"], axes: tuple[str, ...] = ()
-) -> LayerCache:
-    """Writes values[R, ...] into slots of the pages of a layer, counted through; those beyond the pages are dropped, and
-    those of other devices of the ``axes`` over which pages are spread."""
+def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"], axes: tuple[str, ...] = ()) -> LayerCache:
+    """Writes values[R, ...] into slots of a layer's pages, counted through, see `own_pages`; others are dropped."""
     num_pages, page_len = cache.stack.shape[1], cache.page_len
     page, slot = slots // page_len, slots % page_len
     if axes:

@@ -47,8 +47,10 @@ def forward(tape: Tape) -> None:
     for array in others:
         if len(array.dims) == 4 and array.dims[:2] == cache.dims[:2] and array.axes[2] != kept:
             raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
-        if "Pg" in array.dims and not details.packed and (
-            array.axes_of("Pg") != rows or rows[: len(first.axes_of("B"))] != first.axes_of("B")
+        if (
+            "Pg" in array.dims
+            and not details.packed
+            and (array.axes_of("Pg") != rows or rows[: len(first.axes_of("B"))] != first.axes_of("B"))
         ):
             raise InputError(
                 f"attention of {first} with {array}: pages must be split as sequences. Give Pg the axes of B."

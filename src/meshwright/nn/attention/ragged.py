@@ -314,9 +314,7 @@ def _with_blocks(call: RaggedCall, tiles: _Tiles, own: Array, found: RaggedRows,
     """Returns the rows with those of blocks ``own``, [M, block, N, ...]."""
     row, exists = _rows(call, tiles, own)
     row = jnp.where(exists & tiles.exists[own][:, None], row, len(out[0]))
-    return tuple(
-        all.at[row].set(one.astype(all.dtype), mode="drop") for all, one in zip(out, found, strict=True)
-    )
+    return tuple(all.at[row].set(one.astype(all.dtype), mode="drop") for all, one in zip(out, found, strict=True))
 
 
 def _of_heads(array: Array, block: int) -> Array:
