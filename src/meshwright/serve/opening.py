@@ -166,16 +166,19 @@ def _while_running(done: int, all: int) -> None:
 
 
 class _Layout(NamedTuple):
-    """The strategy of each of some engines, and the options with what a plan says."""
+    """The strategy of each of some engines, the options with what a plan says, and how many engines it has."""
 
     strategy: Strategy
     num_engines: int
     options: EngineOptions
+    num_planned: int = 1
 
     @property
     def words(self) -> str:
         """Says the mesh."""
-        return f"{self.num_engines} engines of " * (self.num_engines > 1) + mesh_words(self.strategy.mesh)
+        all = f" of {self.num_planned}" * (self.num_planned > self.num_engines)
+        count = f"{self.num_engines}{all} engines of " * bool(all or self.num_engines > 1)
+        return count + mesh_words(self.strategy.mesh)
 
 
 def _layout(source: ModelFolder, options: EngineOptions, devices: Sequence[Any]) -> _Layout:
@@ -193,8 +196,8 @@ def _layout(source: ModelFolder, options: EngineOptions, devices: Sequence[Any])
     needed = strategy.num_chips * found.num_engines
     if needed > len(devices):
         raise CannotRunError(
-            f"{found.words} need {needed} devices, and there are {len(devices)}. Plan for these, use smaller axes, or "
-            f"emulate them: --on cpu:{needed}."
+            f"{found.words}: {needed} devices are needed, and there are {len(devices)}. Plan for these, use smaller "
+            f"axes, or emulate them: --on cpu:{needed}."
         )
     return found._replace(strategy=strategy)
 
@@ -237,8 +240,8 @@ def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> _Layout:
 
     assert options.plan is not None
     found = load_service(options.plan)
-    for name, planned in {**found.model.dims, "layers": found.model.num_layers}.items():
-        if planned != (own := {**model.dims, "layers": model.num_layers}.get(name)):
+    for name, planned in found.model.dims.items():
+        if planned != (own := model.dims.get(name)):
             raise InputError(
                 f"{options.plan} is for {found.model.name}, whose {name} is {planned}; that of {model.name} is {own}. "
                 f"Plan for this model, or give its folder."
@@ -255,6 +258,7 @@ def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> _Layout:
             # bf16 is planned where it is the weights' own
             cache_dtype=options.cache_dtype or stored.cache_dtype.removeprefix("bf16"),
         ),
+        pool.num_engines,
     )
 
 

@@ -153,22 +153,22 @@ def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles
     num_pages = min(table, -(-least // page_len))
     slots = num_pages * page_len
     counts = jnp.where((call.counts == 1) == (block == 1), call.counts, 0)
-    blocks_until = jnp.cumsum(-(-counts // block))
+    until = jnp.cumsum(-(-counts // block))
     own = jnp.arange(num_rows // block + (min(num_seqs, num_rows) if block > 1 else 0), dtype=jnp.int32)
     own = own[: num_seqs * (1 if block == 1 else -(-call.longest // block))]
-    exists = own < blocks_until[-1]
-    sequence = jnp.minimum(jnp.searchsorted(blocks_until, own, side="right").astype(jnp.int32), num_seqs - 1)
-    row = block * (own - (blocks_until - (-(-counts // block)))[sequence])
+    exists = own < until[-1]
+    sequence = jnp.minimum(jnp.searchsorted(until, own, side="right").astype(jnp.int32), num_seqs - 1)
+    row = block * (own - (until - (-(-counts // block)))[sequence])
     length = call.lengths[sequence]
     at = length - counts[sequence] + row
     last = jnp.minimum(at + block, length) - 1
     seen = jnp.zeros_like(at) if call.window is None else jnp.maximum(at - call.window + 1, 0)
-    chunk, until = seen // slots, last // slots + 1
+    chunk, chunks = seen // slots, last // slots + 1
     if call.starts is not None:
         starts = call.starts[sequence]
         chunk = jnp.sum(starts + page_len <= seen[:, None], axis=1, dtype=chunk.dtype) // num_pages
-        until = -(-jnp.sum(starts <= last[:, None], axis=1, dtype=chunk.dtype) // num_pages)
-    ends = jnp.cumsum(jnp.where(exists, until - chunk, 0))
+        chunks = -(-jnp.sum(starts <= last[:, None], axis=1, dtype=chunk.dtype) // num_pages)
+    ends = jnp.cumsum(jnp.where(exists, chunks - chunk, 0))
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
     return _Tiles(sequence, row, chunk, starts, ends, exists, block, num_pages, page_len)
 
@@ -180,7 +180,7 @@ def _slot_positions(call: RaggedCall, tiles: _Tiles, sequence: Array, index: Arr
         return index[:, None] * slots + jnp.arange(slots, dtype=jnp.int32)[None]
     number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
     starts = call.starts.at[sequence[:, None], number].get(mode="fill", fill_value=FAR)
-    return (starts[:, :, None] + jnp.arange(tiles.page_len, dtype=jnp.int32)).reshape(len(index), slots)
+    return (starts[:, :, None] + jnp.arange(tiles.page_len, dtype=jnp.int32)[None, None]).reshape(len(index), slots)
 
 
 def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues) -> RaggedRows:
@@ -359,7 +359,8 @@ def _by_turns(
     sequence, index = tiles.sequence[own], tiles.chunk[own] + tile - tiles.starts[own]
     ahead = ((call.lengths - call.counts)[sequence] + tiles.row[own] - index * slots)[:, None]
     if call.starts is not None:
-        ahead = ahead + jnp.arange(slots) + (index * slots)[:, None] - _slot_positions(call, tiles, sequence, index)
+        regular = index[:, None] * slots + jnp.arange(slots)[None]
+        ahead = ahead + regular - _slot_positions(call, tiles, sequence, index)
     number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
     page = jnp.clip(call.pages.at[sequence[:, None], number].get(mode="clip"), 0, len(mixed.values) - 1)
     known = place, ahead, page
