@@ -10,12 +10,25 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from meshwright.core.errors import InputError
+from meshwright.api.planning import plan_of
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.setting import Setting
 from meshwright.nn.hf.weights import save_hf
+from meshwright.plan.serving.file import save_service, service_file
+from meshwright.plan.serving.planner import plan_service, service_setting
+from meshwright.plan.serving.service import Service
+from meshwright.plan.serving.storing import StoredDtypes
+from meshwright.serve import opening
 from meshwright.serve.opening import EngineOptions, open_engine
 from meshwright.serve.request import TokenRequest
-from tests.parallel.generate_cases import LLAMA, float_params, likeliest
+from meshwright.spec.catalogue import load_model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.plan_file import save_plan
+from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
+from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest
 
 ONE = {"tensor": 1}
 LIMITS = ["--max-len", "32", "--max-requests", "2", "--token-budget", "16"]
@@ -50,6 +63,57 @@ def test_a_folder_is_opened_with_what_its_pages_hold(folder):
 def test_options_that_contradict_each_other_are_one_line(folder, options, words):
     with pytest.raises(InputError, match=words):
         open_engine(folder, EngineOptions(mesh=ONE, **options))
+
+
+def planned(path, model, on, **axes) -> Path:
+    """The file of a service of requests of 16 tokens and 16 more."""
+    setting, service = service_setting(model, parse_cluster(on)), Service(prompt_len=16, output_len=16)
+    result = plan_service(setting, service, stored=[StoredDtypes("bf16", "bf16")], axes=axes)
+    save_service(service_file(result, next(plan for plan in result.plans if not plan.has_pools)), path)
+    return path
+
+
+SMALL = {"max_requests": 2, "token_budget": 16, "page_len": 4, "num_devices": 8}
+
+
+def test_a_plan_says_how_devices_share_a_model(folder, tmp_path):
+    plan = planned(tmp_path / "plan.toml", LLAMA, "v5e:2x4", context=2, tensor=4)
+    opened = open_engine(folder, EngineOptions(plan=plan, **SMALL), in_background=False)
+    assert opened.lines[0].startswith("tiny: context 2, tensor 4, ")
+    assert opened.lines[1].startswith("cache: 16 pages of 4 positions, 4.1 kB of fp32 keys and values on each device")
+    assert "of 32 positions" in opened.lines[2]
+    prompts = [[5, 9, 60], [3, 4, 5, 6, 7]]
+    found = opened.engine.run([TokenRequest(prompt=tuple(prompt), max_tokens=4) for prompt in prompts])
+    wanted = [likeliest(LLAMA, float_params(LLAMA), prompt, 4) for prompt in prompts]
+    assert [[one.token for one in outputs] for outputs in found] == wanted
+
+
+def test_a_plan_that_does_not_fit_is_one_line(folder, tmp_path):
+    other = replace(LLAMA, num_layers=3, name="other")
+    plan = planned(tmp_path / "other.toml", other, "h100:2x1")
+    with pytest.raises(InputError, match="is for other, whose L is 3; that of tiny is 2"):
+        open_engine(folder, EngineOptions(plan=plan, **SMALL))
+    large = planned(tmp_path / "large.toml", LLAMA, "h100:8x1", tensor=8)
+    with pytest.raises(CannotRunError, match="tensor 8: 8 devices are needed, and there are 4"):
+        open_engine(folder, EngineOptions(plan=large, **{**SMALL, "num_devices": 4}))
+    setting = Setting(LLAMA, parse_cluster("h100:8x1"), Job(batch_seqs=8, seq_len=16))
+    trains = tmp_path / "trains.toml"
+    save_plan(plan_of(setting, Strategy(mesh=make_mesh({"data": 8}))), trains)
+    with pytest.raises(InputError, match="a plan of training, and one of a service is needed"):
+        open_engine(folder, EngineOptions(plan=trains, **SMALL))
+
+
+def test_devices_without_a_plan_share_heads_and_then_requests():
+    assert opening._usual(LLAMA, 8) == {"data": 2, "tensor": 4}
+    assert opening._usual(FAMILIES["mixtral"], 1) == {"data": 1, "tensor": 1}
+
+    class Device:
+        platform, device_kind = "gpu", "NVIDIA H100 80GB HBM3"
+
+    found = opening._planned(load_model("llama3.1-70b"), EngineOptions(), [Device()] * 8)
+    assert (found.words, found.strategy.assignment) == ("2 engines of tensor 4", LAYOUTS["prompts"])
+    Device.device_kind = "an unknown chip"
+    assert opening._planned(load_model("llama3.1-70b"), EngineOptions(), [Device()] * 8) is None
 
 
 def test_the_verbs_compile_serve_and_drain(folder, tmp_path):

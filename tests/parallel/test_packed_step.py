@@ -8,7 +8,7 @@ import pytest
 from meshwright.algebra.generation import Storage
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.parallel.generation.packed_step import PackedRows, PackedStep
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
 from tests.parallel.generate_cases import DEFAULT, FAMILIES, LLAMA, MAX_LEN, assert_close, float_params, rows_of
 
 PAGE_LEN, NUM_SEQS = 4, 3
@@ -21,8 +21,8 @@ STEPS = (
 """Of each step (sequence, from position, to position): a chunk beside one row, decoding beside chunks, decoding."""
 
 
-def packed_step(model, axes=None, **options):
-    strategy = Strategy(mesh=make_mesh(axes or {}), state="fp32")
+def packed_step(model, axes=None, layout="prompts", **options):
+    strategy = Strategy(mesh=make_mesh(axes or {}), state="fp32", assignment=LAYOUTS[layout])
     storage = Storage(page_len=PAGE_LEN, num_pages=40, **{"cache_dtype": "fp32", **options})
     return PackedStep(model, strategy, max_len=MAX_LEN, max_seqs=NUM_SEQS, storage=storage)
 
@@ -74,10 +74,51 @@ def test_every_family_has_the_logits_of_the_forward_pass(name):
     assert_close(run(packed_step(model), params), reference(model, params))
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 4}, {"context": 2, "tensor": 2}])
-def test_heads_are_split_over_devices(axes):
-    params = float_params(LLAMA)
-    assert_close(run(packed_step(LLAMA, axes), params), reference(LLAMA, params))
+SPLITS = {
+    "heads": ("llama", {"tensor": 4}, "prompts"),
+    "experts": ("mixtral", {"expert": 4}, "prompts"),
+    "2-D weights": ("llama", {"context": 2, "tensor": 4}, "widths"),
+    "latents over sequences": ("deepseek_v2", {"context": 2}, "sequences"),
+    "more devices than kv heads": ("llama", {"tensor": 8}, "prompts"),
+    "rows, prompts": ("llama", {"data": 2, "context": 2, "tensor": 2}, "prompts"),
+    "gathered weights": ("llama", {"fsdp": 4}, "gathered"),
+    "caches over sequences": ("llama", {"context": 2, "tensor": 4}, "sequences"),
+    "caches over positions": ("llama", {"context": 2, "tensor": 4}, "positions"),
+    "2-D weights, windows": ("gemma2", {"context": 4, "tensor": 2}, "widths"),
+    "experts, sinks": ("gpt_oss", {"expert": 2, "tensor": 2}, "prompts"),
+    "experts, latents": ("deepseek_v3", {"expert": 2, "tensor": 2}, "prompts"),
+}
+
+
+@pytest.mark.parametrize(
+    "split", [name if place < 3 else pytest.param(name, marks=pytest.mark.slow) for place, name in enumerate(SPLITS)]
+)
+def test_what_a_plan_splits_gives_the_same(split):
+    name, axes, layout = SPLITS[split]
+    model = FAMILIES[name]
+    params = float_params(model)
+    assert_close(run(packed_step(model, axes, layout), params), reference(model, params))
+
+
+@pytest.mark.slow
+def test_int8_pages_are_split_as_they_are_on_one_device():
+    params, int8 = float_params(LLAMA), {"cache_dtype": "int8"}
+    split = run(packed_step(LLAMA, {"context": 2, "tensor": 4}, "positions", **int8), params)
+    whole = run(packed_step(LLAMA, **int8), params)
+    np.testing.assert_array_equal(split.argmax(axis=1), whole.argmax(axis=1))
+    np.testing.assert_allclose(split, whole, rtol=0, atol=1e-4 * np.abs(whole).max())  # a value is rounded otherwise
+
+
+def test_the_collectives_of_split_pages_are_derived():
+    steps = packed_step(LLAMA, {"context": 2, "tensor": 4}, "positions").derived.blocks[1].forward
+    attention = next(place for place, step in enumerate(steps) if step.op == "cached_attention")
+    assert str(steps[attention].result) == "o_own[B, T, N_tensor, H]{U_context}"
+    after = [(step.op, step.axes, step.reduction) for step in steps[attention + 1 :] if step.is_collective][:3]
+    assert after == [
+        ("all_reduce", ("context",), "max"),
+        ("all_reduce", ("context",), "sum"),
+        ("reduce_scatter", ("context",), "sum"),
+    ]
 
 
 def test_loops_over_layers_give_the_same(monkeypatch):
@@ -100,7 +141,9 @@ def test_tokens_come_from_the_devices_where_a_row_says_so():
 
 
 def test_what_cannot_run_is_refused():
-    with pytest.raises(CannotRunError, match="not split over devices"):
-        packed_step(LLAMA, {"data": 2})
+    with pytest.raises(InputError, match=r"Pg=40 of .* does not divide by data=3"):
+        packed_step(LLAMA, {"data": 3})
+    with pytest.raises(CannotRunError, match="pipeline=2 trains but does not generate"):
+        packed_step(LLAMA, {"pipeline": 2})
     with pytest.raises(InputError, match="page_len"):
         PackedStep(LLAMA, Strategy(mesh=make_mesh({})), max_len=8, max_seqs=2, storage=Storage())

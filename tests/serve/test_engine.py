@@ -15,7 +15,7 @@ from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drawer import OutputRow, TokenDrawer
 from meshwright.serve.drawing.sampling import Sampling
-from meshwright.serve.engine import Engine
+from meshwright.serve.engine import Engine, EngineGroup
 from meshwright.serve.request import TokenRequest
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest
@@ -250,6 +250,42 @@ def test_prompts_that_begin_alike_share_pages(engine_of, params):
     found = engine.run([request(prompt) for prompt in prompts])
     assert [tokens_of(outputs) for outputs in found] == wanted
     assert [outputs[0].cached for outputs in found] == [16, 8, 4, 16]
+    assert_whole(engine)
+
+
+def test_engines_on_devices_of_their_own_are_one(step, engine_of, params, expected):
+    other = step.on(jax.devices()[1:2])
+    group = EngineGroup([engine_of(prefix_cache=True), engine_on(other, other.place(params), prefix_cache=True)])
+    assert {array.device for array in jax.tree.leaves(group.engines[1]._cache)} == {jax.devices()[1]}
+    found = group.run([request(prompt) for prompt in PROMPTS])
+    assert [tokens_of(outputs) for outputs in found] == expected
+    assert [{one.number for one in outputs} for outputs in found] == [{n} for n in range(len(PROMPTS))]
+    assert all(engine.state().steps for engine in group.engines)
+    # the engine that has the beginning of a prompt gets it, though the other one is first
+    known = [engine.num_known(PROMPTS[3]) for engine in group.engines]
+    assert sorted(known) == [0, 16]
+    (outputs,) = group.run([request(PROMPTS[3])])
+    assert outputs[0].cached == 16
+    number = group.submit(request(PROMPTS[0]))
+    group.cancel(number)
+    assert not group.has_work
+    assert group.state().prefix_hits == sum(engine.state().prefix_hits for engine in group.engines) == 16
+    for engine in group.engines:
+        assert_whole(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"expert": 4, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}])
+def test_tokens_do_not_depend_on_what_is_split(axes):
+    model = FAMILIES["mixtral"]
+    params, step = float_params(model), step_of(model, axes=axes)
+    engine = engine_on(step, step.place(params), prefix_cache=True)
+    assert all(shape.rows % step.row_parts == 0 for shape in engine.shapes())
+    wanted = [likeliest(model, params, prompt, NUM_TOKENS) for prompt in PROMPTS]
+    for hits in (0, 28):
+        found = engine.run([request(prompt, logprobs=0) for prompt in PROMPTS])
+        assert [tokens_of(outputs) for outputs in found] == wanted
+        assert engine.state().prefix_hits == hits
     assert_whole(engine)
 
 

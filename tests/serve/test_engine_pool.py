@@ -18,7 +18,7 @@ PAGE_LEN, MAX_LEN, SLOTS = 4, 40, 5
 class CheckedStep:
     """Stands in for a packed step and what draws; a slot of the pool that is written has one owner, who reads it."""
 
-    latest, logits_sharding, unrolled, max_len, max_seqs = None, None, True, MAX_LEN, SLOTS
+    latest, logits_sharding, unrolled, max_len, max_seqs, row_parts = None, None, True, MAX_LEN, SLOTS, 1
 
     def __init__(self, num_pages: int, batch_invariant: bool) -> None:
         self.storage, self.model = SimpleNamespace(page_len=PAGE_LEN), SimpleNamespace(vocab_size=50)

@@ -32,7 +32,7 @@ from meshwright.masks.names import mask_named
 from meshwright.masks.user import is_users, table_of_user
 from meshwright.spec.job import Job
 from meshwright.spec.model import MASK_DATA, Model
-from meshwright.spec.strategy import Strategy, held_dims
+from meshwright.spec.strategy import GENERATION_RULES, Rules, Strategy, held_dims
 from meshwright.spec.weights import without_mtp
 
 GenerationPhase = Literal["prefill", "decode", "packed"]
@@ -151,7 +151,8 @@ def derive_phase(
     if phase == "packed" and not storage.page_len:
         raise InputError("a packed step has its caches in pages. Give a page_len, such as 16.")
     program = generation_program(without_mtp(model), phase, storage)
-    return derive_forward(program, strategy if phase == "prefill" else one_position(strategy), axes)
+    for_rows = {"prefill": lambda given: given, "decode": one_position, "packed": packed_rows}[phase]
+    return derive_forward(program, for_rows(strategy), axes)
 
 
 def job_strategy(job: Job, strategy: Strategy) -> Strategy:
@@ -181,6 +182,26 @@ def one_position(strategy: Strategy) -> Strategy:
             kept["C"] = tuple(axis for axis in kept["C"] if axis in kept["B"])
         assignment[role] = kept
     return replace(strategy, assignment=assignment)
+
+
+def packed_rows(strategy: Strategy) -> Strategy:
+    """Returns the strategy for packed rows.
+
+    Axes that split sequences split rows, and so do those that split the positions of prompts before they are embedded.
+    Pages are on the devices of all these axes, and of those that split positions of caches: any page on any device, as
+    attention sums over devices. Numbers of rows, sequences and pages are whole.
+    """
+    roles, prompts = GENERATION_RULES | strategy.assignment, strategy.rules("input").get("T", ())
+    split = {role: _merged(roles[role].get("B", ()), prompts) for role in ("activation", "input")}
+    pages = _merged(roles["cache"]["Pg"], roles["cache"].get("S", ()), split["activation"])
+    with_rows = {role: {**roles[role], "B": axes} for role, axes in split.items()}
+    cache = {"Pg": pages, **{dim: axes for dim, axes in roles["cache"].items() if dim not in ("B", "S", "Pg")}}
+    whole: dict[str, Rules] = {"position": {}, "output": {}, "cache": cache}
+    return one_position(replace(strategy, assignment=roles | with_rows | whole))
+
+
+def _merged(*several: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(axis for axes in several for axis in axes))
 
 
 # -- quantised weights ----------------------------------------------------------------------------------

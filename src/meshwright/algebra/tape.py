@@ -61,8 +61,6 @@ class Shardings:
         rules = self.strategy.rules(role)
         if "S" in dims and "S" not in rules and "T" in rules:  # positions of an encoder are split as a decoder's are
             rules = {**rules, "S": rules["T"]}
-        if "B" in rules:  # the sequences of packed rows, and rows with logits, are on the devices of their rows
-            rules = {"Q": rules["B"], "O": rules["B"], **rules}
         groups = {dim: rules[dim[:-1]] for dim in dims if dim[-1] == "g" and dim[:-1] in rules}
         rules = {**groups, **rules}  # groups of entries are split as the entries are
         own = f"d{name}" if weight_role == "grad" else name

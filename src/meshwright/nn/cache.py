@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from meshwright.algebra.sizes import LANES, SUBLANES
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.nn.attention.platform import default_platform
+from meshwright.nn.attention.ragged import FAR
 from meshwright.nn.collectives import first_index, own_entries
 
 Pages = Int[Array, "B Bp"]
@@ -43,6 +44,11 @@ class LayerCache:
             pages = self.stack.reshape(-1, *self.stack.shape[2:])
             return jnp.swapaxes(pages, 1, 2) if self.heads_first else pages
         return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
+
+    @property
+    def page_len(self) -> int:
+        """Positions of a page."""
+        return self.stack.shape[3 if self.heads_first else 2]
 
     def in_pool(self, pages: Pages) -> Pages:
         """Returns the numbers of this layer's pages among those of all layers."""
@@ -123,14 +129,29 @@ def write_pages(cache: LayerCache, values: Array, positions: Int[Array, "B T"], 
     return LayerCache(at.set(values.astype(cache.stack.dtype), mode="drop"), cache.layer)
 
 
-def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"]) -> LayerCache:
-    """Writes values[R, ...] into slots of the pages of a layer, counted through; those beyond the pages are dropped."""
-    num_pages, page_len = cache.stack.shape[1], cache.stack.shape[3 if cache.heads_first else 2]
+def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"], axes: tuple[str, ...] = ()) -> LayerCache:
+    """Writes values[R, ...] into slots of a layer's pages, counted through, see `own_pages`; others are dropped."""
+    num_pages, page_len = cache.stack.shape[1], cache.page_len
+    page, slot = slots // page_len, slots % page_len
+    if axes:
+        page = jnp.where(page % lax.axis_size(axes) == lax.axis_index(axes), page // lax.axis_size(axes), num_pages)
     # past the last page of a layer is past the last of all, not the next layer's first
-    page, slot = jnp.where(slots < num_pages * page_len, slots // page_len, num_pages), slots % page_len
+    page = jnp.minimum(page, num_pages)
     values = values.astype(cache.stack.dtype)
     at = cache.stack.at[cache.layer, page, :, slot] if cache.heads_first else cache.stack.at[cache.layer, page, slot]
     return LayerCache(at.set(values, mode="drop"), cache.layer, cache.heads_first)
+
+
+def own_pages(pages: Pages, page_len: int, axes: tuple[str, ...]) -> tuple[Pages, Pages]:
+    """Returns the pages of each sequence that this device has, by their numbers here, and the first position of each.
+
+    Of n devices the one of rank r has the pages p with p mod n = r, so that few sequences too are on all devices.
+    """
+    num_ranks = lax.axis_size(axes)
+    own = pages % num_ranks == lax.axis_index(axes)
+    order = jnp.argsort(~own, axis=1, stable=True)
+    found, here = (jnp.take_along_axis(each, order, axis=1) for each in (pages // num_ranks, own))
+    return found, jnp.where(here, order.astype(pages.dtype) * page_len, FAR)
 
 
 def held_positions(last: Int[Array, " B"], num_slots: int, slots: OwnSlots | None = None) -> Int[Array, "B S"]:

@@ -11,7 +11,7 @@ import msgspec
 from meshwright.core.errors import InputError
 from meshwright.core.files import read_text
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
-from meshwright.serve.engine import Engine
+from meshwright.serve.engine import Engine, EngineGroup
 from meshwright.serve.model_folder import ModelFolder
 from meshwright.serve.request import TokenOutput, TokenRequest
 
@@ -47,7 +47,7 @@ class BulkDone(NamedTuple):
 
 def generate_file(
     source: ModelFolder,
-    engine: Engine,
+    engine: Engine | EngineGroup,
     files: tuple[Path, Path],
     usual: TokenRequest,
     on_done: Callable[[int, int], None] = lambda done, all: None,
@@ -84,7 +84,7 @@ def generate_file(
 
 
 def _submit(
-    engine: Engine,
+    engine: Engine | EngineGroup,
     requests: dict[int, tuple[PromptLine, TokenRequest]],
     waiting: Iterator[int],
     whose: dict[int, int],
@@ -101,7 +101,7 @@ def _submit(
 
 
 def read_prompts(
-    source: ModelFolder, engine: Engine, path: Path, usual: TokenRequest
+    source: ModelFolder, engine: Engine | EngineGroup, path: Path, usual: TokenRequest
 ) -> dict[int, tuple[PromptLine, TokenRequest]]:
     """Returns the lines of a file of prompts by number, with their requests. Raises InputError for one that the engine
     could never run, or for none."""

@@ -9,8 +9,10 @@ tokens are drawn. An engine that drafts reads a step before it plans the next on
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from meshwright.batching.limits import SchedulerLimits
@@ -101,6 +103,7 @@ class Engine:
         self._free_slots = list(range(step.max_seqs))[::-1]
         self._table = np.zeros((step.max_seqs, step.cache_sizes["Bp"]), np.int32)
         self._dispatched: _Dispatched | None = None
+        self._following: _Dispatched | None = None
         self._outputs: list[TokenOutput] = []
         self._ended: list[_Live] = []
         self._number = self._num_steps = self._num_preempted = self._num_looked = self._num_hit = 0
@@ -117,8 +120,8 @@ class Engine:
                 f"a token_budget and max_requests of at most {ALIKE_ROWS}, and the policy chunked."
             )
         decoding = most if batch_invariant else step.max_seqs * (1 + limits.num_drafts)
-        self._decode_sizes = sizes_up_to(decoding, halves_from=8)
-        self._chunk_sizes = [] if batch_invariant else sizes_up_to(most, least=16)
+        self._decode_sizes = _whole(sizes_up_to(decoding, halves_from=8), step.row_parts)
+        self._chunk_sizes = [] if batch_invariant else _whole(sizes_up_to(most, least=16), step.row_parts)
 
     # -- what a user calls -------------------------------------------------------------------------
 
@@ -161,6 +164,11 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Dispatches a step, if anything is to run, and returns what the step before it made."""
+        self.dispatch()
+        return self.read()
+
+    def dispatch(self) -> None:
+        """Dispatches a step, if anything is to run; `read` follows."""
         if self._drafter:
             self._read()
             self._close_ended()
@@ -168,12 +176,19 @@ class Engine:
         for active in planned.preempted:
             self._num_preempted += 1
             self._vacate(self._live[active.request.number])
-        following = self._dispatch(planned) if planned.repeats else None
+        self._following = self._dispatch(planned) if planned.repeats else None
+
+    def read(self) -> list[TokenOutput]:
+        """Returns what the step before the dispatched one made."""
         self._read()
-        self._dispatched = following
+        self._dispatched = self._following
         self._close_ended()
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def num_known(self, prompt: Sequence[int]) -> int:
+        """Returns the tokens of a prompt that the prefix cache has."""
+        return self._pages.num_known(prompt) * self.limits.page_len
 
     @property
     def has_work(self) -> bool:
@@ -195,7 +210,7 @@ class Engine:
             accepted=self._num_accepted,
         )
 
-    def run(self, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
+    def run(self: "Engine | EngineGroup", requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
         """Runs requests to their ends and returns the outputs of each."""
         found: dict[int, list[TokenOutput]] = {self.submit(request): [] for request in requests}
         while self.has_work:
@@ -226,6 +241,11 @@ class Engine:
         if self._drafter:
             self._drafter.warm_up(shapes)
         on_shape(len(shapes), len(shapes))
+
+    @property
+    def engines(self) -> tuple["Engine", ...]:
+        """The engine, as those of a group."""
+        return (self,)
 
     @property
     def programs(self) -> ProgramStore:
@@ -441,6 +461,79 @@ class Engine:
             self._pages.free += reversed(live.pages[live.num_shared :])
         live.pages.clear()
         live.slot, live.computed, live.num_shared = -1, 0, 0
+
+
+class EngineGroup:
+    """Engines of one model, each on devices of its own, as one engine.
+
+    A request goes to the engine that has most of its prompt in pages, among those that have a slot if any has, and of
+    these to the one with the fewest requests. The n engines number its requests from their own place on, n apart.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines, self.max_len, self.vocab_size = tuple(engines), engines[0].max_len, engines[0].vocab_size
+        own, count = engines[0].limits, len(engines)
+        self.limits = msgspec.structs.replace(
+            own, max_requests=count * own.max_requests, num_pages=count * own.num_pages
+        )
+        self.check = engines[0].check
+
+    def submit(self, request: TokenRequest) -> int:
+        """Queues a request at an engine and returns its number. Raises InputError if it could never run."""
+
+        def order(place: int) -> tuple[bool, int, int]:
+            engine, state = self.engines[place], self.engines[place].state()
+            load = state.running + state.waiting
+            return load >= engine.limits.max_requests, -engine.num_known(request.prompt), load
+
+        place = min(range(len(self.engines)), key=order)
+        return self.engines[place].submit(request) * len(self.engines) + place
+
+    def cancel(self, number: int) -> None:
+        """Ends a request at once, see `Engine.cancel`."""
+        own, place = divmod(number, len(self.engines))
+        self.engines[place].cancel(own)
+
+    def step(self) -> list[TokenOutput]:
+        """Dispatches a step of every engine with work, and returns what the steps before these made."""
+        busy = [(place, engine) for place, engine in enumerate(self.engines) if engine.has_work]
+        for _, engine in busy:
+            engine.dispatch()
+        return [
+            msgspec.structs.replace(output, number=output.number * len(self.engines) + place)
+            for place, engine in busy
+            for output in engine.read()
+        ]
+
+    @property
+    def has_work(self) -> bool:
+        """True while requests wait or run in any engine, or outputs are to come."""
+        return any(engine.has_work for engine in self.engines)
+
+    def state(self) -> EngineState:
+        """Returns the sums of the engines' states."""
+        states = [msgspec.structs.astuple(engine.state()) for engine in self.engines]
+        return EngineState(**dict(zip(EngineState.__struct_fields__, np.sum(states, axis=0).tolist(), strict=True)))
+
+    run = Engine.run
+
+    def warm_up(self, on_shape: Callable[[int, int], None] = lambda done, all: None) -> None:
+        """Compiles every shape of every engine, see `Engine.warm_up`."""
+        for place, engine in enumerate(self.engines):
+            engine.warm_up(partial(self._tell, on_shape, place))
+
+    def _tell(self, on_shape: Callable[[int, int], None], place: int, done: int, all: int) -> None:
+        on_shape(place * all + done, len(self.engines) * all)
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if the programs of all engines are kept in files."""
+        return all(engine.is_compiled for engine in self.engines)
+
+
+def _whole(sizes: Sequence[int], parts: int) -> list[int]:
+    """Returns sizes that devices can share, each at least one of the given."""
+    return sorted({-(-size // parts) * parts for size in sizes})
 
 
 def _fitting(sizes: Sequence[int], needed: int) -> int:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread, main_thread
 from typing import Any, NamedTuple
@@ -10,70 +10,33 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshwright.algebra.generation import CACHE_DTYPES, Storage, cache_table
-from meshwright.batching.limits import Policy, SchedulerLimits
-from meshwright.core.errors import InputError, nearest
-from meshwright.core.fields import Checked, check_figures
+from meshwright.algebra.generation import Storage, cache_table, derive_phase
+from meshwright.algebra.notation import ShardedArray, local_elements, product
+from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
+from meshwright.algebra.transformer import weight_variables
+from meshwright.batching.limits import SchedulerLimits
+from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.units import format_bytes
 from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedStep
+from meshwright.parallel.mesh import in_order
 from meshwright.serve.drawing.drafts import Drafter, ModelDrafter, NgramDrafter
-from meshwright.serve.engine import Engine
+from meshwright.serve.engine import Engine, EngineGroup
+from meshwright.serve.layout import PAGE_LENS, USUAL_ENGINE, EngineLayout, EngineOptions, engine_layout
 from meshwright.serve.model_folder import ModelFolder, open_model
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy, make_mesh, mesh_words
+from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, make_mesh
 from meshwright.spec.weights import num_params, without_mtp_words
 
 
-class EngineOptions(Checked, frozen=True, kw_only=True):
-    """How a folder is served; 0 and "" stand for a value that suits the devices.
-
-    ``max_len``: positions of a request, at most the model's. ``max_requests``: requests that run at once, by default
-    256, 32 on CPUs. ``token_budget``: rows of a step, by default 2,048, 256 on CPUs. ``page_len``: positions of a page,
-    by default 32 on CPUs, 128 on TPUs, 16 on GPUs. ``cache_bytes`` of each device hold pages: by default 90% of what
-    the weights leave of an accelerator's memory, or half of a machine's free memory, but no more than all requests need
-    at their longest. ``weights`` is "int8" or "". ``mesh`` is {"tensor": devices} by default. ``prefix_cache``: see
-    `batching.limits.SchedulerLimits`. ``batch_invariant``: see `PackedStep`; up to 32 requests then run at once, in
-    steps of 32 tokens. ``draft``: "ngram", or the folder of a smaller model with the same tokens, which proposes
-    ``num_drafts`` tokens for each step of a request; see `drawing.drafts`.
-    """
-
-    max_len: int = 0
-    max_requests: int = 0
-    token_budget: int = 0
-    page_len: int = 0
-    cache_bytes: float = 0
-    cache_dtype: str = ""
-    weights: str = ""
-    policy: Policy = "chunked"
-    prefix_cache: bool = True
-    batch_invariant: bool = False
-    mesh: dict[str, int] | None = None
-    draft: str = ""
-    num_drafts: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        zero = ("max_len", "max_requests", "token_budget", "cache_bytes", "page_len")
-        check_figures(self, "EngineOptions", may_be_zero=zero)
-        if self.cache_dtype not in ("", *CACHE_DTYPES):
-            raise InputError(f"cache dtype {self.cache_dtype!r} is not known.{nearest(self.cache_dtype, CACHE_DTYPES)}")
-
-
-PAGE_LENS = {"cpu": 32, "tpu": 128}
-"""Positions of a page by platform: what its attention reads at once."""
-
-USUAL_ENGINE = EngineOptions()
-
-
 class OpenedEngine(NamedTuple):
-    """An engine with the folder it is of, and lines that say what it has."""
+    """An engine, or a group of them, with the folder it is of, and lines that say what it has."""
 
     source: ModelFolder
-    engine: Engine
+    engine: Engine | EngineGroup
     lines: tuple[str, ...]
 
 
@@ -92,32 +55,30 @@ def open_engine(
     """
     keep_freed_memory()
     source = open_model(Path(folder))
-    devices = jax.devices()
-    mesh = make_mesh(options.mesh or {"tensor": len(devices)})
-    strategy = Strategy(mesh=mesh, state="fp32" if source.dtype == "fp32" else "bf16-adam")
+    devices = jax.devices()[: options.num_devices or None]
+    layout = engine_layout(source, options, devices)
+    strategy, options, parts = layout.strategy, layout.options, list[Sequence[Any] | None]([None])
+    if layout.num_engines > 1:
+        each, ordered = strategy.num_chips, in_order(devices) or devices
+        parts = [ordered[number * each : (number + 1) * each] for number in range(layout.num_engines)]
     on_cpu = devices[0].platform == "cpu"
-    each = 1 + (options.num_drafts if options.draft else 0)
-    most = ALIKE_ROWS // each if options.batch_invariant else 32 if on_cpu else 256
+    checked = 1 + (options.num_drafts if options.draft else 0)
+    most = ALIKE_ROWS // checked if options.batch_invariant else 32 if on_cpu else 256
     max_requests = options.max_requests or most
     usual = ALIKE_ROWS if options.batch_invariant else 256 if on_cpu else 2048
-    budget = options.token_budget or max(usual, max_requests * each)
+    budget = options.token_budget or max(usual, max_requests * checked)
     storage = Storage(
         cache_dtype=options.cache_dtype or source.dtype,  # type: ignore[arg-type]
         weights=options.weights,  # type: ignore[arg-type]
         page_len=options.page_len or PAGE_LENS.get(devices[0].platform, 16),
     )
     drafting = None if options.draft in ("", NGRAM) else _draft_model(Path(options.draft), source.model)
-    found = _pages([source.model, *([drafting.model] if drafting else [])], options, strategy, storage, max_requests)
+    found = _pages(source.model, options, layout, storage, max_requests, drafting)
     storage = Storage(
         cache_dtype=storage.cache_dtype, weights=storage.weights, page_len=storage.page_len, num_pages=found.num_pages
     )
     sizes: dict[str, Any] = {"max_len": found.max_len, "max_seqs": max_requests, "storage": storage}
     step = PackedStep(source.model, strategy, **sizes, batch_invariant=options.batch_invariant)
-    params = _loaded(source, step)
-    drafter: Drafter | None = NgramDrafter(options.num_drafts) if options.draft == NGRAM else None
-    if drafting:
-        own = PackedStep(drafting.model, strategy, **sizes)
-        drafter = ModelDrafter(own, _loaded(drafting, own), options.num_drafts)
     limits = SchedulerLimits(
         policy=options.policy,
         max_requests=max_requests,
@@ -125,9 +86,19 @@ def open_engine(
         page_len=storage.page_len,
         num_pages=found.num_pages,
         prefix_cache=options.prefix_cache,
-        num_drafts=drafter.num_drafts if drafter else 0,
+        num_drafts=checked - 1,
     )
-    engine = Engine(step, params, limits, drafter)
+    engines = list[Engine]()
+    for part in parts:
+        own = step.on(part) if part else step
+        params = _loaded(source, own)
+        drafter: Drafter | None = NgramDrafter(options.num_drafts) if options.draft == NGRAM else None
+        if drafting:
+            small = PackedStep(drafting.model, Strategy(mesh=make_mesh({}), state=strategy.state), **sizes)
+            small = small.on(list(own.mesh.devices.flat[:1]))
+            drafter = ModelDrafter(small, _loaded(drafting, small), options.num_drafts)
+        engines.append(Engine(own, params, limits, drafter))
+    engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
     if in_background and engine.is_compiled:
         # programs are read while the first requests run; a process that ends waits for one of them at most
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
@@ -135,12 +106,13 @@ def open_engine(
         engine.warm_up(on_shape or (lambda done, all: None))
     held = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(params))
     lines = (
-        f"{source.model.name}: {mesh_words(mesh)}, {format_bytes(held)} of weights on each device"
+        f"{source.model.name}: {layout.words}, {format_bytes(held)} of weights on each device"
         f"{without_mtp_words(source.model)}",
         f"cache: {found.num_pages:,} pages of {storage.page_len} positions, {format_bytes(found.bytes)} of "
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}",
-        f"up to {max_requests} requests at once of {found.max_len:,} positions at most; {budget} rows a step",
-        *([f"{options.num_drafts} drafts a step and request, by {options.draft}"] if drafter else []),
+        f"up to {max_requests} requests at once of {found.max_len:,} positions at most; {budget} rows a step"
+        + " of each engine" * (len(engines) > 1),
+        *([f"{options.num_drafts} drafts a step and request, by {options.draft}"] if options.draft else []),
     )
     return OpenedEngine(source, engine, lines)
 
@@ -177,6 +149,9 @@ def _while_running(done: int, all: int) -> None:
         sys.exit()
 
 
+# -- pages -------------------------------------------------------------------------------------------------
+
+
 class _FoundPages(NamedTuple):
     num_pages: int
     max_len: int
@@ -185,25 +160,36 @@ class _FoundPages(NamedTuple):
 
 
 def _pages(
-    models: Sequence[Model], options: EngineOptions, strategy: Strategy, storage: Storage, max_requests: int
+    model: Model,
+    options: EngineOptions,
+    layout: EngineLayout,
+    storage: Storage,
+    max_requests: int,
+    drafting: ModelFolder | None,
 ) -> _FoundPages:
-    """Returns how many pages of all models there are, and how long a request may be."""
-    model = models[0]
+    """Returns how many pages there are, and how long a request may be."""
     if options.max_len > model.max_positions:
         raise InputError(
             f"max_len={options.max_len:,}, but {model.name} has {model.max_positions:,} positions. Give at most that."
         )
     longest, page_len = options.max_len or model.max_positions, storage.page_len
     one = Storage(cache_dtype=storage.cache_dtype, weights=storage.weights, page_len=page_len, num_pages=1)
-    page_bytes = 0.0
-    for one_model in models:
-        table = cache_table(one_model, batch_seqs=1, max_len=page_len, storage=one, strategy=strategy, phase="packed")
-        split = strategy.mesh["tensor"] if not one_model.latent_attention else 1
-        page_bytes += sum(row.num_bytes for row in table) / split
+    strategy = strategy_of_heads(layout.strategy, model.num_kv_heads)
+    table = cache_table(model, batch_seqs=1, max_len=page_len, storage=one, strategy=strategy, phase="packed")
+    declared = derive_phase(model, "packed", strategy, one).declared
+    spread = product(strategy.mesh[axis] for axis in declared[table[0].name].axes_of("Pg"))
+    # bytes of a page on each of the devices over which pages are spread: a device has one of so many
+    page_bytes = sum(row.num_bytes / product(strategy.mesh[a] for a in declared[row.name].spread) for row in table)
+    there, limited_by = (options.cache_bytes, "cache_bytes")
+    if not options.cache_bytes:
+        there, limited_by = _free_bytes(model, layout, declared)
+    if drafting:  # on one of the devices, with all its pages
+        small = cache_table(drafting.model, batch_seqs=1, max_len=page_len, storage=one, phase="packed")
+        page_bytes += spread * sum(row.num_bytes for row in small)
+        there -= num_params(drafting.model) * STATE_BYTES[layout.strategy.state]["weights"] * (not options.cache_bytes)
     drafts = options.num_drafts if options.draft else 0
-    each, given = -(-(longest + drafts) // page_len), options.cache_bytes
-    there, limited_by = (given, "cache_bytes") if given else _free_bytes(model, strategy)
-    most, wanted = int(there // page_bytes), max_requests * each
+    each = -(-(longest + drafts) // page_len)
+    most, wanted = int(there // page_bytes) // spread * spread, -(-max_requests * each // spread) * spread
     if wanted <= most:
         return _FoundPages(wanted, longest, wanted * page_bytes, f"{max_requests} requests of {longest:,} positions")
     if most < 1 or (options.max_len and most < each):
@@ -215,12 +201,14 @@ def _pages(
     return _FoundPages(most, min(longest, most * page_len - drafts), most * page_bytes, limited_by)
 
 
-def _free_bytes(model: Model, strategy: Strategy) -> tuple[float, str]:
+def _free_bytes(model: Model, layout: EngineLayout, declared: Mapping[str, ShardedArray]) -> tuple[float, str]:
     """Returns the bytes of a device that pages may have, and their name."""
-    device: Any = jax.devices()[0]
+    device, mesh = jax.devices()[0], layout.strategy.mesh
     if device.platform == "cpu":
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return free / 2 / strategy.num_chips, "half of the free memory"
-    stats = device.memory_stats() or {}
-    weights = num_params(model) * (4 if strategy.state_dtype == "fp32" else 2) / strategy.num_chips
+        return free / 2 / (layout.strategy.num_chips * layout.num_engines), "half of the free memory"
+    stats: Any = device.memory_stats() or {}
+    sizes = held_dims(model.dims, mesh)
+    own = (repeat * local_elements(declared[n], sizes, mesh) for n, (_, repeat) in weight_variables(model).items())
+    weights = sum(own) * (4 if layout.strategy.state_dtype == "fp32" else 2)
     return max(0.0, 0.9 * stats.get("bytes_limit", 0) - weights), "90% of the device's memory without the weights"

@@ -86,6 +86,13 @@ class PrefixTree(PagePool):
         """Returns how many pages of a request's prompt the tree has."""
         return sum(1 for _ in self._found(prefix))
 
+    def num_known(self, tokens: Sequence[int]) -> int:
+        """Returns how many pages of a prompt the tree has, whether or not it is a request's."""
+        self.enter(-1, tokens, ())
+        found = self.kept(-1)
+        self.leave(-1)
+        return found
+
     def pin(self, prefix: int, num_pages: int) -> None:
         """Lets a request hold the first pages of its prompt that the tree has."""
         nodes = [node for node, _ in zip(self._found(prefix), range(num_pages), strict=False)]

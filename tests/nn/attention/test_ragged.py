@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.nn.attention import ragged
-from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
-from meshwright.nn.cache import LayerCache, cache_layout, write_pages, write_slots
+from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention, ragged_rows
+from meshwright.nn.cache import LayerCache, cache_layout, own_pages, write_pages, write_slots
 from meshwright.nn.quantisation import absmax_scale, quantise
 from meshwright.spec.cluster import parse_cluster
 from meshwright.verify.targets import target_of
@@ -134,6 +134,25 @@ def test_pages_are_attended_as_by_a_plain_softmax(case, platform):
 
 DECODE, CHUNKS = [(300, 1), (7, 1), (0, 0), (129, 1)], [(300, 3), (7, 1), (40, 0), (129, 40)]
 SINKS = {"softcap": 0.7, "sinks": np.linspace(-1, 2, 4).astype(np.float32)}
+
+
+@pytest.mark.parametrize(("platform", "window"), [("cpu", 150), ("cuda", None)])
+def test_pages_that_are_spread_over_devices_are_attended_in_parts(platform, window):
+    """Largest scores and sums of each device make a whole of the parts; sinks count once."""
+    case = Case(CHUNKS, 16, SINKS | {"window": window}, "int8")
+    call, parts, values, value_scale = drawn(case)
+    spread = jax.vmap(lambda _: own_pages(call.pages, case.page_len, ("devices",)), axis_name="devices")
+    found = []
+    for rank, (pages, starts) in enumerate(zip(*spread(jnp.arange(3)), strict=True)):
+        sinks = call.sinks if rank == 1 else jnp.full_like(call.sinks, -jnp.inf)
+        given = dataclasses.replace(call, pages=pages, starts=starts, sinks=sinks, platform=platform)
+        here = [PagedPart(p.queries, p.keys[rank::3], p.scale[rank::3]) for p in parts]
+        rest = values[rank::3], value_scale[rank::3]
+        found.append(jax.jit(lambda: ragged_rows(given, here, *rest))())  # noqa: B023
+    out, peak, total = (np.stack(rows) for rows in zip(*found, strict=True))
+    share = total * np.exp(peak - peak.max(0))
+    whole = (out * (share / share.sum(0))[..., None]).sum(0)
+    close(whole, plain(case, call, parts, values, value_scale), 3e-6)
 
 
 @pytest.fixture

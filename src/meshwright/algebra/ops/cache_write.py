@@ -22,11 +22,13 @@ class CacheWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 def forward(tape: Tape) -> None:
     """Writes ``cache_write(cache[B,S,..], values[B,T,..], where)`` on the cache's devices: ``where`` is the last index
-    of each prompt, or the positions. A page table is a fourth input."""
+    of each prompt, or the positions. A page table is a fourth input. Packed rows have slots in its place, and reach the
+    devices of all pages."""
     cache, values, *where = tape.inputs
     if "Pl" in cache.dims:
         require_whole(cache, "Pl", tape.op.kind)
-    rows = {"B": cache.axes_of(cache.dims[0])}
+    packed = "Pl" in cache.dims and len(where) == 1
+    rows = {"B": () if packed else cache.axes_of(cache.dims[0])}
     here = tape.move(values, values.resharded({"T": ()}).like(cache).resharded(rows))
     places = [tape.move(one, one.resharded(rows)) for one in where]
     tape.run("cache_write", (cache, here, *places), tape.out, details=tape.details(CacheWrite))

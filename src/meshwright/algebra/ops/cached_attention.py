@@ -32,11 +32,12 @@ def forward(tape: Tape) -> None:
 
     Devices that split a cache over sequences beyond the batch of the queries exchange heads for sequences by
     all-to-all. Devices that split its positions gather the heads of queries, and each attends to its own positions:
-    results are scaled by each device's share of the sum of exponentials, and summed.
+    results are scaled by each device's share of the sum of exponentials, and summed. So do those that split the pages
+    of packed rows, which also gather the rows.
     """
-    first, *others = tape.inputs
+    (first, *others), details = tape.inputs, tape.details(CachedAttention)
     cache = next(array for array in others if array.dims[1:2] in (("S",), ("Pl",)))
-    rows, apart = cache.axes[0], cache.axes_of("S")
+    rows, apart = ((), cache.axes[0]) if details.packed else (cache.axes[0], cache.axes_of("S"))
     if "Pg" in cache.dims and tape.shardings.strategy.rules("cache").get("S"):
         raise InputError(
             "a cache in pages is not split over positions. Leave page_len out, or split it over sequences."
@@ -46,15 +47,17 @@ def forward(tape: Tape) -> None:
     for array in others:
         if len(array.dims) == 4 and array.dims[:2] == cache.dims[:2] and array.axes[2] != kept:
             raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
-        if "Pg" in array.dims and (
-            array.axes_of("Pg") != rows or rows[: len(first.axes_of("B"))] != first.axes_of("B")
+        if (
+            "Pg" in array.dims
+            and not details.packed
+            and (array.axes_of("Pg") != rows or rows[: len(first.axes_of("B"))] != first.axes_of("B"))
         ):
             raise InputError(
                 f"attention of {first} with {array}: pages must be split as sequences. Give Pg the axes of B."
             )
     queries = first.resharded({"B": rows, "N": kept})
     inputs = tuple(tape.move(array, array.like(queries)) for array in tape.inputs)
-    result, details = tape.out.like(queries), tape.details(CachedAttention)
+    result = tape.out.like(queries)
     if not apart:
         tape.run(tape.op.kind, inputs, result, details=details)
         tape.move(result, tape.out)
@@ -90,8 +93,8 @@ def slots_met(step: Step, sizes: OpSizes) -> Number:
 
 
 def split_slots(step: Step) -> Axes:
-    """Returns the mesh axes that split the positions of the cache that a step reads or writes."""
-    return next((array.axes_of("S") for array in step.inputs if "S" in array.dims), ())
+    """Returns the mesh axes that split the positions of the cache that a step reads or writes, or its pages."""
+    return next((array.axes_of(dim) for array in step.inputs for dim in ("S", "Pg") if dim in array.dims), ())
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:

@@ -7,13 +7,12 @@ from meshwright.algebra.tape import Tape
 def forward(tape: Tape) -> None:
     """Picks ``pick(x[B,T,D], number[B])``: the device that has the position returns it, the others return zeros.
 
-    ``pick(x[B,T,D], number[O])``, of one position a row, picks rows, which are on the devices of O.
+    ``pick(x[B,T,D], number[O])``, of one position a row, picks rows in the same way.
     """
     (x, number), out = tape.inputs, tape.out
     if number.dims == ("O",):
-        rows = {"O": x.axes_of("B")}
-        result = out.replace(axes=tuple(rows.get(dim, x.axes_of(dim)) for dim in out.dims))
-        tape.run("pick", (x, tape.move(number, number.resharded(rows))), result)
+        result = out.replace(axes=((), x.axes_of("D")), unreduced=x.axes_of("B"))
+        tape.run("pick", (x, number), result)
     else:
         result = out.replace(axes=tuple(x.axes_of(dim) for dim in out.dims), unreduced=x.axes_of("T"))
         tape.run("pick", (x, tape.move(number, number.like(x))), result)

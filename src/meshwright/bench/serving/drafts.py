@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from meshwright.cost.formulas.serving import expected_tokens
-from meshwright.serve.engine import Engine
+from meshwright.serve.engine import Engine, EngineGroup
 from meshwright.serve.request import TokenRequest
 
 
@@ -22,7 +22,7 @@ class DraftResult(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: float
 
 
-def measure_drafts(engine: Engine, requests: Sequence[TokenRequest]) -> DraftResult:
+def measure_drafts(engine: Engine | EngineGroup, requests: Sequence[TokenRequest]) -> DraftResult:
     """Runs prompts to their ends, after once that does not count and leaves their prefixes in the cache."""
     engine.run(requests)
     before, started_s = engine.state(), time.perf_counter()

@@ -66,8 +66,10 @@ def _run(pipe: Connection, folder: Path, options: EngineOptions, num_devices: in
         from meshwright.serve.opening import open_engine
 
         opened = open_engine(folder, options, in_background=False)
-        clock = measure_clock(opened.engine)
-        told = BenchedServer(lines=opened.lines, limits=opened.engine.limits, clock=clock, url="")
+        engine, *others = opened.engine.engines
+        if others:
+            raise CannotRunError("the steps of one engine are timed. Give --axes without data, such as tensor=2.")
+        told = BenchedServer(lines=opened.lines, limits=engine.limits, clock=measure_clock(engine), url="")
         if not serves:
             pipe.send(told)
             return

@@ -17,10 +17,11 @@ def command(given: Given) -> None:
     Give the options that `serve` is given: programs depend on them, and on the devices and versions of this machine.
     """
     opened = open_given(given, in_background=False)
-    programs = opened.engine.programs
-    if programs.folder is None:
+    stores = [engine.programs for engine in opened.engine.engines]
+    if stores[0].folder is None:
         raise CannotRunError(
             "programs on several CPU devices, and of a JAX that keeps compiled programs itself, are not kept. Use one "
             "device, and unset JAX_COMPILATION_CACHE_DIR."
         )
-    say(f"{programs.num_compiled} programs compiled, {programs.num_loaded} were there: {programs.folder}")
+    compiled, loaded = (sum(getattr(one, name) for one in stores) for name in ("num_compiled", "num_loaded"))
+    say(f"{compiled} programs compiled, {loaded} were there: {', '.join(str(one.folder) for one in stores)}")

@@ -19,7 +19,8 @@ class EngineGiven(Options):
 
     what: Path = argument(metavar="FOLDER")
     on: Cluster | None = option("Devices: cpu:4 is this machine as 4 emulated ones. Default: those that it has.")
-    axes: MeshSizes | None = option("Mesh axes, such as tensor=2. Default: every device on tensor.")
+    plan: Path | None = option("A plan of plan --serve -o, which says the mesh and what is not given here.")
+    axes: MeshSizes | None = option("Mesh axes, such as tensor=2; data has an engine each. Default: planned.")
     max_len: Count | None = option("Most positions of a request. Default: the model's.", "--max-len", "--max-model-len")
     max_requests: Count | None = option(
         "Requests that run at once. Default: 256, 32 on CPUs.", "--max-requests", "--max-num-seqs"
@@ -95,10 +96,12 @@ def open_given(given: EngineGiven, **more: bool) -> "OpenedEngine":
     """Opens the engine that was asked for, and says what it has."""
     from meshwright.cli.verbs.generate import devices_of
 
-    mesh = devices_of(given.on, given.axes)
+    if given.plan and given.axes:
+        raise InputError(f"{given.plan} says the axes. Leave --axes out, or --plan.")
+    devices_of(given.on, given.axes)
     from meshwright.serve.opening import open_engine
 
-    opened = open_engine(given.what, engine_options(given, mesh), on_shape=compiling(), **more)
+    opened = open_engine(given.what, engine_options(given, given.axes), on_shape=compiling(), **more)
     for line in opened.lines:
         say(line)
     return opened
@@ -124,4 +127,6 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> "EngineOp
         mesh=mesh,
         draft=given.draft or "",
         num_drafts=given.num_drafts,
+        num_devices=given.on.num_chips if given.on else 0,
+        plan=given.plan,
     )

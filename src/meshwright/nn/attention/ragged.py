@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from meshwright.nn.activations import capped
 from meshwright.nn.attention.kernels.scores import LOWEST, RunningSoftmax
@@ -42,6 +42,9 @@ LN2, NO_PEAK = math.log(2.0), -(2.0**22)
 
 LANE = 128
 """Entries of a row of registers on a TPU."""
+
+FAR = 2**30
+"""A position that no query reaches."""
 
 UNSEEN = -(2**30)
 """A distance, from a query to a slot, that no mask admits."""
@@ -72,7 +75,8 @@ class RaggedCall:
     Sequence b has ``lengths[b]`` positions, p in slot p mod Pl of page ``pages[b, p // Pl]``. Its queries are the rows
     ``first[b]`` to ``first[b] + counts[b] - 1`` and have its last positions. A query sees positions that are not later
     and, with a window, fewer than ``window`` back. ``longest`` is at least the largest count. ``sinks`` are an
-    additional logit per head.
+    additional logit per head. With ``starts`` a sequence has some of its pages here: those of the table, which have the
+    positions from these on, rising, and `FAR` where no page is.
     """
 
     scale: float
@@ -83,45 +87,60 @@ class RaggedCall:
     counts: Int[Array, " B"]
     lengths: Int[Array, " B"]
     pages: Int[Array, "B Bp"]
+    starts: Int[Array, "B Bp"] | None = None
     longest: int
     platform: str = field(default_factory=default_platform)
     heads_first: bool = False
     """On CPUs, that pools are views of arrays [Pg, K, Pl, ...], as a CPU multiplies them without transposing."""
 
 
+RaggedRows = tuple[Array, ...]
+"""Of each row and head the result [R, N, Hv], and if asked for the largest score and the sum of exponentials."""
+
+
 def ragged_attention(
     call: RaggedCall, parts: Sequence[PagedPart], values: Array, value_scale: Float[Array, "Pg Pl K"] | None = None
 ) -> Float[Array, "R N Hv"]:
+    """Returns the results of `ragged_rows`."""
+    return ragged_rows(call, parts, values, value_scale)[0]
+
+
+def ragged_rows(
+    call: RaggedCall, parts: Sequence[PagedPart], values: Array, value_scale: Float[Array, "Pg Pl K"] | None = None
+) -> RaggedRows:
     """Returns the values[Pg, Pl, K, Hv], weighted by the softmax of the sum of the parts; 0 in rows of no sequence.
 
-    Products are in the dtype of the queries, scores and sums in float32.
+    Products are in the dtype of the queries, scores and sums in float32. Largest scores and sums of exponentials follow
+    if a sequence has some of its pages here.
     """
-    out = jnp.zeros((*parts[0].queries.shape[:2], values.shape[-1]), parts[0].queries.dtype)
+    rows, heads = parts[0].queries.shape[:2]
+    out: RaggedRows = (jnp.zeros((rows, heads, values.shape[-1]), parts[0].queries.dtype),)
+    if call.starts is not None:
+        out += (jnp.full((rows, heads), NO_PEAK * LN2, jnp.float32), jnp.ones((rows, heads), jnp.float32))
     mixed = PagedValues(values, value_scale)
     on_cpu = call.platform == "cpu"
-    most = max(8, CPU_ROWS * values.shape[2] // out.shape[1]) if on_cpu else QUERY_BLOCK
+    most = max(8, CPU_ROWS * values.shape[2] // heads) if on_cpu else QUERY_BLOCK
     for block in (1,) if call.longest == 1 else (1, min(call.longest, most)):
-        tiles = _tiles(call, block, out.shape[0], values.shape[1])
+        tiles = _tiles(call, block, rows, values.shape[1])
         if on_cpu:
             out = _by_turns(call, tiles, parts, mixed, out)
             continue
-        run = _by_kernel if _kernel_takes(call, tiles, out.shape[1]) else _by_lanes
+        run = _by_kernel if _kernel_takes(call, tiles, heads) else _by_lanes
         found = run(call, tiles, parts, mixed)
-        row, exists = _rows(call, tiles, jnp.arange(len(tiles.starts)))
-        row = jnp.where(exists & (tiles.ends > tiles.starts)[:, None], row, len(out))
-        out = out.at[row].set(found.astype(out.dtype), mode="drop")
+        out = _with_blocks(call, tiles, jnp.arange(len(tiles.starts)), found, out)
     return out
 
 
 class _Tiles(NamedTuple):
     """The list of tiles: block i has tiles ``starts[i]`` to ``ends[i] - 1``, on chunks of pages from ``chunk[i]`` on,
-    and the rows of its sequence from ``row[i]`` on."""
+    and the rows of its sequence from ``row[i]`` on. The first blocks exist; one without pages here has no tile."""
 
     sequence: Int[Array, " M"]
     row: Int[Array, " M"]
     chunk: Int[Array, " M"]
     starts: Int[Array, " M"]
     ends: Int[Array, " M"]
+    exists: Bool[Array, " M"]
     block: int
     num_pages: int
     page_len: int
@@ -143,16 +162,28 @@ def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles
     length = call.lengths[sequence]
     at = length - counts[sequence] + row
     last = jnp.minimum(at + block, length) - 1
-    chunk = jnp.zeros_like(at) if call.window is None else jnp.maximum(at - call.window + 1, 0) // slots
-    ends = jnp.cumsum(jnp.where(exists, last // slots + 1 - chunk, 0))
+    seen = jnp.zeros_like(at) if call.window is None else jnp.maximum(at - call.window + 1, 0)
+    chunk, chunks = seen // slots, last // slots + 1
+    if call.starts is not None:
+        starts = call.starts[sequence]
+        chunk = jnp.sum(starts + page_len <= seen[:, None], axis=1, dtype=chunk.dtype) // num_pages
+        chunks = -(-jnp.sum(starts <= last[:, None], axis=1, dtype=chunk.dtype) // num_pages)
+    ends = jnp.cumsum(jnp.where(exists, chunks - chunk, 0))
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
-    return _Tiles(sequence, row, chunk, starts, ends, block, num_pages, page_len)
+    return _Tiles(sequence, row, chunk, starts, ends, exists, block, num_pages, page_len)
 
 
-_Found = Float[Array, "M block N Hv"]
+def _slot_positions(call: RaggedCall, tiles: _Tiles, sequence: Array, index: Array) -> Array:
+    """Returns the positions [M, slots] of the slots of chunks ``index`` of the pages of sequences."""
+    slots = tiles.num_pages * tiles.page_len
+    if call.starts is None:
+        return index[:, None] * slots + jnp.arange(slots, dtype=jnp.int32)[None]
+    number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
+    starts = call.starts.at[sequence[:, None], number].get(mode="fill", fill_value=FAR)
+    return (starts[:, :, None] + jnp.arange(tiles.page_len, dtype=jnp.int32)[None, None]).reshape(len(index), slots)
 
 
-def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues) -> _Found:
+def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues) -> RaggedRows:
     """Returns the attention of each block by XLA, a tile of every lane at a time.
 
     In a running softmax, [M, K, R], the G heads of a block's queries are the rows of one matrix for each key head.
@@ -195,10 +226,10 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
         sinks = jnp.tile(call.sinks.astype(jnp.float32).reshape(kv_heads, group), (1, block))[None]
         top = jnp.maximum(peak, sinks)
         sums = sums * jnp.exp(peak - top)[..., None]
-        total = total * jnp.exp(peak - top) + jnp.exp(sinks - top)
+        total, peak = total * jnp.exp(peak - top) + jnp.exp(sinks - top), top
     found = sums / jnp.where(total > 0, total, 1.0)[..., None]
-    found = jnp.moveaxis(found.reshape(num_blocks, kv_heads, block, group, width), 2, 1)
-    return found.reshape(num_blocks, block, -1, width)
+    more = () if call.starts is None else (peak, total)
+    return tuple(_of_heads(one, block) for one in (found, *more))
 
 
 def _heads_first(platform: str, pool: Array) -> bool:
@@ -257,7 +288,7 @@ def _attend(
     first, *more = map(product, parts, read_keys)
     scores = capped(call.scale * sum(more, start=first), call.softcap)
     # positions of slots, and of queries
-    slot = index[:, None] * slots + jnp.arange(slots)[None]
+    slot = _slot_positions(call, tiles, sequence, index)
     position = row + (call.lengths - call.counts - call.first)[sequence][:, None]
     back = position[:, :, None] - slot[:, None]
     seen = (back >= 0) & (exists & (tile < tiles.ends[-1])[:, None])[:, :, None]
@@ -279,6 +310,20 @@ def _rows(call: RaggedCall, tiles: _Tiles, own: Array) -> tuple[Array, Array]:
     return call.first[sequence][:, None] + row, row < call.counts[sequence][:, None]
 
 
+def _with_blocks(call: RaggedCall, tiles: _Tiles, own: Array, found: RaggedRows, out: RaggedRows) -> RaggedRows:
+    """Returns the rows with those of blocks ``own``, [M, block, N, ...]."""
+    row, exists = _rows(call, tiles, own)
+    row = jnp.where(exists & tiles.exists[own][:, None], row, len(out[0]))
+    return tuple(all.at[row].set(one.astype(all.dtype), mode="drop") for all, one in zip(out, found, strict=True))
+
+
+def _of_heads(array: Array, block: int) -> Array:
+    """Returns what the queries of blocks have, [M, K, block G, ...], as [M, block, N, ...]."""
+    blocks, kv_heads, _, *width = array.shape
+    found = jnp.moveaxis(array.reshape(blocks, kv_heads, block, -1, *width), 2, 1)
+    return found.reshape(blocks, block, -1, *width)
+
+
 def _merged(kept: RunningSoftmax, began: Array, num_blocks: int) -> RunningSoftmax:
     """Adds the rows that lanes have of a block that another lane began, ``began``, to those of the blocks."""
     own = jax.tree.map(lambda x: x[:num_blocks], kept)
@@ -294,8 +339,8 @@ def _merged(kept: RunningSoftmax, began: Array, num_blocks: int) -> RunningSoftm
 
 
 def _by_turns(
-    call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues, out: Float[Array, "R N Hv"]
-) -> Float[Array, "R N Hv"]:
+    call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues, out: RaggedRows
+) -> RaggedRows:
     """Writes the attention of each block by XLA, where each iteration costs some microseconds an operation.
 
     Blocks of one query share iterations. Those of several follow one another, as only few of those that could exist do.
@@ -303,7 +348,7 @@ def _by_turns(
     one after the other and has the same result whichever tiles share an iteration.
     """
     num_blocks, (kv_heads, width), block = len(tiles.starts), mixed.values.shape[2:], tiles.block
-    group, dtype, slots = out.shape[1] // kv_heads, parts[0].queries.dtype, tiles.num_pages * tiles.page_len
+    group, dtype, slots = out[0].shape[1] // kv_heads, parts[0].queries.dtype, tiles.num_pages * tiles.page_len
     lanes = 1 if block > 1 else max(1, min(CPU_SLOTS // slots, max(2, num_blocks)))
     latent = mixed.values is parts[0].keys
     # what an iteration needs to know of its tiles is the same in all layers, which then share it
@@ -312,7 +357,10 @@ def _by_turns(
     place = jnp.searchsorted(tiles.ends, tile, side="right").astype(jnp.int32)
     own = jnp.minimum(place, num_blocks - 1)
     sequence, index = tiles.sequence[own], tiles.chunk[own] + tile - tiles.starts[own]
-    ahead = (call.lengths - call.counts)[sequence] + tiles.row[own] - index * slots
+    ahead = ((call.lengths - call.counts)[sequence] + tiles.row[own] - index * slots)[:, None]
+    if call.starts is not None:
+        regular = index[:, None] * slots + jnp.arange(slots)[None]
+        ahead = ahead + regular - _slot_positions(call, tiles, sequence, index)
     number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
     page = jnp.clip(call.pages.at[sequence[:, None], number].get(mode="clip"), 0, len(mixed.values) - 1)
     known = place, ahead, page
@@ -344,7 +392,7 @@ def _by_turns(
             for q, k, part in zip(queries, keys, parts, strict=True)
         ]
         scores = capped(call.scale * sum(products[1:], start=products[0]), call.softcap)
-        distance = ahead[:, None, None] + back
+        distance = ahead[:, None] + back
         seen = (distance >= 0) if call.window is None else (distance >= 0) & (distance < call.window)
         scores = jnp.where(seen[:, None], scores, -jnp.inf)
         own_peak = jnp.maximum(jnp.ceil(scores.max(axis=-1) / LN2), NO_PEAK)
@@ -358,8 +406,8 @@ def _by_turns(
         sums = (state.mixed * fade[..., None]).at[at].add(sums * rise[..., None], mode="drop")
         return RunningSoftmax(peak, total, sums)
 
-    def attend(blocks: Array, first: Array | int, num_tiles: Array, out: Array) -> Array:
-        row, exists = _rows(call, tiles, blocks)
+    def attend(blocks: Array, first: Array | int, num_tiles: Array, out: RaggedRows) -> RaggedRows:
+        row, _ = _rows(call, tiles, blocks)
         queries = [part.queries.at[row].get(mode="clip") for part in parts]
         queries = [each.reshape(len(blocks), block, kv_heads, group, -1) for each in queries]
         queries = [jnp.moveaxis(each, 2, 1).reshape(len(blocks), kv_heads, block * group, -1) for each in queries]
@@ -372,16 +420,15 @@ def _by_turns(
             sinks = jnp.tile(call.sinks.astype(jnp.float32).reshape(kv_heads, group), (1, block))[None]
             top = jnp.maximum(peak, jnp.ceil(sinks / LN2))
             sums = sums * _two_to(peak - top)[..., None]
-            total = total * _two_to(peak - top) + jnp.exp(sinks - top * LN2)
+            total, peak = total * _two_to(peak - top) + jnp.exp(sinks - top * LN2), top
         found = sums / jnp.where(total > 0, total, 1.0)[..., None]
-        found = jnp.moveaxis(found.reshape(len(blocks), kv_heads, block, group, width), 2, 1)
-        row = jnp.where(exists & (tiles.ends > tiles.starts)[blocks][:, None], row, len(out))
-        return out.at[row].set(found.reshape(len(blocks), block, -1, width).astype(out.dtype), mode="drop")
+        more = () if call.starts is None else (peak * LN2, total)
+        return _with_blocks(call, tiles, blocks, tuple(_of_heads(one, block) for one in (found, *more)), out)
 
     if block == 1:
         return attend(jnp.arange(num_blocks, dtype=jnp.int32), 0, tiles.ends[-1], out)
     count = tiles.ends - tiles.starts
-    return lax.fori_loop(0, jnp.sum(count > 0), lambda i, out: attend(i[None], tiles.starts[i], count[i], out), out)
+    return lax.fori_loop(0, jnp.sum(tiles.exists), lambda i, out: attend(i[None], tiles.starts[i], count[i], out), out)
 
 
 def _two_to(power: Array) -> Array:
@@ -404,12 +451,12 @@ def _kernel_takes(call: RaggedCall, tiles: _Tiles, num_heads: int) -> bool:
     """True on TPUs for few rows, pages that are not tiny and tables that fit scalar memory."""
     small = tiles.block * num_heads <= MOST_ROWS and tiles.num_pages <= MOST_PAGES
     scalars = call.pages.size + len(tiles.starts) * -(-call.pages.shape[1] // tiles.num_pages)
-    return call.platform == "tpu" and small and 4 * scalars <= SCALAR_BYTES
+    return call.platform == "tpu" and call.starts is None and small and 4 * scalars <= SCALAR_BYTES
 
 
 def _by_kernel(
     call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues, *, interpret: bool = False
-) -> _Found:
+) -> RaggedRows:
     """Returns the attention of each block by a kernel with a tile in each step of its grid, whose pages are fetched
     ahead. The columns of its scores are (slot, key head) pairs, as a page has them in memory."""
     from jax.experimental import pallas as pl  # Pallas takes time to import
@@ -519,4 +566,4 @@ def _by_kernel(
         out_shape=jax.ShapeDtypeStruct((num_blocks, rows, width), jnp.float32),
         interpret=interpret,
     )(*scalars, begin, jnp.asarray(back), *queries, *gathered, *(pool for pool in pools for _ in range(num_pages)))
-    return jnp.asarray(found).reshape(num_blocks, tiles.block, heads, width)
+    return (jnp.asarray(found).reshape(num_blocks, tiles.block, heads, width),)

@@ -16,7 +16,7 @@ def cache_write(
     """Writes prompts up to ``where`` [B], or one position of each row, ``where`` [B, 1], by the page table if given;
     without one, ``where`` are slots of all pages together."""
     if step.details.paged and not pages:
-        return cache.write_slots(before, values[:, 0], where[:, 0])
+        return cache.write_slots(before, values[:, 0], where[:, 0], step.inputs[0].axes_of("Pg"))
     if step.details.paged and step.details.prompt:
         # `write_pages` drops -1: padding must not reach a page of another sequence.
         own = jnp.arange(values.shape[1], dtype=where.dtype)[None]

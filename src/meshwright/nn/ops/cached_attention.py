@@ -13,7 +13,7 @@ from meshwright.algebra.ops.cached_attention import split_slots
 from meshwright.algebra.steps import Step
 from meshwright.masks.names import mask_named
 from meshwright.nn import cache
-from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
+from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_rows
 from meshwright.nn.cache import LayerCache, OwnAttention, OwnSlots, ScorePart
 from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context
@@ -58,8 +58,11 @@ def paged_call(
     positions, *more = others
     if not step.details.paged:
         return None, tuple(more)
+    starts = None
     if step.details.packed:
         first, (counts, lengths, pages, *more), longest = positions, more, context.longest
+        if axes := split_slots(step):
+            pages, starts = cache.own_pages(pages, cached.page_len, axes)
     else:
         batch, longest = positions.shape
         first = longest * jnp.arange(batch, dtype=jnp.int32)
@@ -73,6 +76,7 @@ def paged_call(
         counts=counts,
         lengths=lengths,
         pages=cached.in_pool(pages),
+        starts=starts,
         longest=longest,
         heads_first=cached.heads_first,
     )
@@ -81,11 +85,12 @@ def paged_call(
 
 def paged_attention(
     call: RaggedCall, parts: Sequence[ScorePart], values: Array, value_scale: Array | None
-) -> Float[Array, "B T N Hv"]:
+) -> Float[Array, "B T N Hv"] | OwnAttention:
     """Returns attention on the pages of all layers, of which the call names those of one; see `LayerCache.entries`."""
     packed = [PagedPart(part.queries.reshape(-1, *part.queries.shape[2:]), part.keys, part.scale) for part in parts]
-    found = ragged_attention(call, packed, values, value_scale)
-    return found.reshape(*parts[0].queries.shape[:2], *found.shape[1:])
+    rows = ragged_rows(call, packed, values, value_scale)
+    found, *more = (each.reshape(*parts[0].queries.shape[:2], *each.shape[1:]) for each in rows)
+    return OwnAttention(found, *more) if more else found
 
 
 def results_of(step: Step, found: OwnAttention) -> Array | OwnAttention:
@@ -112,11 +117,11 @@ def cached_attention(
     sinks = next((x for x in others if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating)), None)
     key_scale, value_scale = scales or (None, None)
     parts = [ScorePart(queries=q, keys=keys, scale=key_scale)]
-    if call is not None:
-        return paged_attention(replace(call, sinks=sinks), parts, values, value_scale)
     if sinks is not None and step.more:
         # sinks count once
         sinks = jnp.where(lax.axis_index(split_slots(step)) == 0, sinks, -jnp.inf)
+    if call is not None:
+        return paged_attention(replace(call, sinks=sinks), parts, values, value_scale)
     facts = cache_facts(context, step, given[0], k, others)
     return results_of(step, cache.cached_attention(parts, values, value_scale=value_scale, sinks=sinks, **facts))
 

@@ -9,11 +9,11 @@ from meshwright.nn.context import Context
 
 
 def pick(context: Context, step: Step, x: Array, number: Array) -> Array:
-    """Returns entry ``number`` of each row [B, D], zeros where another device holds it; or rows ``number`` [O, D]."""
-    if step.inputs[1].dims == ("O",):
-        return jnp.take(x[:, 0], number, axis=0, mode="clip")
-    local, inside = own_entries(number, first_index(step.inputs[0].axes_of("T"), x.shape[1]), x.shape[1])
-    found = jnp.take_along_axis(x, local[:, None, None], axis=1)[:, 0]
+    """Returns entry ``number`` of each row [B, D], or rows ``number`` [O, D]; zeros where another device holds them."""
+    of_rows = step.inputs[1].dims == ("O",)
+    size, axes = x.shape[0 if of_rows else 1], step.inputs[0].axes_of("B" if of_rows else "T")
+    local, inside = own_entries(number, first_index(axes, size), size)
+    found = x[local, 0] if of_rows else jnp.take_along_axis(x, local[:, None, None], axis=1)[:, 0]
     return jnp.where(inside[:, None], found, jnp.zeros((), x.dtype))
 
 

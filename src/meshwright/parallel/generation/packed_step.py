@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from meshwright.algebra.generation import (
     scale_name,
 )
 from meshwright.algebra.notation import check
+from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.transformer import weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import checked
@@ -30,7 +32,7 @@ from meshwright.nn.attention.platform import platform_of
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
 from meshwright.parallel.generation.program_store import ProgramStore
-from meshwright.parallel.mesh import compiler_options, lower, partition_spec, shardings, strategy_mesh
+from meshwright.parallel.mesh import compiler_options, device_mesh, lower, partition_spec, shardings, strategy_mesh
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
@@ -121,16 +123,15 @@ class PackedStep(HeldArrays):
                 f"{model.name} has {model.max_positions} learned positions; give at most that, not max_len={max_len}."
             )
         _, weights = storage.executed
-        self.strategy = job_strategy(Job(kind="decode", batch_seqs=max_seqs, seq_len=max_len), strategy)
+        self.strategy = strategy_of_heads(
+            job_strategy(Job(kind="decode", batch_seqs=max_seqs, seq_len=max_len), strategy), model.num_kv_heads
+        )
         self.model, self.max_len, self.max_seqs, self.storage = model, max_len, max_seqs, storage
         self.quantised = weights == "int8"
         self.derived = derive_phase(model, "packed", self.strategy, storage)
         self.declared = self.derived.declared
-        if any(self.declared["tokens"].axes) or any(self.declared["xl"].axes_of("O")):
-            raise CannotRunError(
-                f"rows of a server are not split over devices in this version, as in {self.declared['tokens']}. Use "
-                "tensor alone, or a server for each part of the devices."
-            )
+        split = {name: self.declared[name].axes_of("B") for name in ("x", "tokens", "q")}
+        self.row_parts = max(math.prod(strategy.mesh[axis] for axis in axes) for axes in split.values())
         self.table = cache_table(
             model, batch_seqs=max_seqs, max_len=max_len, storage=storage, strategy=self.strategy, phase="packed"
         )
@@ -159,9 +160,17 @@ class PackedStep(HeldArrays):
 
     # -- what a user calls -------------------------------------------------------------------------
 
+    def on(self, devices: Sequence[Any]) -> "PackedStep":
+        """Returns the same step on other devices, with programs of its own."""
+        other = copy(self)
+        for name in ("param_shardings", "cache_shardings", "cache_layouts"):
+            vars(other).pop(name, None)
+        other.mesh, other._compiled = device_mesh(self.strategy.mesh, devices), {}
+        return other
+
     def keep_programs(self, folder: Path) -> None:
         """Keeps compiled programs in files under a folder, and reads those that are there."""
-        sizes = self.max_len, self.max_seqs, self.batch_invariant
+        sizes = self.max_len, self.max_seqs, self.batch_invariant, [device.id for device in self.mesh.devices.flat]
         about = [replace(self.model, name=""), self.strategy, self.storage, sizes, self.compiler.used]
         self.programs = ProgramStore(folder, about)
 
