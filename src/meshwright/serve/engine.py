@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.request import ActiveRequest, GenerationRequest
 from meshwright.batching.scheduler import EngineStep, Scheduler
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, nearest
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedRows, PackedShape, PackedStep
 from meshwright.parallel.generation.program_store import ProgramStore
@@ -63,15 +63,18 @@ class _Dispatched(NamedTuple):
 class Engine:
     """Runs requests on a packed step, scheduled within ``limits``, whose slots and pages are those of the step.
 
-    If the step is batch-invariant, every row is a sequence of its own for attention, also those of a prompt. Raises
-    InputError if the limits are not the step's.
+    ``adapters`` are the names of those of the step, in their order. If the step is batch-invariant, every row is a
+    sequence of its own for attention, also those of a prompt. Raises InputError if the limits are not the step's.
     """
 
-    def __init__(self, step: PackedStep, params: Params, limits: SchedulerLimits) -> None:
+    def __init__(self, step: PackedStep, params: Params, limits: SchedulerLimits, adapters: Sequence[str] = ()) -> None:
         storage = step.storage
         there = step.max_seqs, storage.page_len, step.cache_sizes["Pg"]
         if (limits.max_requests, limits.page_len, limits.num_pages) != there:
             raise InputError(f"the step has {there} slots, positions of a page and pages. Give limits with these.")
+        if len(adapters) != storage.adapters:
+            raise InputError(f"the step has {storage.adapters} adapters, and {len(adapters)} names are given.")
+        self._adapters = {"": -1} | {name: number for number, name in enumerate(adapters)}
         self.limits, self.max_len, self.vocab_size = limits, step.max_len, step.model.vocab_size
         self._step, self._params, self._cache = step, params, step.init_cache()
         self._pages = PrefixTree(limits.num_pages, limits.page_len)
@@ -114,12 +117,15 @@ class Engine:
         )
         live = self._live[number] = _Live(number, request, self._scheduler.submit(counted))
         if shares:
-            self._pages.enter(number, request.prompt, live.pages)
+            self._pages.enter(number, request.prompt, live.pages, self._adapters[request.adapter])
         self._number += 1
         return number
 
     def check(self, request: TokenRequest) -> None:
         """Raises InputError for a request that could never run."""
+        if request.adapter not in self._adapters:
+            known = nearest(request.adapter, list(self._adapters)[1:] or ["none"])
+            raise InputError(f"this engine has no adapter {request.adapter!r}.{known}")
         longest, prompt = max(request.prompt), len(request.prompt)
         if longest >= self.vocab_size or min(request.prompt) < 0:
             raise InputError(f"the prompt has tokens outside of V={self.vocab_size}. Use the model's own tokenizer.")
@@ -307,6 +313,7 @@ class Engine:
                 lengths=_padded(ends, length),
                 pages=_padded(tables, length),
                 last=_padded(np.array(last, np.int32), length if len(last) <= length else size),
+                adapters=_padded(np.array([self._adapters[live.request.adapter] for live, *_ in parts])[owner], size),
             ),
             expected,
             outputs,

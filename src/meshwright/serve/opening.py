@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from msgspec.structs import replace
 
 from meshwright.algebra.generation import CACHE_DTYPES, Storage, cache_table
 from meshwright.batching.limits import Policy, SchedulerLimits
@@ -35,7 +36,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     the weights leave of an accelerator's memory, or half of a machine's free memory, but no more than all requests need
     at their longest. ``weights`` is "int8" or "". ``mesh`` is {"tensor": devices} by default. ``prefix_cache``: see
     `batching.limits.SchedulerLimits`. ``batch_invariant``: see `PackedStep`; up to 32 requests then run at once, in
-    steps of 32 tokens.
+    steps of 32 tokens. ``adapters`` of the model are the folders of their weights by the name that requests give.
     """
 
     max_len: int = 0
@@ -49,6 +50,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     prefix_cache: bool = True
     batch_invariant: bool = False
     mesh: dict[str, int] | None = None
+    adapters: dict[str, Path] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +88,7 @@ def open_engine(
     model or the memory, CannotRunError for a model that cannot be served.
     """
     keep_freed_memory()
-    source = open_model(Path(folder))
+    source = open_model(Path(folder), options.adapters or {})
     devices = jax.devices()
     mesh = make_mesh(options.mesh or {"tensor": len(devices)})
     strategy = Strategy(mesh=mesh, state="fp32" if source.dtype == "fp32" else "bf16-adam")
@@ -98,11 +100,10 @@ def open_engine(
         cache_dtype=options.cache_dtype or source.dtype,  # type: ignore[arg-type]
         weights=options.weights,  # type: ignore[arg-type]
         page_len=options.page_len or PAGE_LENS.get(devices[0].platform, 16),
+        adapters=len(source.adapters),
     )
     found = _pages(source.model, options, strategy, storage, max_requests)
-    storage = Storage(
-        cache_dtype=storage.cache_dtype, weights=storage.weights, page_len=storage.page_len, num_pages=found.num_pages
-    )
+    storage = replace(storage, num_pages=found.num_pages)
     step = PackedStep(
         source.model,
         strategy,
@@ -113,7 +114,8 @@ def open_engine(
     )
     step.keep_programs(cache_folder() / "programs")
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
-    params = step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype))
+    adapters = list(source.adapters.values())
+    params = step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype, adapters))
     limits = SchedulerLimits(
         policy=options.policy,
         max_requests=max_requests,
@@ -122,7 +124,7 @@ def open_engine(
         num_pages=found.num_pages,
         prefix_cache=options.prefix_cache,
     )
-    engine = Engine(step, params, limits)
+    engine = Engine(step, params, limits, tuple(source.adapters))
     if in_background and engine.is_compiled:
         # programs are read while the first requests run; a process that ends waits for one of them at most
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
@@ -160,7 +162,7 @@ def _pages(
             f"max_len={options.max_len:,}, but {model.name} has {model.max_positions:,} positions. Give at most that."
         )
     longest, page_len = options.max_len or model.max_positions, storage.page_len
-    one = Storage(cache_dtype=storage.cache_dtype, weights=storage.weights, page_len=page_len, num_pages=1)
+    one = replace(storage, num_pages=1)
     table = cache_table(model, batch_seqs=1, max_len=page_len, storage=one, strategy=strategy, phase="packed")
     split = strategy.mesh["tensor"] if not model.latent_attention else 1
     page_bytes = sum(row.num_bytes for row in table) / split

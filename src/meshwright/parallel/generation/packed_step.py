@@ -61,6 +61,7 @@ class PackedRows(NamedTuple):
     lengths: Any
     pages: Any
     last: Any
+    adapters: Any = None
 
 
 class PackedStep(HeldArrays):
@@ -159,10 +160,11 @@ class PackedStep(HeldArrays):
         A row is a token at a position of its sequence: ``tokens``[R], or with ``sources``[R] >= 0 that entry of
         ``latest``[max_seqs], which is on the devices. Its key goes to ``slots``[R] of the pool, beyond it for padding.
         Sequences have ``counts``[Q] rows from ``first``[Q] on, at most ``longest``, their last ones of ``lengths``[Q]
-        positions, in ``pages``[Q, Bp]. Each shape is compiled once.
+        positions, in ``pages``[Q, Bp]. If the storage has adapters, a row has that of ``adapters``[R], -1: none. Each
+        shape is compiled once.
         """
         shape = PackedShape(len(rows.tokens), len(rows.first), len(rows.last), longest)
-        flat = np.concatenate([part.ravel() for part in rows], dtype=np.int32)
+        flat = np.concatenate([part.ravel() for part in rows[: len(self._parts(shape))]], dtype=np.int32)
         return self.compiled(shape)(params, cache, latest, flat)
 
     def compiled(self, shape: PackedShape) -> jax.stages.Compiled:
@@ -185,14 +187,15 @@ class PackedStep(HeldArrays):
     # -- the programs ------------------------------------------------------------------------------
 
     def _parts(self, shape: PackedShape) -> list[tuple[int, ...]]:
-        """Returns the shape of each field of `PackedRows`."""
+        """Returns the shape of each field of `PackedRows` that is read."""
         rows, sequences, outputs, _ = shape
         table = (sequences, self.cache_sizes["Bp"])
-        return [*[(rows,)] * 4, *[(sequences,)] * 3, table, (outputs,)]
+        return [*[(rows,)] * 4, *[(sequences,)] * 3, table, (outputs,), *[(rows,)] * bool(self.storage.adapters)]
 
     def _program(self, shape: PackedShape) -> Any:
         """Returns the jitted function (weights, cache, latest, rows) -> (logits, cache)."""
-        names = ("tokens", "positions", "slots", "first", "counts", "lengths", PAGES, "last")
+        of_rows = ("tokens", "positions", "slots", *["adapters"] * bool(self.storage.adapters))
+        names = (*of_rows, "first", "counts", "lengths", PAGES, "last")
         params, cache = (self._by_layer(specs) for specs in (self.param_specs, self.cache_specs))
         whole = NamedSharding(self.mesh, PartitionSpec())
         mapped = jax.shard_map(
@@ -208,10 +211,9 @@ class PackedStep(HeldArrays):
             ends = np.cumsum([math.prod(part) for part in parts]).tolist()
             fields = (flat[end - math.prod(part) : end].reshape(part) for part, end in zip(parts, ends, strict=True))
             rows = PackedRows(*fields)
-            tokens = jnp.where(rows.sources >= 0, latest[jnp.maximum(rows.sources, 0)], rows.tokens)
-            given = {name: getattr(rows, name) for name in names}
-            given |= {name: array[:, None] for name, array in (("tokens", tokens), ("positions", rows.positions))}
-            logits, cache = mapped(params, cache, given | {"slots": rows.slots[:, None]})
+            rows = rows._replace(tokens=jnp.where(rows.sources >= 0, latest[jnp.maximum(rows.sources, 0)], rows.tokens))
+            given = {name: getattr(rows, name)[:, None] if name in of_rows else getattr(rows, name) for name in names}
+            logits, cache = mapped(params, cache, given)
             return logits[:, : self.model.vocab_size], cache
 
         formats = self.cache_formats if not self.unrolled else shardings(self.mesh, cache)
