@@ -130,10 +130,11 @@ def open_engine(
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
     else:
         engine.warm_up(on_shape or (lambda done, all: None))
+    adapted = f", {len(adapters)} adapters of up to rank {source.model.dims['Ra'] // len(adapters)}" if adapters else ""
     held = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(params))
     lines = (
         f"{source.model.name}: {mesh_words(mesh)}, {format_bytes(held)} of weights on each device"
-        f"{without_mtp_words(source.model)}",
+        f"{without_mtp_words(source.model)}{adapted}",
         f"cache: {found.num_pages:,} pages of {storage.page_len} positions, {format_bytes(found.bytes)} of "
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}",
         f"up to {max_requests} requests at once of {found.max_len:,} positions at most; {budget} rows a step",
