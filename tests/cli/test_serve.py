@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.verb import Options
+from meshwright.cli.verbs.bench_serve import command as bench_serve
+from meshwright.cli.verbs.compile import command as compile_verb
+from meshwright.cli.verbs.serve import command as serve
+from meshwright.cli.verbs.serve import engine_options
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.weights import save_hf
 from meshwright.serve.opening import EngineOptions, open_engine
@@ -50,6 +55,26 @@ def test_a_folder_is_opened_with_what_its_pages_hold(folder):
 def test_options_that_contradict_each_other_are_one_line(folder, options, words):
     with pytest.raises(InputError, match=words):
         open_engine(folder, EngineOptions(mesh=ONE, **options))
+
+
+@pytest.mark.parametrize("verb", [serve, compile_verb, bench_serve])
+def test_adapters_are_given_as_vllm_takes_them(verb):
+    """Several after one option, in any place; what has no = is the folder."""
+    line = ["--lora-modules", "a=x", "b=y", "tiny", "--adapters=c=z", "d=~/w", "--max-len", "32", "--lora-modules=e=v"]
+    given = verb.make_context("serve", line).params
+    assert given["adapters"] == ("a=x", "b=y", "c=z", "d=~/w", "e=v")
+    assert (given["what"], given["max_len"]) == (Path("tiny"), 32)
+    found = engine_options(Options(**given), None).adapters
+    assert found == {"a": Path("x"), "b": Path("y"), "c": Path("z"), "d": Path.home() / "w", "e": Path("v")}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [(["a"], "a is not NAME=FOLDER"), (["=x"], "=x is not NAME"), (["a=x", "a=y"], "a=y is there twice")],
+)
+def test_an_adapter_without_a_name_of_its_own_is_one_line(pairs, words, call):
+    flags = [word for pair in pairs for word in ("--adapters", pair)]
+    call("compile", "tiny", *flags).assert_refused(2, words)
 
 
 def test_the_verbs_compile_serve_and_drain(folder, tmp_path):

@@ -131,5 +131,5 @@ def _folders_by_name(pairs: Sequence[str]) -> dict[str, Path]:
         if not name or not folder or name in found:
             wrong = "is there twice" if name in found else "is not NAME=FOLDER"
             raise InputError(f"--adapters {pair} {wrong}. Give each adapter a name of its own, such as sql=./sql-lora.")
-        found[name] = Path(folder)
+        found[name] = Path(folder).expanduser()
     return found
