@@ -20,6 +20,7 @@ from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import kv_cache_bytes
 from meshwright.spec.catalogue import load_model, models
+from meshwright.spec.model import Lora
 from meshwright.spec.strategy import Strategy, cache_assignment, make_mesh, standard_assignment, stationary_assignment
 
 LLAMA = load_model("llama3-8b")
@@ -46,6 +47,26 @@ def test_generation_is_the_training_layer_with_its_keys_in_the_cache():
         "cache_v' = cache_write(cache_v, v, positions)",
         "o = cached_attention(qr, cache_k', cache_v', positions)",
     ]
+
+
+def test_rows_keep_the_products_of_their_own_adapter():
+    """One op between the two products, in whole columns; without several adapters the program is the training one's."""
+    model, paged = replace(LLAMA, lora=Lora(rank=8, alpha=8, targets="q,down")), Storage(page_len=16)
+    alone, several = (generation_program(model, "packed", replace(paged, adapters=count)) for count in (0, 4))
+    added = [line for line in lines(several) if line not in lines(alone)]
+    assert added == [f"{w}_lora_a_scaled = pick_adapter({w}_lora_a_low, adapters)" for w in ("wq", "w_down")]
+    assert len(lines(several)) == len(lines(alone))
+    assert "adapters" not in alone.variables
+    derived = derive_phase(model, "packed", Strategy(mesh=make_mesh({"tensor": 2})), replace(paged, adapters=4))
+    (layer,) = (block for block in derived.blocks if block.block.name == "layer")
+    steps = [step for step in layer.forward if step.op == "pick_adapter"]
+    assert [str(step.inputs[0]) for step in steps] == ["wq_lora_a_low[B, T, Ra]", "w_down_lora_a_low[B, T, Ra]"]
+    sizes = OpSizes(dims=model.dims | {"B": 32, "T": 1}, mesh={"tensor": 2}, state="bf16-adam")
+    assert kind_of(steps[0]).hbm_bytes(steps[0], sizes) == 32 * (2 * 2 * 8 + 4)
+
+
+def test_adapters_are_not_quantised():
+    assert scales(replace(LLAMA, lora=Lora(rank=8))) == scales(LLAMA)
 
 
 def test_the_head_makes_logits_of_one_position():

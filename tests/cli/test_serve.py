@@ -13,6 +13,11 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.api.planning import plan_of
+from meshwright.cli.verb import Options
+from meshwright.cli.verbs.bench_serve import command as bench_serve
+from meshwright.cli.verbs.compile import command as compile_verb
+from meshwright.cli.verbs.serve import command as serve
+from meshwright.cli.verbs.serve import engine_options
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.nn.hf.weights import save_hf
@@ -20,7 +25,8 @@ from meshwright.plan.serving.file import save_service, service_file
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
-from meshwright.serve import opening
+from meshwright.serve import layout
+from meshwright.serve.layout import usual_mesh
 from meshwright.serve.opening import EngineOptions, open_engine
 from meshwright.serve.request import TokenRequest
 from meshwright.spec.catalogue import load_model
@@ -104,16 +110,36 @@ def test_a_plan_that_does_not_fit_is_one_line(folder, tmp_path):
 
 
 def test_devices_without_a_plan_share_heads_and_then_requests():
-    assert opening._usual(LLAMA, 8) == {"data": 2, "tensor": 4}
-    assert opening._usual(FAMILIES["mixtral"], 1) == {"data": 1, "tensor": 1}
+    assert usual_mesh(LLAMA, 8) == {"data": 2, "tensor": 4}
+    assert usual_mesh(FAMILIES["mixtral"], 1) == {"data": 1, "tensor": 1}
 
     class Device:
         platform, device_kind = "gpu", "NVIDIA H100 80GB HBM3"
 
-    found = opening._planned(load_model("llama3.1-70b"), EngineOptions(), [Device()] * 8)
+    found = layout._planned(load_model("llama3.1-70b"), EngineOptions(), [Device()] * 8)
     assert (found.words, found.strategy.assignment) == ("2 engines of tensor 4", LAYOUTS["prompts"])
     Device.device_kind = "an unknown chip"
-    assert opening._planned(load_model("llama3.1-70b"), EngineOptions(), [Device()] * 8) is None
+    assert layout._planned(load_model("llama3.1-70b"), EngineOptions(), [Device()] * 8) is None
+
+
+@pytest.mark.parametrize("verb", [serve, compile_verb, bench_serve])
+def test_adapters_are_given_as_vllm_takes_them(verb):
+    """Several after one option, in any place; what has no = is the folder."""
+    line = ["--lora-modules", "a=x", "b=y", "tiny", "--adapters=c=z", "d=~/w", "--max-len", "32", "--lora-modules=e=v"]
+    given = verb.make_context("serve", line).params
+    assert given["adapters"] == ("a=x", "b=y", "c=z", "d=~/w", "e=v")
+    assert (given["what"], given["max_len"]) == (Path("tiny"), 32)
+    found = engine_options(Options(**given), None).adapters
+    assert found == {"a": Path("x"), "b": Path("y"), "c": Path("z"), "d": Path.home() / "w", "e": Path("v")}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [(["a"], "a is not NAME=FOLDER"), (["=x"], "=x is not NAME"), (["a=x", "a=y"], "a=y is there twice")],
+)
+def test_an_adapter_without_a_name_of_its_own_is_one_line(pairs, words, call):
+    flags = [word for pair in pairs for word in ("--adapters", pair)]
+    call("compile", "tiny", *flags).assert_refused(2, words)
 
 
 def test_the_verbs_compile_serve_and_drain(folder, tmp_path):

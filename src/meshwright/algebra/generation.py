@@ -56,13 +56,14 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     of S; where the layer has a window it is a ring, p in slot p mod S with S at most the window. With a ``page_len``
     the other layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl. All devices have
     ``num_pages`` together (0: enough for every sequence; unused without ``page_len``); sequences of one device share
-    its pages.
+    its pages. ``adapters`` is the number of adapters that share the rank of the model's own; a row has one of them.
     """
 
     cache_dtype: PlannedCacheDtype = "bf16"
     weights: WeightDtype = ""
     page_len: int = 0
     num_pages: int = 0
+    adapters: int = 0
 
     def __post_init__(self) -> None:
         for what, dtype, known in (
@@ -211,14 +212,14 @@ def scales(model: Model) -> dict[str, Variable]:
     """Maps each weight that may be quantised to the variable of its scales, whose dims are those that no product sums.
 
     These are matrices of products and the table of tokens, not routers, which choose by small differences, nor tables
-    of positions. Scales are split as their weight is, but scales over D, Rq or Rkv alone are whole.
+    of positions, nor adapters. Scales are split as their weight is, but scales over D, Rq or Rkv alone are whole.
     """
     table = {name: weight for name, (weight, _) in weight_variables(model).items()}
     kept: dict[str, set[str]] = {}
     for program in (_plain_program(model, phase, AS_WRITTEN) for phase in PHASES):
         for op in (op for block in program.blocks for op in block.ops if op.kind in QUANTISED):
             weight = table.get(op.inputs[1])
-            if weight and weight.part != "router" and weight.dims[0] != "P":
+            if weight and weight.part not in ("router", "adapter") and weight.dims[0] != "P":
                 dims = program.variables[op.out].dims if op.kind == "einsum" else weight.dims[:1]
                 kept[op.inputs[1]] = kept.get(op.inputs[1], set(weight.dims)) & set(dims)
     found = {}
@@ -244,7 +245,8 @@ def generation_program(model: Model, phase: GenerationPhase, storage: Storage = 
 
     Packed reads one token a row too, and ``slots``[B, T], the slot of each row in the pool of pages (padding: beyond
     it). A sequence of Q has the rows from ``first``[Q] on, ``counts``[Q] of them, and ``lengths``[Q] positions with
-    these. ``last``[O] are the rows whose logits it ends in.
+    these. ``last``[O] are the rows whose logits it ends in. With several adapters, ``adapters``[B, T] is the number of
+    each row's own, -1 for none.
     """
     program = _plain_program(model, phase, storage)
     if not storage.weights:
@@ -302,6 +304,8 @@ class _Writer:
         self.training, self.variables = training, dict(training.variables)
         self.ops: list[Op] = []
         self.outputs: list[str] = []
+        if storage.adapters:
+            self.variables |= {"adapters": Variable("adapters", ("B", "T"), "position")}
         if phase == "decode":  # a mask reads of all positions, by slots of the cache
             for name in mask_data(model, PLAIN):
                 dims = tuple(dim.replace("T", "S") for dim in MASK_DATA[name])
@@ -316,6 +320,9 @@ class _Writer:
             for op in block.ops:
                 if op.kind == "attention":
                     self._attention(op, block)
+                elif self.storage.adapters and op.kind == "scaled" and self.variables[op.out].dims[-1] == "Ra":
+                    attributes = (*op.attributes, ("count", f"{self.storage.adapters}"))
+                    self.ops.append(Op("pick_adapter", (*op.inputs, "adapters"), op.out, attributes))
                 else:
                     self.ops.append(op)
         needed, kept = {block.result or self.ops[-1].out, *self.outputs}, list[Op]()

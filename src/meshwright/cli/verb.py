@@ -89,6 +89,22 @@ PNG = option("Draw the figures to this file (.png or .svg).")
 """Options that several verbs share."""
 
 
+class VerbCommand(click.Command):
+    """The command of a verb: after an option with pairs ``a=b ...`` all pairs that follow are its values."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        many = {flag for param in self.params if str(param.metavar).endswith(" ...") for flag in param.opts}
+        found, last = list[str](), ""
+        for before, arg in zip(["", *args], args, strict=False):
+            if arg.startswith("-") or "=" not in arg:
+                flag = arg.partition("=")[0]
+                last = flag if flag in many else ""
+            elif last and before != last:
+                found.append(last)
+            found.append(arg)
+        return super().parse_args(ctx, found)
+
+
 class Options:
     """The options of a verb: one attribute per option or argument, in the order of its help; ``form``: its format."""
 
@@ -138,7 +154,7 @@ def verb(
                     raise answer.error
 
         settings = {"ignore_unknown_options": passes_on}
-        return click.Command(
+        return VerbCommand(
             None, settings, callback, params + ([] if passes_on else printed), help=help or function.__doc__
         )
 

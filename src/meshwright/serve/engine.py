@@ -18,7 +18,7 @@ import numpy as np
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.request import ActiveRequest, GenerationRequest
 from meshwright.batching.scheduler import EngineStep, Scheduler
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, nearest
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.packed_step import (
     ALIKE_ROWS,
@@ -79,11 +79,17 @@ class Engine:
     """Runs requests on a packed step, scheduled within ``limits``, whose slots and pages are those of the step.
 
     If the step is batch-invariant, every row is a sequence of its own for attention, also those of a prompt. A
-    ``drafter`` proposes as many tokens as the limits say. Raises InputError if the limits are not the step's.
+    ``drafter`` proposes as many tokens as the limits say. ``adapters`` are the names of those of the step, in their
+    order. Raises InputError if the limits are not the step's.
     """
 
     def __init__(
-        self, step: PackedStep, params: Params, limits: SchedulerLimits, drafter: Drafter | None = None
+        self,
+        step: PackedStep,
+        params: Params,
+        limits: SchedulerLimits,
+        drafter: Drafter | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         storage = step.storage
         there = step.max_seqs, storage.page_len, step.cache_sizes["Pg"]
@@ -93,6 +99,9 @@ class Engine:
             raise InputError(
                 f"the limits have num_drafts={limits.num_drafts}, which is not the drafter's. Give the same."
             )
+        if len(adapters) != storage.adapters:
+            raise InputError(f"the step has {storage.adapters} adapters, and {len(adapters)} names are given.")
+        self._adapters = {"": -1} | {name: number for number, name in enumerate(adapters)}
         self.limits, self.max_len, self.vocab_size = limits, step.max_len, step.model.vocab_size
         self._step, self._params, self._cache = step, params, step.init_cache()
         self._pages = PrefixTree(limits.num_pages, limits.page_len)
@@ -139,12 +148,15 @@ class Engine:
         )
         live = self._live[number] = _Live(number, request, self._scheduler.submit(counted))
         if shares:
-            self._pages.enter(number, request.prompt, live.pages)
+            self._pages.enter(number, request.prompt, live.pages, self._adapters[request.adapter])
         self._number += 1
         return number
 
     def check(self, request: TokenRequest) -> None:
         """Raises InputError for a request that could never run."""
+        if request.adapter not in self._adapters:
+            known = nearest(request.adapter, list(self._adapters)[1:] or ["none"])
+            raise InputError(f"this engine has no adapter {request.adapter!r}.{known}")
         longest, prompt = max(request.prompt), len(request.prompt)
         if longest >= self.vocab_size or min(request.prompt) < 0:
             raise InputError(f"the prompt has tokens outside of V={self.vocab_size}. Use the model's own tokenizer.")
@@ -366,6 +378,8 @@ class Engine:
         tables, page_len = self._table[[live.slot for live, _, _ in parts]], self.limits.page_len
         slots = slots_of(positions, tables, owner, page_len)
         rows = PackedRows(tokens, sources, positions, slots, first, counts, ends, tables, last)
+        if self._step.storage.adapters:
+            rows = rows._replace(adapters=np.array([self._adapters[live.request.adapter] for live, *_ in parts])[owner])
         if num_decoding == len(parts) or self._step.batch_invariant:
             size = _fitting(self._decode_sizes, num_rows)
             rows, shape = rows.each_alone(owner), PackedShape(size, size, size, 1)

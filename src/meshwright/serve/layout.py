@@ -30,7 +30,8 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     ``num_devices`` (0: all). ``prefix_cache``: see
     `batching.limits.SchedulerLimits`. ``batch_invariant``: see `PackedStep`; up to 32 requests then run at once, in
     steps of 32 tokens. ``draft``: "ngram", or the folder of a smaller model with the same tokens, which proposes
-    ``num_drafts`` tokens for each step of a request; see `drawing.drafts`.
+    ``num_drafts`` tokens for each step of a request; see `drawing.drafts`. ``adapters`` of the model are the folders of
+    their weights by the name that requests give.
     """
 
     max_len: int = 0
@@ -44,6 +45,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     prefix_cache: bool = True
     batch_invariant: bool = False
     mesh: dict[str, int] | None = None
+    adapters: dict[str, Path] | None = None
     num_devices: int = 0
     plan: Path | None = None
     draft: str = ""

@@ -1,6 +1,6 @@
 """Opens a folder to generate from: a finished run, or a Hugging Face model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from meshwright.core.digests import require_intact
 from meshwright.core.errors import InputError
-from meshwright.nn.hf.adapter import ADAPTER_CONFIG, adapted_model, base_folder, is_adapter
+from meshwright.nn.hf.adapter import ADAPTER_CONFIG, adapted_model, base_folder, is_adapter, model_with_adapters
 from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
 from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG, end_name, end_token, read_table, read_tokenizer
@@ -51,17 +51,20 @@ Text = TokenizedText | NumberedText
 
 
 class ModelFolder(NamedTuple):
-    """A model without its weights. ``dtype`` suits the stored weights: fp32, or bf16 for anything narrower."""
+    """A model without its weights. ``dtype`` suits the stored weights: fp32, or bf16 for anything narrower;
+    ``adapters`` are the folders of adapters by the name that requests give."""
 
     folder: Path
     model: Model
     text: Text
     end_tokens: frozenset[int]
     dtype: str
+    adapters: Mapping[str, Path] = {}
 
 
-def open_model(folder: Path) -> ModelFolder:
-    """Opens a folder. Raises InputError for a missing or unreadable file, CannotRunError for a damaged one."""
+def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
+    """Opens a folder, and beside it those of adapters. Raises InputError for a missing or unreadable file,
+    CannotRunError for a damaged one."""
     folder = folder.expanduser()
     base = base_folder(folder) if is_adapter(folder) else folder
     if not (base / CONFIG).is_file():
@@ -74,11 +77,13 @@ def open_model(folder: Path) -> ModelFolder:
     if is_adapter(folder):
         require_intact(folder, [ADAPTER_CONFIG, TOKENIZER])
         model = adapted_model(model, folder)
+    if adapters:
+        model = model_with_adapters(model, list(adapters.values()))
     file = next((found for found in (folder / TOKENIZER, base / TOKENIZER) if found.is_file()), None)
     text = TokenizedText(read_tokenizer(file)) if file else NumberedText()
     with open_checkpoint(base) as tensors:
         dtype = _dtype(model, tensors)
-    return ModelFolder(folder, model, text, _end_tokens(base, text), dtype)
+    return ModelFolder(folder, model, text, _end_tokens(base, text), dtype, adapters)
 
 
 def _dtype(model: Model, tensors: Tensors) -> str:

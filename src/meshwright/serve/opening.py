@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from msgspec.structs import replace
 
 from meshwright.algebra.generation import Storage, cache_table, derive_phase
 from meshwright.algebra.notation import ShardedArray, local_elements, product
@@ -54,7 +55,7 @@ def open_engine(
     model or the memory, CannotRunError for a model that cannot be served.
     """
     keep_freed_memory()
-    source = open_model(Path(folder))
+    source = open_model(Path(folder), options.adapters or {})
     devices = jax.devices()[: options.num_devices or None]
     layout = engine_layout(source, options, devices)
     strategy, options, parts = layout.strategy, layout.options, list[Sequence[Any] | None]([None])
@@ -71,12 +72,11 @@ def open_engine(
         cache_dtype=options.cache_dtype or source.dtype,  # type: ignore[arg-type]
         weights=options.weights,  # type: ignore[arg-type]
         page_len=options.page_len or PAGE_LENS.get(devices[0].platform, 16),
+        adapters=len(source.adapters),
     )
     drafting = None if options.draft in ("", NGRAM) else _draft_model(Path(options.draft), source.model)
     found = _pages(source.model, options, layout, storage, max_requests, drafting)
-    storage = Storage(
-        cache_dtype=storage.cache_dtype, weights=storage.weights, page_len=storage.page_len, num_pages=found.num_pages
-    )
+    storage = replace(storage, num_pages=found.num_pages)
     sizes: dict[str, Any] = {"max_len": found.max_len, "max_seqs": max_requests, "storage": storage}
     step = PackedStep(source.model, strategy, **sizes, batch_invariant=options.batch_invariant)
     limits = SchedulerLimits(
@@ -94,20 +94,24 @@ def open_engine(
         params = _loaded(source, own)
         drafter: Drafter | None = NgramDrafter(options.num_drafts) if options.draft == NGRAM else None
         if drafting:
+            sizes["storage"] = replace(storage, adapters=0)
             small = PackedStep(drafting.model, Strategy(mesh=make_mesh({}), state=strategy.state), **sizes)
             small = small.on(list(own.mesh.devices.flat[:1]))
             drafter = ModelDrafter(small, _loaded(drafting, small), options.num_drafts)
-        engines.append(Engine(own, params, limits, drafter))
+        engines.append(Engine(own, params, limits, drafter, tuple(source.adapters)))
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
     if in_background and engine.is_compiled:
         # programs are read while the first requests run; a process that ends waits for one of them at most
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
     else:
         engine.warm_up(on_shape or (lambda done, all: None))
+    adapted = ""
+    if count := len(source.adapters):
+        adapted = f", {count} adapters of up to rank {source.model.dims['Ra'] // count}"
     held = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(params))
     lines = (
         f"{source.model.name}: {layout.words}, {format_bytes(held)} of weights on each device"
-        f"{without_mtp_words(source.model)}",
+        f"{without_mtp_words(source.model)}{adapted}",
         f"cache: {found.num_pages:,} pages of {storage.page_len} positions, {format_bytes(found.bytes)} of "
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}",
         f"up to {max_requests} requests at once of {found.max_len:,} positions at most; {budget} rows a step"
@@ -141,7 +145,8 @@ def _loaded(source: ModelFolder, step: PackedStep) -> Params:
     """Returns the weights of a folder on the devices of its step, whose programs are kept in files."""
     step.keep_programs(cache_folder() / "programs")
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
-    return step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype))
+    adapters = list(source.adapters.values())
+    return step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype, adapters))
 
 
 def _while_running(done: int, all: int) -> None:
@@ -173,8 +178,7 @@ def _pages(
             f"max_len={options.max_len:,}, but {model.name} has {model.max_positions:,} positions. Give at most that."
         )
     longest, page_len = options.max_len or model.max_positions, storage.page_len
-    one = Storage(cache_dtype=storage.cache_dtype, weights=storage.weights, page_len=page_len, num_pages=1)
-    strategy = strategy_of_heads(layout.strategy, model.num_kv_heads)
+    one, strategy = replace(storage, num_pages=1), strategy_of_heads(layout.strategy, model.num_kv_heads)
     table = cache_table(model, batch_seqs=1, max_len=page_len, storage=one, strategy=strategy, phase="packed")
     declared = derive_phase(model, "packed", strategy, one).declared
     spread = product(strategy.mesh[axis] for axis in declared[table[0].name].axes_of("Pg"))
@@ -184,8 +188,9 @@ def _pages(
     if not options.cache_bytes:
         there, limited_by = _free_bytes(model, layout, declared)
     if drafting:  # on one of the devices, with all its pages
-        small = cache_table(drafting.model, batch_seqs=1, max_len=page_len, storage=one, phase="packed")
-        page_bytes += spread * sum(row.num_bytes for row in small)
+        own = replace(one, adapters=0)
+        small = cache_table(drafting.model, batch_seqs=1, max_len=page_len, storage=own, phase="packed")
+        page_bytes += sum(row.num_bytes for row in small)
         there -= num_params(drafting.model) * STATE_BYTES[layout.strategy.state]["weights"] * (not options.cache_bytes)
     drafts = options.num_drafts if options.draft else 0
     each = -(-(longest + drafts) // page_len)

@@ -12,7 +12,7 @@ from meshwright.batching.pages import PagePool
 
 
 class PrefixNode:
-    """A page of the tree: its tokens, its number, its children by their tokens, and how many requests hold it."""
+    """A page of the tree: its adapter and tokens, its number, its children by theirs, and how many requests hold it."""
 
     __slots__ = ("children", "page", "parent", "tokens", "users")
 
@@ -40,10 +40,11 @@ class PrefixTree(PagePool):
         self._num_shared: dict[int, int] = {}
         self._idle_nodes: OrderedDict[PrefixNode, None] = OrderedDict()
 
-    def enter(self, prefix: int, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Tells the tokens of a request's prompt, and the list that will have the numbers of its pages."""
+    def enter(self, prefix: int, tokens: Sequence[int], pages: Sequence[int], adapter: int = -1) -> None:
+        """Tells the tokens of a request's prompt, and the list that will have the numbers of its pages. Pages of
+        another ``adapter`` have other keys and values, and so are other nodes."""
         starts = range(0, len(tokens) - self.page_len + 1, self.page_len)
-        self._blocks[prefix] = [tuple(tokens[start : start + self.page_len]) for start in starts]
+        self._blocks[prefix] = [(adapter, *tokens[start : start + self.page_len]) for start in starts]
         self._owned[prefix] = pages
 
     def leave(self, prefix: int) -> None:

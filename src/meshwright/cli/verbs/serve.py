@@ -1,5 +1,6 @@
 """`meshwright serve`: a model over HTTP, with OpenAI's routes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -53,6 +54,12 @@ class EngineGiven(Options):
     )
     policy: Literal["chunked", "interleaved", "static"] = option("How requests share steps.", default="chunked")
     batch_invariant: bool = option("The same tokens and log-probabilities, bit for bit, whatever else runs.")
+    adapters: tuple[str, ...] = option(
+        "Adapters in PEFT's format, which requests choose by name as their model.",
+        "--adapters",
+        "--lora-modules",
+        metavar="NAME=FOLDER ...",
+    )
     no_prefix_cache: bool = option(
         "Compute the beginnings that prompts share again.", "--no-prefix-cache", "--no-enable-prefix-caching"
     )
@@ -129,4 +136,18 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> "EngineOp
         num_drafts=given.num_drafts,
         num_devices=given.on.num_chips if given.on else 0,
         plan=given.plan,
+        adapters=_folders_by_name(given.adapters),
     )
+
+
+def _folders_by_name(pairs: Sequence[str]) -> dict[str, Path]:
+    """Returns the folders of adapters by name. Raises InputError for a pair without a name, and a name that is given
+    twice."""
+    found = dict[str, Path]()
+    for pair in pairs:
+        name, _, folder = pair.partition("=")
+        if not name or not folder or name in found:
+            wrong = "is there twice" if name in found else "is not NAME=FOLDER"
+            raise InputError(f"--adapters {pair} {wrong}. Give each adapter a name of its own, such as sql=./sql-lora.")
+        found[name] = Path(folder).expanduser()
+    return found

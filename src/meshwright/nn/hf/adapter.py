@@ -2,24 +2,27 @@
 ``adapter_model.safetensors``."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from meshwright.core.digests import require_intact
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import read_json
 from meshwright.nn.hf.files import Tensors, open_checkpoint
+from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.mxfp4 import with_unpacked
+from meshwright.nn.weights import rows
 from meshwright.spec.model import LORA_TARGETS, Lora, Model
 from meshwright.spec.weights import adapted, frozen_base, weight_table
 
 ADAPTER_CONFIG, ADAPTER_MODEL = "adapter_config.json", "adapter_model.safetensors"
 
-_PLAIN = {"bias": "none", "use_rslora": False, "use_dora": False, "lora_dropout": 0.0}
+_PLAIN = {"bias": "none", "use_rslora": False, "use_dora": False}
 _ABSENT = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
 """Keys of PEFT that may have this value only, and keys that must be absent or empty."""
 
@@ -91,16 +94,65 @@ def _module(model: Model, weight: str) -> str:
     return next((row.hf_name.removesuffix(".weight") for row in table if row.name == f"layers.{weight}"), "")
 
 
+def model_with_adapters(model: Model, folders: Sequence[Path]) -> Model:
+    """Returns a base model with several adapters as one: each has the columns of the largest rank, side by side."""
+    if model.lora:
+        raise InputError(f"{model.name} is an adapter itself. Serve its base, and it beside the other adapters.")
+    if missing := next((folder for folder in folders if not is_adapter(folder)), None):
+        raise InputError(f"{missing} has no {ADAPTER_CONFIG}. Give the folder of an adapter in PEFT's format.")
+    found = [adapted_model(model, folder).lora or Lora() for folder in folders]
+    rank = len(folders) * max(lora.rank for lora in found)
+    targets = tuple(name for name, weight in LORA_TARGETS.items() if any(weight in lora.weights for lora in found))
+    return msgspec.structs.replace(model, lora=Lora(rank=rank, alpha=rank, targets=targets))
+
+
 @contextmanager
-def open_tensors(model: Model, folder: Path) -> Iterator[Tensors]:
-    """Opens the tensors of a checkpoint, or of an adapter and its base."""
+def open_tensors(model: Model, folder: Path, adapters: Sequence[Path] = ()) -> Iterator[Tensors]:
+    """Opens the tensors of a checkpoint, of an adapter and its base, or of a base and several ``adapters`` as one."""
     with ExitStack() as stack:
-        places = [base_folder(folder), folder] if model.lora and is_adapter(folder) else [folder]
-        found: dict[str, Any] = {}
-        for place in places:
+
+        def opened(place: Path) -> Tensors:
             require_intact(place)
-            found |= with_unpacked(stack.enter_context(open_checkpoint(place)))
+            return with_unpacked(stack.enter_context(open_checkpoint(place)))
+
+        places = [base_folder(folder), folder] if model.lora and is_adapter(folder) else [folder]
+        found = {name: tensor for place in places for name, tensor in opened(place).items()}
+        if adapters:
+            found |= _side_by_side(model, [(each, opened(each)) for each in adapters], found)
         yield found
+
+
+def _side_by_side(model: Model, adapters: Sequence[tuple[Path, Tensors]], base: Tensors) -> dict[str, np.ndarray]:
+    """Returns the tensors of several adapters as those of one, with the factor alpha / rank of each in its B.
+
+    What an adapter does not have is zeros. Raises InputError for an adapter of another base.
+    """
+    whole = {name: np.zeros(shape, np.float32) for name, shape in _shapes(model, base).items()}
+    for number, (folder, tensors) in enumerate(adapters):
+        own = adapted_model(frozen_base(model), folder)
+        needed = _shapes(own, base)
+        assert model.lora is not None
+        assert own.lora is not None
+        for name in sorted(needed.keys() | tensors.keys()):
+            shape, wanted = tuple(tensors[name].shape) if name in tensors else (), needed.get(name, ())
+            if shape != wanted:
+                raise InputError(
+                    f"{folder}: {name} is {shape or 'not there'}; {model.name} needs {wanted or 'no such tensor'}. "
+                    f"Give an adapter of this base."
+                )
+            first = number * model.lora.rank // len(adapters)
+            columns, value = slice(first, first + own.lora.rank), tensors[name][tuple(map(slice, shape))]
+            if name.endswith(".lora_A.weight"):
+                whole[name][columns] = value
+            else:
+                whole[name][:, columns] = own.lora.scale * value.astype(np.float32)
+    return whole
+
+
+def _shapes(model: Model, base: Tensors) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the stored tensors of a model's adapter, beside those of a base."""
+    table = rows(model)
+    return {part.tensor: part.shape for part in stored_parts(model, base) if table[part.variable].part == "adapter"}
 
 
 # -- writing ------------------------------------------------------------------------------------------
@@ -120,5 +172,6 @@ def adapter_config(model: Model, base: str) -> dict[str, Any]:
         "target_modules": sorted({".".join(module.split(".")[-2:]) for module in modules}),
         "fan_in_fan_out": model.family == "gpt2",
         "inference_mode": True,
+        "lora_dropout": 0.0,
         **_PLAIN,
     }

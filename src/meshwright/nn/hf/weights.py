@@ -43,14 +43,16 @@ def load_params(
     folder: Path | str,
     shardings: Mapping[str, Sharding] | None = None,
     dtype: Any = None,
+    adapters: Sequence[Path] = (),
 ) -> Params:
     """Loads the weights of a checkpoint in their shardings, by default on the first device, in ``dtype`` if given.
 
-    A model with adapters is read from the folder of its adapter, and from that of its base. Shards are read from the
+    A model with an adapter is read from the folder of its adapter, and from that of its base; with several
+    ``adapters``, from that of their base and theirs. Shards are read from the
     mapped files one by one and put on their devices, so a host holds at most one shard besides its devices' own. Raises
     InputError for a tensor that is missing, misshapen or foreign, CannotRunError for files changed since written.
     """
-    with open_tensors(model, Path(folder)) as tensors:
+    with open_tensors(model, Path(folder), adapters) as tensors:
         return read_params(model, tensors, shardings, dtype)
 
 

@@ -54,9 +54,10 @@ class PackedShape(NamedTuple):
     outputs: int
     longest: int
 
-    def parts(self, pages: int) -> list[tuple[int, ...]]:
-        """Returns the shape of each field of `PackedRows`, with so many pages of a sequence."""
-        return [*[(self.rows,)] * 4, *[(self.sequences,)] * 3, (self.sequences, pages), (self.outputs,)]
+    def parts(self, pages: int, *, adapters: bool) -> list[tuple[int, ...]]:
+        """Returns the shape of each field of `PackedRows` that is read, with so many pages of a sequence."""
+        table, own = (self.sequences, pages), [(self.rows,)] * adapters
+        return [*[(self.rows,)] * 4, *[(self.sequences,)] * 3, table, (self.outputs,), *own]
 
 
 class PackedRows(NamedTuple):
@@ -71,6 +72,7 @@ class PackedRows(NamedTuple):
     lengths: Any
     pages: Any
     last: Any
+    adapters: Any = None
 
     def each_alone(self, owner: Sequence[int] | np.ndarray) -> "PackedRows":
         """Returns the rows as sequences of their own; ``owner`` [R] are the present ones."""
@@ -80,9 +82,9 @@ class PackedRows(NamedTuple):
 
     def padded(self, shape: PackedShape, num_slots: int) -> "PackedRows":
         """Returns the rows with others that change nothing, up to a shape; the pool has ``num_slots`` slots."""
-        fill = PackedRows(0, -1, 0, num_slots, len(self.tokens), 0, 0, 0, 0)
+        fill, adapters = PackedRows(0, -1, 0, num_slots, len(self.tokens), 0, 0, 0, 0, -1), self.adapters is not None
         found = []
-        for one, value, size in zip(self, fill, shape.parts(self.pages.shape[1]), strict=True):
+        for one, value, size in zip(self, fill, shape.parts(self.pages.shape[1], adapters=adapters), strict=False):
             found.append(np.full(size, value, np.int32))
             found[-1][: len(one)] = one
         return PackedRows(*found)
@@ -196,10 +198,11 @@ class PackedStep(HeldArrays):
         A row is a token at a position of its sequence: ``tokens``[R], or with ``sources``[R] >= 0 that entry of
         ``latest``[max_seqs], which is on the devices. Its key goes to ``slots``[R] of the pool, beyond it for padding.
         Sequences have ``counts``[Q] rows from ``first``[Q] on, at most ``longest``, their last ones of ``lengths``[Q]
-        positions, in ``pages``[Q, Bp]. Each shape is compiled once.
+        positions, in ``pages``[Q, Bp]. If the storage has adapters, a row has that of ``adapters``[R], -1: none. Each
+        shape is compiled once.
         """
         shape = PackedShape(len(rows.tokens), len(rows.first), len(rows.last), longest)
-        flat = np.concatenate([part.ravel() for part in rows], dtype=np.int32)
+        flat = np.concatenate([part.ravel() for part in rows if part is not None], dtype=np.int32)
         return self.compiled(shape)(params, cache, latest, flat)
 
     def compiled(self, shape: PackedShape) -> jax.stages.Compiled:
@@ -216,14 +219,18 @@ class PackedStep(HeldArrays):
         """Lowers the program of a shape without data."""
         params, cache = (jax.eval_shape(self._by_layer, shapes) for shapes in (self.param_shapes, self.cache_shapes))
         latest = jax.ShapeDtypeStruct((self.max_seqs,), jnp.int32)
-        flat = jax.ShapeDtypeStruct((sum(map(math.prod, shape.parts(self.cache_sizes["Bp"]))),), jnp.int32)
+        flat = jax.ShapeDtypeStruct((sum(map(math.prod, self._parts(shape))),), jnp.int32)
         return lower(self._program(shape), self.mesh, params, cache, latest, flat)
 
     # -- the programs ------------------------------------------------------------------------------
 
+    def _parts(self, shape: PackedShape) -> list[tuple[int, ...]]:
+        return shape.parts(self.cache_sizes["Bp"], adapters=bool(self.storage.adapters))
+
     def _program(self, shape: PackedShape) -> Any:
         """Returns the jitted function (weights, cache, latest, rows) -> (logits, cache)."""
-        names = ("tokens", "positions", "slots", "first", "counts", "lengths", PAGES, "last")
+        of_rows = ("tokens", "positions", "slots", *["adapters"] * bool(self.storage.adapters))
+        names = (*of_rows, "first", "counts", "lengths", PAGES, "last")
         params, cache = (self._by_layer(specs) for specs in (self.param_specs, self.cache_specs))
         whole = NamedSharding(self.mesh, PartitionSpec())
         mapped = jax.shard_map(
@@ -235,14 +242,13 @@ class PackedStep(HeldArrays):
         )
 
         def step(params: Params, cache: Cache, latest: Array, flat: Array) -> tuple[Array, Cache]:
-            parts = shape.parts(self.cache_sizes["Bp"])
+            parts = self._parts(shape)
             ends = np.cumsum([math.prod(part) for part in parts]).tolist()
             fields = (flat[end - math.prod(part) : end].reshape(part) for part, end in zip(parts, ends, strict=True))
             rows = PackedRows(*fields)
-            tokens = jnp.where(rows.sources >= 0, latest[jnp.maximum(rows.sources, 0)], rows.tokens)
-            given = {name: getattr(rows, name) for name in names}
-            given |= {name: array[:, None] for name, array in (("tokens", tokens), ("positions", rows.positions))}
-            logits, cache = mapped(params, cache, given | {"slots": rows.slots[:, None]})
+            rows = rows._replace(tokens=jnp.where(rows.sources >= 0, latest[jnp.maximum(rows.sources, 0)], rows.tokens))
+            given = {name: getattr(rows, name)[:, None] if name in of_rows else getattr(rows, name) for name in names}
+            logits, cache = mapped(params, cache, given)
             return logits[:, : self.model.vocab_size], cache
 
         formats = self.cache_formats if not self.unrolled else shardings(self.mesh, cache)

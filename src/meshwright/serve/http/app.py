@@ -48,14 +48,14 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """A model that is served; ``max_model_len`` are its positions."""
+    """A model that is served; ``max_model_len`` are its positions, ``parent`` is the base of an adapter."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "meshwright"
     root: str
-    parent: None = None
+    parent: str | None = None
     max_model_len: int
 
 
@@ -123,6 +123,7 @@ class Handlers:
 
     def __init__(self, frontend: Frontend, served: ServedModel, options: HttpOptions) -> None:
         self.frontend, self.served, self.options = frontend, served, options
+        self.models_by_name = served.each()
         self.metrics = ServerMetrics(served.name, frontend)
 
     def route(self, row: Operation) -> Route:
@@ -133,7 +134,7 @@ class Handlers:
             body = None
             if decoder is not None:
                 body = await read_body(request, decoder, self.options.most_body_bytes)
-                self._require_model(body.model)
+                self._named(body.model)
             found = await call(request, body)
             if isinstance(found, msgspec.Struct):
                 return Response(msgspec.json.encode(found), media_type="application/json")
@@ -142,13 +143,15 @@ class Handlers:
         return Route(row.path.replace("{model}", "{model:path}"), endpoint, methods=[row.method.upper()])
 
     async def completions(self, request: Request, body: CompletionBody) -> Exchange:
-        asked = await asked_of_completion(body, self.served, self.frontend)
-        writer = CompletionWriter(self.served, f"cmpl-{request.state.request_id}", int(time.time()))
+        served = self._named(body.model)
+        asked = await asked_of_completion(body, served, self.frontend)
+        writer = CompletionWriter(served, f"cmpl-{request.state.request_id}", int(time.time()))
         return Exchange(asked, writer, self.frontend, self.metrics, request.state.known)
 
     async def chat(self, request: Request, body: ChatBody) -> Exchange:
-        asked = await asked_of_chat(body, self.served, self.frontend)
-        writer = ChatWriter(self.served, f"chatcmpl-{request.state.request_id}", int(time.time()))
+        served = self._named(body.model)
+        asked = await asked_of_chat(body, served, self.frontend)
+        writer = ChatWriter(served, f"chatcmpl-{request.state.request_id}", int(time.time()))
         return Exchange(asked, writer, self.frontend, self.metrics, request.state.known)
 
     async def tokenize(self, _: Request, body: TokenizeBody) -> TokenizeAnswer:
@@ -168,12 +171,10 @@ class Handlers:
         return DetokenizeAnswer(self.served.whole.decode(body.tokens))
 
     async def models(self, *_: Any) -> ModelCards:
-        name, length = self.served.name, self.frontend.max_len
-        return ModelCards(data=[ModelCard(id=name, created=self.served.created, root=name, max_model_len=length)])
+        return ModelCards(data=list(map(self._card, self.models_by_name.values())))
 
     async def model(self, request: Request, _: None) -> ModelCard:
-        self._require_model(request.path_params["model"])
-        return (await self.models()).data[0]
+        return self._card(self._named(request.path_params["model"]))
 
     async def health(self, *_: Any) -> HealthAnswer:
         if not self.frontend.available:
@@ -201,10 +202,18 @@ class Handlers:
     def _document(self) -> bytes:
         return msgspec.json.encode(openapi(OPERATIONS, with_key=bool(self.options.api_keys)))
 
-    def _require_model(self, name: str | None) -> None:
-        if name is not None and name != self.served.name:
-            message = f"the model {name!r} is not served here; {self.served.name!r} is."
+    def _card(self, served: ServedModel) -> ModelCard:
+        name, parent, length = served.name, served.parent, self.frontend.max_len
+        return ModelCard(id=name, created=served.created, root=parent or name, parent=parent, max_model_len=length)
+
+    def _named(self, name: str | None) -> ServedModel:
+        """Returns the model, or adapter, that a request names. Raises RequestError for another name."""
+        found = self.models_by_name.get(self.served.name if name is None else name)
+        if found is None:
+            there = ", ".join(map(repr, self.models_by_name))
+            message = f"the model {name!r} is not served here; {there} {'are' if self.served.adapters else 'is'}."
             raise RequestError(message, 404, param="model", code="model_not_found")
+        return found
 
 
 def make_app(frontend: Frontend, served: ServedModel, options: HttpOptions | None = None) -> Starlette:

@@ -209,6 +209,7 @@ def _asked(
                 # Who has a prompt scored drops the one token after it, so one that ends the text is reported too.
                 stop_tokens=frozenset() if reports and limit == 1 else ends,
                 logprobs=logprobs,
+                adapter=served.adapter,
                 echo=reports or (echo and limit == 0),
                 grammar=grammar,
             )

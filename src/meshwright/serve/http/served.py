@@ -32,15 +32,28 @@ class WholeText(TokenizedText):
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What clients call a model of ``vocab_size`` tokens, and how its text becomes tokens; ``created`` is a Unix time,
-    in s, ``pieces`` what `piece` has found."""
+    in s, ``pieces`` what `piece` has found. ``adapters`` are the names of those that it has; an adapter has the name of
+    its base as ``parent``."""
 
     name: str
+    parent: str | None = None
+    adapters: tuple[str, ...] = ()
     text: Text
     vocab_size: int
     end_tokens: frozenset[int] = frozenset()
     chat: ChatTemplates | None = None
     created: int = msgspec.field(default_factory=lambda: int(time.time()))
     pieces: dict[int, tuple[str, bytes]] = {}
+
+    def each(self) -> dict[str, "ServedModel"]:
+        """Returns the model and its adapters by name."""
+        of_adapters = (msgspec.structs.replace(self, name=name, parent=self.name) for name in self.adapters)
+        return {self.name: self} | {one.name: one for one in of_adapters}
+
+    @property
+    def adapter(self) -> str:
+        """The name of the adapter in the engine, "" for the base."""
+        return self.name if self.parent else ""
 
     @property
     def whole(self) -> Text:
@@ -93,14 +106,18 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 def served_model(found: ModelFolder, name: str | None = None) -> ServedModel:
     """Returns what a folder's model is served as: ``name``, or its folder's name.
 
-    Raises InputError for a chat template that is not valid.
+    Raises InputError for a chat template that is not valid, and an adapter of that name.
     """
     folder: Path = found.folder
     chat = read_chat_templates(folder)
     if chat is None and is_adapter(folder):
         chat = read_chat_templates(base_folder(folder))
+    name, adapters = name or found.model.name, tuple(found.adapters)
+    if name in adapters:
+        raise InputError(f"the base and an adapter are both called {name!r}. Give one of them another name.")
     return ServedModel(
-        name=name or found.model.name,
+        name=name,
+        adapters=adapters,
         text=found.text,
         vocab_size=found.model.vocab_size,
         end_tokens=found.end_tokens,

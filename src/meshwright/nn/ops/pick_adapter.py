@@ -1,0 +1,19 @@
+"""Keeps the columns of each row's own adapter; those of the others become zeros, and all of them for adapter -1."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from meshwright.algebra.steps import Step
+from meshwright.nn.context import Context
+
+
+def pick_adapter(
+    context: Context, step: Step, x: Float[Array, "B T Ra"], adapters: Int[Array, "B T"]
+) -> Float[Array, "B T Ra"]:
+    """Returns x times ``by`` in the columns of adapter ``adapters[B, T]``."""
+    columns = lax.broadcasted_iota(jnp.int32, x.shape, 2) // (x.shape[2] // step.details.count)
+    return jnp.where(columns == adapters[..., None], x * step.details.by, jnp.zeros((), x.dtype))
+
+
+STEPS = {"pick_adapter": pick_adapter}
