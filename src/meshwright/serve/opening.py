@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from meshwright.algebra.generation import CACHE_DTYPES, Storage, cache_table
+from meshwright.algebra.generation import Storage, cache_table, weight_bytes
 from meshwright.batching.limits import Policy, SchedulerLimits
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError
 from meshwright.core.fields import Checked, check_figures
 from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
@@ -23,7 +23,7 @@ from meshwright.serve.engine import Engine
 from meshwright.serve.model_folder import ModelFolder, open_model
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh, mesh_words
-from meshwright.spec.weights import num_params, without_mtp_words
+from meshwright.spec.weights import without_mtp_words
 
 
 class EngineOptions(Checked, frozen=True, kw_only=True):
@@ -33,9 +33,9 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     256, 32 on CPUs. ``token_budget``: rows of a step, by default 2,048, 256 on CPUs. ``page_len``: positions of a page,
     by default 32 on CPUs, 128 on TPUs, 16 on GPUs. ``cache_bytes`` of each device hold pages: by default 90% of what
     the weights leave of an accelerator's memory, or half of a machine's free memory, but no more than all requests need
-    at their longest. ``weights`` is "int8" or "". ``mesh`` is {"tensor": devices} by default. ``prefix_cache``: see
-    `batching.limits.SchedulerLimits`. ``batch_invariant``: see `PackedStep`; up to 32 requests then run at once, in
-    steps of 32 tokens.
+    at their longest. ``weights`` are stored in "int8", "fp8", "int4" or as they are (""). ``mesh`` is
+    {"tensor": devices} by default. ``prefix_cache``: see `batching.limits.SchedulerLimits`. ``batch_invariant``: see
+    `PackedStep`; up to 32 requests then run at once, in steps of 32 tokens.
     """
 
     max_len: int = 0
@@ -54,8 +54,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
         super().__post_init__()
         zero = ("max_len", "max_requests", "token_budget", "cache_bytes", "page_len")
         check_figures(self, "EngineOptions", may_be_zero=zero)
-        if self.cache_dtype not in ("", *CACHE_DTYPES):
-            raise InputError(f"cache dtype {self.cache_dtype!r} is not known.{nearest(self.cache_dtype, CACHE_DTYPES)}")
+        _ = Storage(cache_dtype=self.cache_dtype or "bf16", weights=self.weights).executed  # type: ignore[arg-type]
 
 
 PAGE_LENS = {"cpu": 32, "tpu": 128}
@@ -165,7 +164,7 @@ def _pages(
     split = strategy.mesh["tensor"] if not model.latent_attention else 1
     page_bytes = sum(row.num_bytes for row in table) / split
     each, given = -(-longest // page_len), options.cache_bytes
-    there, limited_by = (given, "cache_bytes") if given else _free_bytes(model, strategy)
+    there, limited_by = (given, "cache_bytes") if given else _free_bytes(model, strategy, storage)
     most, wanted = int(there // page_bytes), max_requests * each
     if wanted <= most:
         return _FoundPages(wanted, longest, wanted * page_bytes, f"{max_requests} requests of {longest:,} positions")
@@ -178,12 +177,12 @@ def _pages(
     return _FoundPages(most, min(longest, most * page_len), most * page_bytes, limited_by)
 
 
-def _free_bytes(model: Model, strategy: Strategy) -> tuple[float, str]:
+def _free_bytes(model: Model, strategy: Strategy, storage: Storage) -> tuple[float, str]:
     """Returns the bytes of a device that pages may have, and their name."""
     device: Any = jax.devices()[0]
     if device.platform == "cpu":
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return free / 2 / strategy.num_chips, "half of the free memory"
     stats = device.memory_stats() or {}
-    weights = num_params(model) * (4 if strategy.state_dtype == "fp32" else 2) / strategy.num_chips
+    weights = weight_bytes(model, storage.weights, 4 if strategy.state_dtype == "fp32" else 2) / strategy.num_chips
     return max(0.0, 0.9 * stats.get("bytes_limit", 0) - weights), "90% of the device's memory without the weights"
