@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.core.errors import InputError
+from meshwright.algebra.generation import weight_bytes
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import format_bytes
 from meshwright.nn.hf.weights import save_hf
 from meshwright.serve.opening import EngineOptions, open_engine
 from meshwright.serve.request import TokenRequest
@@ -45,11 +47,22 @@ def test_a_folder_is_opened_with_what_its_pages_hold(folder):
         ({"max_requests": 40, "token_budget": 16}, "token_budget=16 is less than max_requests=40"),
         ({"batch_invariant": True, "token_budget": 64}, "steps of at most 32 tokens"),
         ({"cache_dtype": "fp9"}, "fp9"),
+        ({"weights": "int5"}, "weight dtype 'int5' is not known. Did you mean 'int8'"),
     ],
 )
 def test_options_that_contradict_each_other_are_one_line(folder, options, words):
     with pytest.raises(InputError, match=words):
         open_engine(folder, EngineOptions(mesh=ONE, **options))
+
+
+@pytest.mark.parametrize("weights", ["fp8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_a_folder_is_opened_with_quantised_weights(folder, weights):
+    """The line says the bytes that lie there, of which pages leave room."""
+    sizes = {"max_requests": 1, "token_budget": 8, "cache_bytes": 100_000, "page_len": 8}
+    opened = open_engine(folder, EngineOptions(mesh=ONE, weights=weights, **sizes))
+    assert f"{format_bytes(weight_bytes(LLAMA, weights, 4))} of weights" in opened.lines[0]
+    with pytest.raises(CannotRunError, match="weights in fp4 are planned, not executed"):
+        EngineOptions(weights="fp4")
 
 
 def test_the_verbs_compile_serve_and_drain(folder, tmp_path):
