@@ -6,12 +6,14 @@ from msgspec.structs import replace
 from meshwright.algebra.derive import derive
 from meshwright.algebra.generation import (
     Storage,
+    WeightDtype,
     cache_table,
     derive_forward,
     derive_phase,
     generation_program,
     one_position,
-    scales,
+    quantised_weights,
+    weight_bytes,
 )
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.program import Program
@@ -20,7 +22,7 @@ from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import kv_cache_bytes
 from meshwright.spec.catalogue import load_model, models
-from meshwright.spec.model import Lora
+from meshwright.spec.model import GROUP, Lora, Model
 from meshwright.spec.strategy import Strategy, cache_assignment, make_mesh, standard_assignment, stationary_assignment
 
 LLAMA = load_model("llama3-8b")
@@ -197,9 +199,13 @@ def test_nothing_is_held_or_differentiated():
         derive(generation_program(LLAMA, "prefill"), Strategy(mesh=make_mesh({})))
 
 
-def test_scales_have_the_dims_that_no_product_sums_over():
-    found = {name: scale.dims for name, scale in scales(LLAMA).items()}
-    assert found == {
+def scales(model: Model, dtype: WeightDtype = "int8") -> dict[str, tuple[str, ...]]:
+    return {name: scale.dims for name, (_, scale) in quantised_weights(model, dtype).items()}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_scales_have_the_dims_that_no_product_sums_over(dtype):
+    assert scales(LLAMA, dtype) == {
         "embed": ("V",),
         "unembed": ("V",),
         "wq": ("N", "H"),
@@ -210,17 +216,40 @@ def test_scales_have_the_dims_that_no_product_sums_over():
         "w_up": ("F",),
         "w_down": ("D",),
     }
+    assert {weight.dtype for weight, _ in quantised_weights(LLAMA, dtype).values()} == {dtype}
 
 
 def test_scales_of_experts_and_of_what_two_products_sum_differently():
-    found = {name: scale.dims for name, scale in scales(load_model("deepseek-v3")).items()}
+    found = scales(load_model("deepseek-v3"))
     assert found["experts_w_up_moe"] == ("E", "Fe")
     assert found["experts_w_down_moe"] == ("E", "D")
     assert found["wk_b"] == ("N",), "prefill sums over Rkv, generation over Hn"
     assert found["wv_b"] == ("N", "Hv")
     assert not [name for name in found if name.startswith("router")]
     tied = scales(replace(LLAMA, tied_embeddings=True))
-    assert tied["embed"].dims == ("V",), "a table of tokens that is also the head"
+    assert tied["embed"] == ("V",), "a table of tokens that is also the head"
+
+
+def test_int4_has_scales_of_groups_of_inputs_and_tables_in_int8():
+    found = quantised_weights(load_model("deepseek-v3"), "int4")
+    dims = {name: scale.dims for name, (_, scale) in found.items()}
+    assert dims["wq_a"] == ("Dg", "Rq")
+    assert dims["wk_b"] == ("Rkvg", "N", "Hn")
+    assert dims["wo"] == ("N", "Hvg", "D")
+    assert dims["experts_w_down_moe"] == ("E", "Feg", "D")
+    assert {name for name, (weight, _) in found.items() if weight.dtype != "int4"} == {"embed", "unembed"}
+    assert {found[name][0].dtype for name in ("embed", "unembed")} == {"int8"}
+    assert (dims["embed"], dims["unembed"]) == (("V",), ("V",))
+    assert LLAMA.dims["Dg"] * GROUP == 4096
+
+
+def test_bytes_of_weights_by_hand():
+    """llama3-8b: 32 layers of 218,103,808 matrix entries and two norms, two tables of 128,256 x 4096, one norm."""
+    matrices, tables, vectors = 32 * 218_103_808, 2 * 128_256 * 4096, 2 * (32 * 2 + 1) * 4096
+    assert weight_bytes(LLAMA, "", 2) == 2 * (matrices + tables) + vectors
+    assert weight_bytes(LLAMA, "int4", 2) == matrices / 2 + 4 * matrices / 64 + tables + 4 * 2 * 128_256 + vectors
+    outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14_336 + 4096) + 2 * 128_256
+    assert weight_bytes(LLAMA, "fp8", 2) == weight_bytes(LLAMA, "int8", 2) == matrices + tables + 4 * outputs + vectors
 
 
 def test_int8_weights_travel_as_int8():
@@ -235,7 +264,8 @@ def test_int8_weights_travel_as_int8():
 def test_what_is_planned_and_not_executed():
     assert Storage(weights="int8", cache_dtype="int8").executed == ("int8", "int8")
     assert Storage().executed == ("bf16", "as they are")
-    for planned in (Storage(weights="fp8"), Storage(weights="fp4"), Storage(cache_dtype="fp8")):
+    assert [Storage(weights=dtype).executed[1] for dtype in ("fp8", "int4")] == ["fp8", "int4"]
+    for planned in (Storage(weights="fp4"), Storage(cache_dtype="fp8")):
         with pytest.raises(CannotRunError, match="planned, not executed"):
             _ = planned.executed
     with pytest.raises(InputError, match="weight dtype 'fp9' is not known"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from meshwright.algebra.generation import weight_bytes
 from meshwright.api.planning import plan_of
 from meshwright.cli.verb import Options
 from meshwright.cli.verbs.bench_serve import command as bench_serve
@@ -19,6 +20,7 @@ from meshwright.cli.verbs.compile import command as compile_verb
 from meshwright.cli.verbs.serve import command as serve
 from meshwright.cli.verbs.serve import engine_options
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import format_bytes
 from meshwright.cost.setting import Setting
 from meshwright.nn.hf.weights import save_hf
 from meshwright.plan.serving.file import save_service, service_file
@@ -64,6 +66,7 @@ def test_a_folder_is_opened_with_what_its_pages_hold(folder):
         ({"max_requests": 40, "token_budget": 16}, "token_budget=16 is less than max_requests=40"),
         ({"batch_invariant": True, "token_budget": 64}, "steps of at most 32 tokens"),
         ({"cache_dtype": "fp9"}, "fp9"),
+        ({"weights": "int5"}, "weight dtype 'int5' is not known. Did you mean 'int8'"),
     ],
 )
 def test_options_that_contradict_each_other_are_one_line(folder, options, words):
@@ -140,6 +143,16 @@ def test_adapters_are_given_as_vllm_takes_them(verb):
 def test_an_adapter_without_a_name_of_its_own_is_one_line(pairs, words, call):
     flags = [word for pair in pairs for word in ("--adapters", pair)]
     call("compile", "tiny", *flags).assert_refused(2, words)
+
+
+@pytest.mark.parametrize("weights", ["fp8", pytest.param("int4", marks=pytest.mark.slow)])
+def test_a_folder_is_opened_with_quantised_weights(folder, weights):
+    """The line says the bytes that lie there, of which pages leave room."""
+    sizes = {"max_requests": 1, "token_budget": 8, "cache_bytes": 100_000, "page_len": 8}
+    opened = open_engine(folder, EngineOptions(mesh=ONE, weights=weights, **sizes))
+    assert f"{format_bytes(weight_bytes(LLAMA, weights, 4))} of weights" in opened.lines[0]
+    with pytest.raises(CannotRunError, match="weights in fp4 are planned, not executed"):
+        EngineOptions(weights="fp4")
 
 
 def test_the_verbs_compile_serve_and_drain(folder, tmp_path):

@@ -1,4 +1,4 @@
-"""int8 storage: rounding within its bound, half the bytes of bf16, and products that are exact in what is stored."""
+"""Quantised storage: rounding within its bound, the bytes that are declared, products exact in what is stored."""
 
 import jax
 import jax.numpy as jnp
@@ -6,23 +6,31 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import scales
+from meshwright.algebra.generation import quantised_weights, weight_bytes
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.nn.experts.products import blocks_of, slot_product
 from meshwright.nn.experts.slots import Ragged
 from meshwright.nn.ops.einsum import contract_step
 from meshwright.nn.quantisation import (
+    LARGEST_OF,
     absmax_scale,
-    contracted_axes,
+    dequantised,
+    pairs,
     param_shapes,
     quantise,
-    quantise_params,
     scaled_product,
+    stored_params,
+    unpaired,
 )
 from meshwright.nn.weights import param_shapes as float_shapes
 from tests.nn.arrays import close
-from tests.parallel.generate_cases import FAMILIES, dequantise, dequantise_params, float_params
+from tests.parallel.generate_cases import FAMILIES, dequantise_params, float_params, with_groups
+
+
+def dequantise(values: jax.Array, scale: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """What values stand for, in float32; ``scale`` lacks the dims ``axes``."""
+    return values.astype(jnp.float32) * jnp.expand_dims(scale, axes)
 
 
 def test_no_entry_is_off_by_more_than_half_a_scale():
@@ -119,29 +127,65 @@ def test_tokens_packed_by_expert_meet_their_own_scales():
     close(found.rows, expected)
 
 
+def test_fp8_is_off_by_at_most_a_sixteenth_of_an_entry():
+    """e4m3 has 3 bits of mantissa; below its smallest normal number, 2^-6, steps are 2^-9."""
+    x = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+    scale = absmax_scale(jnp.asarray(x), (0,), "fp8")
+    values = quantise(jnp.asarray(x), scale, (0,), "fp8")
+    assert values.dtype == jnp.float8_e4m3fn
+    np.testing.assert_allclose(scale, np.abs(x).max(0) / 448, rtol=1e-6)
+    assert np.abs(np.asarray(values, np.float32)).max(0) == pytest.approx(np.full(32, 448))
+    error = np.abs(np.asarray(dequantise(values, scale, (0,))) - x)
+    assert np.all(error <= np.maximum(np.abs(x) / 16, np.asarray(scale) * 2**-10) * (1 + 1e-5))
+    assert np.any(error > np.abs(x) / 32)
+
+
+def test_int4_values_are_pairs_in_bytes():
+    values = np.random.default_rng(0).integers(-7, 8, (3, 5, 6)).astype(np.int8)
+    stored = pairs(jnp.asarray(values, jnp.int4))
+    assert (stored.shape, stored.dtype, stored.nbytes) == ((3, 5, 3), jnp.uint8, values.size // 2)
+    np.testing.assert_array_equal(np.asarray(stored) & 15, values[..., ::2] & 15, "the low half comes first")
+    np.testing.assert_array_equal(unpaired(stored).astype(jnp.int8), values)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "repeats"), [("DF", ("Dg", "F"), (3, 1)), ("NHD", ("N", "Hg", "D"), (1, 4, 1))]
+)
+def test_a_scale_of_a_group_is_that_of_each_of_its_inputs(values, scale, repeats):
+    rng = np.random.default_rng(0)
+    sizes = {"D": 6, "F": 5, "N": 2, "H": 8} if values == "DF" else {"N": 2, "H": 8, "D": 5}
+    whole = rng.integers(-7, 8, [sizes[d] for d in values]).astype(np.float32)
+    factors = rng.normal(size=[n // r for n, r in zip(whole.shape, repeats, strict=True)]).astype(np.float32)
+    expected = whole * np.kron(factors, np.ones(repeats, np.float32))
+    np.testing.assert_array_equal(dequantised(jnp.asarray(whole), jnp.asarray(factors), tuple(values), scale), expected)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_matrix_of_every_family_takes_a_quarter_of_float32(name):
-    model = FAMILIES[name]
+def test_the_arrays_of_every_family_have_the_declared_bytes(name, dtype):
+    model = with_groups(FAMILIES[name])
     shapes = float_shapes(model)
-    found, axes, named = param_shapes(model, shapes), contracted_axes(model), scales(model)
-    assert set(found) == set(shapes) | {scale.name for scale in named.values()}
-    for weight, over in axes.items():
-        assert (found[weight].shape, found[weight].dtype) == (shapes[weight].shape, jnp.int8)
-        kept = tuple(n for i, n in enumerate(shapes[weight].shape) if i not in over)
-        assert (found[named[weight].name].shape, found[named[weight].name].dtype) == (kept, jnp.float32)
-    others = {n: s for n, s in shapes.items() if n not in axes}
-    assert others == {n: found[n] for n in others}
+    found, named = param_shapes(model, shapes, dtype), quantised_weights(model, dtype)
+    assert set(found) == set(shapes) | {scale.name for _, scale in named.values()}
+    assert sum(shape.size * shape.dtype.itemsize for shape in found.values()) == weight_bytes(model, dtype, 4)
+    assert {n: s for n, s in shapes.items() if n not in named} == {n: found[n] for n in shapes if n not in named}
+    matrices = [weight for weight, _ in named.values() if weight.dtype == dtype]
+    assert 4 * len(matrices) >= 3 * len(named), "few are stored otherwise"
 
 
-def test_weights_come_back_within_half_a_scale():
-    model = FAMILIES["llama"]
+@pytest.mark.parametrize("dtype", ["int8", "fp8", "int4"])
+def test_weights_come_back_within_their_rounding(dtype):
+    model = with_groups(FAMILIES["llama"])
     params = float_params(model)
-    found = jax.jit(lambda given: quantise_params(model, given))(params)
-    back = jax.jit(lambda given: dequantise_params(model, given))(found)
+    found = jax.jit(lambda given: stored_params(model, given, dtype))(params)
+    back = dequantise_params(model, dtype, found)
     assert set(back) == set(params)
-    assert sum(found[n].nbytes for n in contracted_axes(model)) * 4 == sum(
-        params[n].nbytes for n in contracted_axes(model)
-    )
-    for weight, over in contracted_axes(model).items():
-        half = np.expand_dims(np.asarray(found[scales(model)[weight].name]), over) / 2
-        assert np.all(np.abs(np.asarray(back[weight]) - np.asarray(params[weight])) <= half * (1 + 1e-5))
+    for name, (weight, scale) in quantised_weights(model, dtype).items():
+        one = {"int8": 0, "int4": 0, "fp8": 1 / 16}[weight.dtype]
+        ones = {**found, name: jnp.ones_like(params[name], {"int8": jnp.int8, "fp8": jnp.float32}.get(weight.dtype))}
+        if weight.dtype == "int4":
+            ones[name] = pairs(jnp.ones(params[name].shape, jnp.int4))
+        half = dequantise_params(model, dtype, ones)[name] / 2 * (2**-9 if weight.dtype == "fp8" else 1)
+        error = np.abs(np.asarray(back[name]) - np.asarray(params[name]))
+        assert np.all(error <= np.maximum(half, np.abs(params[name]) * one) * (1 + 1e-5)), scale.name
+        assert LARGEST_OF[weight.dtype] == np.abs(np.asarray(unpaired(found[name]).astype(jnp.float32))).max()

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import scales
+from meshwright.algebra.generation import WeightDtype, quantised_weights
 from meshwright.nn.forward import logits_fn
-from meshwright.nn.quantisation import contracted_axes
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.spec.model import Model
@@ -35,6 +34,12 @@ DEFAULT = ("llama", "gemma2", "gpt_oss")
 """Families of the default tier; mixtral is there on a mesh."""
 
 
+def with_groups(model: Model) -> Model:
+    """The model with widths of several groups of inputs, which two devices share evenly."""
+    widths = ("d_ff", "d_ff_expert", "d_ff_shared", *(["d_model"] if model.name == LLAMA.name else []))
+    return replace(model, **{width: 128 for width in widths if getattr(model, width)})
+
+
 def float_params(model: Model, seed: int = 0) -> Params:
     """Weights large enough that every part of the model shows in the logits."""
     rng = np.random.default_rng(seed)
@@ -45,20 +50,26 @@ def float_params(model: Model, seed: int = 0) -> Params:
     return found
 
 
-def dequantise(values: jax.Array, scale: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """What int8 values stand for, in float32; ``scale`` lacks the dims ``axes``."""
-    return values.astype(jnp.float32) * jnp.expand_dims(scale, axes)
+def dequantise_params(model: Model, dtype: WeightDtype, params: Params) -> Params:
+    """Float weights that stand for those stored in ``dtype``, by NumPy: every value times the scale of its group."""
+    found = {name: np.asarray(array) for name, array in params.items()}
+    for name, (weight, scale) in quantised_weights(model, dtype).items():
+        values, factors = _unpaired(found[name]).astype(np.float32), found.pop(scale.name)
+        for axis, dim in enumerate(weight.dims, start=values.ndim - len(weight.dims)):
+            if f"{dim}g" in scale.dims:
+                factors = np.repeat(factors, values.shape[axis] // factors.shape[axis], axis)
+            elif dim not in scale.dims:
+                factors = np.expand_dims(factors, axis)
+        found[name] = values * factors
+    return {name: jnp.asarray(array) for name, array in found.items()}
 
 
-def dequantise_params(model: Model, params: Params) -> Params:
-    """Float weights that stand for quantised ones."""
-    axes, named = contracted_axes(model), scales(model)
-    beside = {scale.name for scale in named.values()}
-    return {
-        name: dequantise(weight, params[named[name].name], axes[name]) if name in axes else weight
-        for name, weight in params.items()
-        if name not in beside
-    }
+def _unpaired(values: np.ndarray) -> np.ndarray:
+    """Two signed numbers of each byte, the low half first, where values are pairs in bytes."""
+    if values.dtype != np.uint8:
+        return values
+    halves = np.stack([values & 15, values >> 4], axis=-1).astype(np.int8)
+    return np.where(halves > 7, halves - 16, halves).reshape(*values.shape[:-1], -1)
 
 
 def step_of(model: Model, axes: dict[str, int], *, layout: str = "", **options: Any) -> GenerateStep:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.hlo.collectives import collectives
-from meshwright.nn.quantisation import quantise_params
+from meshwright.nn.quantisation import stored_params
 from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.spec.strategy import held_dims
 from tests.parallel.generate_cases import (
@@ -27,6 +27,7 @@ from tests.parallel.generate_cases import (
     rows_of,
     step_of,
     with_cache,
+    with_groups,
     without_cache,
 )
 from tests.traffic import compiled_traffic, derived_traffic
@@ -144,21 +145,28 @@ def test_compiled_collectives_are_the_derived_ones(name, axes, options):
         assert compiled_traffic(collectives(step.compiled(length).as_text(), mesh), mesh) == expected
 
 
-@pytest.mark.parametrize("name", [slow_unless(name, ("llama",)) for name in FAMILIES])
-def test_int8_weights_are_products_with_what_they_stand_for(name):
-    # float weights that int8 holds but for rounding: one device's forward pass over what the values stand for
-    model = FAMILIES[name]
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if name == "llama" and dtype != "int8" else pytest.mark.slow)
+        for name in FAMILIES
+        for dtype in ("int8", "fp8", "int4")
+    ],
+)
+def test_quantised_weights_are_products_with_what_they_stand_for(name, dtype):
+    # float weights that the dtype holds but for rounding: one device's forward pass over what the values stand for
+    model = with_groups(FAMILIES[name]) if dtype == "int4" else FAMILIES[name]
     params = float_params(model)
-    quantised = jax.jit(lambda given: quantise_params(model, given))(params)
-    step = step_of(model, {"data": 2, "tensor": 2}, weights="int8")
-    stored = dequantise_params(model, quantised)
-    assert_close(with_cache(step, params, num_steps=1).logits, without_cache(model, stored, num_steps=1))
+    quantised = jax.jit(lambda given: stored_params(model, given, dtype))(params)
+    step = step_of(model, {"data": 2, "tensor": 2}, weights=dtype)
+    whole = dequantise_params(model, dtype, quantised)
+    assert_close(with_cache(step, params, num_steps=1).logits, without_cache(model, whole, num_steps=1))
     placed = step.place(params)
+    assert {name: array.shape for name, array in placed.items()} == {n: s.shape for n, s in step.param_shapes.items()}
     for weight, array in placed.items():
         np.testing.assert_array_equal(np.asarray(array), np.asarray(quantised[weight]))
     heads = next(weight for weight in params if weight.startswith("wo"))
-    assert placed[heads].dtype == jnp.int8
-    assert placed[heads].addressable_shards[0].data.nbytes == params[heads].nbytes / 4 / 2
+    assert placed[heads].addressable_shards[0].data.nbytes == params[heads].nbytes / {"int4": 8}.get(dtype, 4) / 2
 
 
 def test_an_int8_cache_holds_what_a_float_one_holds_but_for_rounding():
@@ -201,7 +209,7 @@ def test_lengths_of_prompts_are_few():
         ({"pipeline": 2}, {}, CannotRunError, "pipeline=2 trains but does not generate"),
         ({"data": 8}, {}, InputError, "B=4 of .* does not divide by data=8"),
         ({}, {"cache_dtype": "fp8"}, InputError, "cache_dtype is 'fp8'. Give bf16, fp32 or int8"),
-        ({}, {"weights": "int4"}, InputError, "weights is 'int4'. Give as they are or int8"),
+        ({}, {"weights": "int5"}, InputError, "weights is 'int5'. Give as they are, int8, fp8 or int4"),
     ],
 )
 def test_what_cannot_generate_is_refused(axes, options, error, message):

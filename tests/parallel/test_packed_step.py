@@ -6,10 +6,22 @@ import numpy as np
 import pytest
 
 from meshwright.algebra.generation import Storage
+from meshwright.algebra.sizes import OpSizes
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.nn.quantisation import stored_params
 from meshwright.parallel.generation.packed_step import PackedRows, PackedStep
 from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
-from tests.parallel.generate_cases import DEFAULT, FAMILIES, LLAMA, MAX_LEN, assert_close, float_params, rows_of
+from tests.parallel.generate_cases import (
+    DEFAULT,
+    FAMILIES,
+    LLAMA,
+    MAX_LEN,
+    assert_close,
+    dequantise_params,
+    float_params,
+    rows_of,
+    with_groups,
+)
 
 PAGE_LEN, NUM_SEQS = 4, 3
 STEPS = (
@@ -128,6 +140,46 @@ def test_loops_over_layers_give_the_same(monkeypatch):
     assert_close(run(step, params), reference(LLAMA, params))
 
 
+GROUPED = with_groups(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "axes"),
+    [
+        ("fp8", {"tensor": 2}),
+        ("int4", {"tensor": 2}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("int8", {"tensor": 2}), ("int8", {}), ("fp8", {}), ("int4", {}))
+        ),
+    ],
+)
+def test_quantised_weights_are_products_with_what_they_stand_for(dtype, axes):
+    params = float_params(GROUPED)
+    whole = dequantise_params(GROUPED, dtype, stored_params(GROUPED, params, dtype))
+    assert_close(run(packed_step(GROUPED, axes, weights=dtype), params), reference(GROUPED, whole))
+
+
+def test_loops_over_layers_read_pairs_of_int4(monkeypatch):
+    params, step = float_params(GROUPED), packed_step(GROUPED, weights="int4")
+    whole = dequantise_params(GROUPED, "int4", stored_params(GROUPED, params, "int4"))
+    monkeypatch.setattr(step, "unrolled", False)
+    assert_close(run(step, params), reference(GROUPED, whole))
+
+
+@pytest.mark.parametrize("dtype", ["", "int8", "fp8", "int4"])
+def test_the_weights_of_a_device_have_the_bytes_that_are_declared(dtype):
+    """What is priced, the weights and scales of the derived program, is what lies on a device, byte for byte."""
+    step = packed_step(GROUPED, {"tensor": 2}, weights=dtype)
+    held = {name: jax.tree.leaves(arrays) for name, arrays in step.place(float_params(GROUPED)).items()}
+    sizes = OpSizes(dims=GROUPED.dims, mesh=step.strategy.mesh, state="fp32")
+    declared = {name: sizes.bytes(step.declared[name]) * len(layers) for name, layers in held.items()}
+    found = {name: sum(one.addressable_shards[0].data.nbytes for one in layers) for name, layers in held.items()}
+    assert found == declared
+    weights = step.derived.program.of_role("weight", "vector")
+    assert set(held) == {variable.name for variable in weights}, "nothing is held beside"
+
+
 def test_tokens_come_from_the_devices_where_a_row_says_so():
     params, step = float_params(LLAMA), packed_step(LLAMA)
     rows, pages = rows_of(LLAMA), np.arange(6)[None]
@@ -145,5 +197,11 @@ def test_what_cannot_run_is_refused():
         packed_step(LLAMA, {"data": 3})
     with pytest.raises(CannotRunError, match="pipeline=2 trains but does not generate"):
         packed_step(LLAMA, {"pipeline": 2})
+    with pytest.raises(CannotRunError, match="weights in fp4 are planned, not executed"):
+        packed_step(LLAMA, weights="fp4")
+    with pytest.raises(
+        InputError, match=r"Fg=3 of w_down_scale.* does not divide by tensor=2. Use weights without groups"
+    ):
+        packed_step(LLAMA, {"tensor": 2}, weights="int4")
     with pytest.raises(InputError, match="page_len"):
         PackedStep(LLAMA, Strategy(mesh=make_mesh({})), max_len=8, max_seqs=2, storage=Storage())

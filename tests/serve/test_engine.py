@@ -11,14 +11,16 @@ from meshwright.algebra.generation import Storage
 from meshwright.batching.limits import POLICIES, SchedulerLimits
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.forward import logits_fn
+from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drawer import OutputRow, TokenDrawer
 from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.engine import Engine, EngineGroup
+from meshwright.serve.generate import generate
 from meshwright.serve.request import TokenRequest
 from meshwright.spec.strategy import Strategy, make_mesh
-from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest
+from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest, with_groups
 
 MAX_LEN, PAGE_LEN, NUM_PAGES = 32, 4, 24
 PROMPTS = [[5, 9, 60, 2, 7, 7, 1, 8, 30], [3], [11, 12, 13], list(range(20, 37)), [40, 2], [9] * 6]
@@ -30,8 +32,8 @@ def params():
     return float_params(LLAMA)
 
 
-def step_of(model=LLAMA, *, batch_invariant=False, axes=None) -> PackedStep:
-    storage = Storage(cache_dtype="fp32", page_len=PAGE_LEN, num_pages=NUM_PAGES)
+def step_of(model=LLAMA, *, batch_invariant=False, axes=None, weights="") -> PackedStep:
+    storage = Storage(cache_dtype="fp32", weights=weights, page_len=PAGE_LEN, num_pages=NUM_PAGES)
     strategy = Strategy(mesh=make_mesh(axes or {}), state="fp32")
     return PackedStep(model, strategy, max_len=MAX_LEN, max_seqs=4, storage=storage, batch_invariant=batch_invariant)
 
@@ -100,6 +102,18 @@ def test_heads_over_devices_give_the_same_tokens(params, expected):
     assert found[:-1] == expected
     assert len(found[-1]) == NUM_TOKENS
     assert_whole(engine)
+
+
+@pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.slow), "fp8", "int4"])
+def test_greedy_tokens_of_quantised_weights_are_those_of_one_program_for_prompts_and_one_for_decoding(weights):
+    """On two devices, against `GenerateStep` on one."""
+    model = with_groups(LLAMA)
+    params, split = float_params(model), step_of(model, axes={"tensor": 2}, weights=weights)
+    found = engine_on(split, split.place(params)).run([request(prompt) for prompt in PROMPTS[:4]])
+    strategy = Strategy(mesh=make_mesh({}), state="fp32")
+    one = GenerateStep(model, strategy, max_len=MAX_LEN, batch_seqs=4, cache_dtype="fp32", weights=weights)
+    expected = generate(one, one.place(params), PROMPTS[:4], max_tokens=NUM_TOKENS)
+    assert [tokens_of(outputs) for outputs in found] == [list(each.tokens) for each in expected.completions]
 
 
 def test_a_preempted_request_goes_on_where_it_was(engine_of, expected):

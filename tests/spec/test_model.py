@@ -25,7 +25,9 @@ SIZES = {
 
 
 def test_dims_of_a_dense_model():
-    assert Model(**SIZES).dims == {"D": 64, "F": 96, "N": 8, "K": 2, "G": 4, "H": 8, "V": 128, "L": 2}
+    dims = Model(**SIZES).dims
+    assert {dim: dims.pop(dim) for dim in ("Dg", "Fg", "Hg")} == {"Dg": 64 // 64, "Fg": 96 // 32, "Hg": 8 // 8}
+    assert dims == {"D": 64, "F": 96, "N": 8, "K": 2, "G": 4, "H": 8, "V": 128, "L": 2}
 
 
 def test_dims_of_latent_attention_and_experts():

@@ -33,7 +33,7 @@ from meshwright.masks.user import is_users, table_of_user
 from meshwright.spec.job import Job
 from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.strategy import GENERATION_RULES, Rules, Strategy, held_dims
-from meshwright.spec.weights import without_mtp
+from meshwright.spec.weights import group_dims, without_mtp
 
 GenerationPhase = Literal["prefill", "decode", "packed"]
 PHASES: tuple[GenerationPhase, ...] = ("prefill", "decode")
@@ -43,6 +43,8 @@ Attributes = tuple[tuple[str, str], ...]
 CacheDtype = Literal["bf16", "fp32", "int8"]
 PlannedCacheDtype = CacheDtype | Literal["fp8"]
 WeightDtype = Literal["", "int8", "fp8", "int4", "fp4"]
+WeightStorage = Literal["as they are", "int8", "fp8", "int4"]
+"""Dtype of weights that is executed, "as they are" for ""."""
 
 CACHE_DTYPES: tuple[str, ...] = (*get_args(CacheDtype), "fp8")
 """Dtypes of caches that are planned; all but fp8 are executed."""
@@ -51,12 +53,13 @@ CACHE_DTYPES: tuple[str, ...] = (*get_args(CacheDtype), "fp8")
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """How generation stores weights and caches.
 
-    ``weights`` is the dtype of matrices, with `scales` ("": the state's own, without); int8 alone is executed in this
-    version, and of caches all but fp8, which has no scales. A cache is contiguous, position p of a sequence in slot p
-    of S; where the layer has a window it is a ring, p in slot p mod S with S at most the window. With a ``page_len``
-    the other layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl. All devices have
-    ``num_pages`` together (0: enough for every sequence; unused without ``page_len``); sequences of one device share
-    its pages. ``adapters`` is the number of adapters that share the rank of the model's own; a row has one of them.
+    ``weights`` is the dtype of matrices, see `quantised_weights` ("": the state's own); all but fp4 are executed in
+    this version, and of caches all but fp8, which has no scales. A cache is contiguous, position p of a sequence in
+    slot p of S; where the layer has a window it is a ring, p in slot p mod S with S at most the window. With a
+    ``page_len`` the other layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl. All
+    devices have ``num_pages`` together (0: enough for every sequence; unused without ``page_len``); sequences of one
+    device share its pages. ``adapters`` is the number of adapters that share the rank of the model's own; a row has one
+    of them.
     """
 
     cache_dtype: PlannedCacheDtype = "bf16"
@@ -77,14 +80,18 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"page_len={self.page_len} and num_pages={self.num_pages} must be at least 0.")
 
     @property
-    def executed(self) -> tuple[CacheDtype, Literal["as they are", "int8"]]:
+    def executed(self) -> tuple[CacheDtype, WeightStorage]:
         """The dtypes of caches and weights as `GenerateStep` takes them. Raises CannotRunError for others."""
-        if self.cache_dtype == "fp8" or self.weights not in ("", "int8"):
-            raise CannotRunError(
-                f"weights in {self.weights or 'their own dtype'} and caches in {self.cache_dtype} are planned, not "
-                f"executed, in this version. Use int8 or none of them."
-            )
-        return self.cache_dtype, "int8" if self.weights else "as they are"
+        if self.cache_dtype == "fp8":
+            raise CannotRunError("caches in fp8 are planned, not executed, in this version. Use int8, bf16 or fp32.")
+        if self.weights == "fp4":
+            raise CannotRunError("weights in fp4 are planned, not executed, in this version. Use int4, fp8 or int8.")
+        return self.cache_dtype, self.weights or "as they are"
+
+
+def weight_dtype(weights: WeightStorage) -> WeightDtype:
+    """Returns the dtype of `Storage.weights`."""
+    return "" if weights == "as they are" else weights
 
 
 AS_WRITTEN = Storage()
@@ -208,12 +215,16 @@ def _merged(*several: tuple[str, ...]) -> tuple[str, ...]:
 # -- quantised weights ----------------------------------------------------------------------------------
 
 
-def scales(model: Model) -> dict[str, Variable]:
-    """Maps each weight that may be quantised to the variable of its scales, whose dims are those that no product sums.
+def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Variable, Variable]]:
+    """Maps each weight that is quantised to its variable, as stored, and that of its scales in float32.
 
     These are matrices of products and the table of tokens, not routers, which choose by small differences, nor tables
-    of positions, nor adapters. Scales are split as their weight is, but scales over D, Rq or Rkv alone are whole.
+    of positions, nor adapters. Scales have the dims that no product sums, of int4 also groups of inputs:
+    `spec.model.GROUP`. With int4 what is outside the layers, the table of tokens and the head, is in int8, and what has
+    no even last dim. Scales are split as their weight is, but scales over D, Rq or Rkv alone are whole.
     """
+    if not dtype:
+        return {}
     table = {name: weight for name, (weight, _) in weight_variables(model).items()}
     kept: dict[str, set[str]] = {}
     for program in (_plain_program(model, phase, AS_WRITTEN) for phase in PHASES):
@@ -222,16 +233,31 @@ def scales(model: Model) -> dict[str, Variable]:
             if weight and weight.part not in ("router", "adapter") and weight.dims[0] != "P":
                 dims = program.variables[op.out].dims if op.kind == "einsum" else weight.dims[:1]
                 kept[op.inputs[1]] = kept.get(op.inputs[1], set(weight.dims)) & set(dims)
-    found = {}
+    found, variables = {}, transformer(model).variables
     for name, names in kept.items():
-        dims = tuple(dim for dim in table[name].dims if dim in names)
-        role = "vector" if names <= {"D", "Rq", "Rkv"} else "weight"
-        found[name] = Variable(scale_name(name), dims, role, "fp32")
+        weight, stored = table[name], dtype
+        dims = tuple(dim for dim in weight.dims if dim in names)
+        if dtype == "int4" and weight.layers and weight.inputs and model.dims[weight.dims[-1]] % 2 == 0:
+            dims = group_dims(weight.dims, weight.inputs)
+        elif dtype == "int4":
+            stored = "int8"
+        role = "vector" if set(dims) <= {"D", "Rq", "Rkv"} else "weight"
+        found[name] = replace(variables[name], dtype=stored), Variable(scale_name(name), dims, role, "fp32")
     return found
 
 
+def weight_bytes(model: Model, dtype: WeightDtype, width: int) -> float:
+    """Returns the bytes of all weights with their scales; ``width`` are those of an element that is not quantised."""
+    found, sizes = quantised_weights(model, dtype), model.dims
+    return sum(
+        repeat * math.prod(sizes[dim] for dim in each.dims) * DTYPE_BYTES.get(each.dtype, width)
+        for name, (weight, repeat) in weight_variables(model).items()
+        for each in found.get(name, (weight,))
+    )
+
+
 QUANTISED = ("einsum", "embed")
-"""Ops whose second input may be int8: ``quantised_einsum`` and ``quantised_embed`` take its scales as a third."""
+"""Ops whose second input may be quantised: ``quantised_einsum`` and ``quantised_embed`` take its scales as a third."""
 
 
 # -- programs -------------------------------------------------------------------------------------------
@@ -251,14 +277,13 @@ def generation_program(model: Model, phase: GenerationPhase, storage: Storage = 
     program = _plain_program(model, phase, storage)
     if not storage.weights:
         return program
-    found = scales(model)
-    variables = {n: replace(v, dtype=storage.weights) if n in found else v for n, v in program.variables.items()}
-    variables |= {scale.name: scale for scale in found.values()}
+    found = quantised_weights(model, storage.weights)
+    variables = program.variables | {each.name: each for pair in found.values() for each in pair}
 
     def with_scale(op: Op) -> Op:
         if op.kind not in QUANTISED or op.inputs[1] not in found:
             return op
-        inputs = (*op.inputs, found[op.inputs[1]].name)
+        inputs = (*op.inputs, found[op.inputs[1]][1].name)
         return replace(op, kind=f"quantised_{op.kind}", inputs=inputs)
 
     blocks = tuple(replace(b, ops=tuple(map(with_scale, b.ops))) for b in program.blocks)

@@ -104,9 +104,15 @@ def check(array: ShardedArray, dims: Sizes, mesh: Sizes) -> None:
             raise InputError(f"dim {dim} of {array} has no size. Give it with --dims {dim}=...")
         ways = product(mesh[a] for a in axes)
         if dims[dim] % ways:
+            has_groups = dim[-1] == "g" and dim != "Pg"  # of inputs that share a scale
+            other = (
+                "weights without groups of inputs (int8, fp8)"
+                if has_groups
+                else f"a {dim} that is a multiple of {ways}"
+            )
             raise InputError(
                 f"{dim}={dims[dim]} of {array} does not divide by {'x'.join(axes)}={ways}. "
-                f"Use a {dim} that is a multiple of {ways}, or smaller axes."
+                f"Use {other}, or smaller axes."
             )
 
 

@@ -65,17 +65,16 @@ def prove_service(
 ) -> "Mapping[GenerationPhase, Proof]":
     """Proves the steps of a planned service one after the other, each on one engine's part of the cluster.
 
-    What is stored in fp8, which no program of this version computes in, is proved in int8, which is as wide. Raises
-    CannotRunError for narrower weights.
+    Caches in fp8, which no program of this version has, are proved in int8, which is as wide. Raises CannotRunError for
+    weights in fp4.
     """
-    if file.weights in ("int4", "fp4"):
+    if file.weights == "fp4":
         raise CannotRunError(
-            f"weights in {file.weights} are planned but not executed in this version. Plan the service with --weights "
-            f"int8 or bf16 to prove it."
+            "weights in fp4 are planned but not executed in this version. Plan the service with --weights int4 or fp8 "
+            "to prove it."
         )
-    as_wide = {"fp8": "int8"}
-    weights, cache = (as_wide.get(dtype, dtype) for dtype in (file.weights, file.cache))
-    executed = msgspec.structs.replace(file, weights=weights, cache=cache, assumptions=AS_RUN)
+    cache = "int8" if file.cache == "fp8" else file.cache
+    executed = msgspec.structs.replace(file, cache=cache, assumptions=AS_RUN)
     steps = {phase: executed.phase(phase) for phase in phases}
     return {
         phase: prove_strategy(setting, msgspec.structs.replace(strategy, precision=""), options)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from meshwright.algebra.generation import WeightStorage
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import Checked, check_figures, fitted
 from meshwright.core.files import cache_folder
@@ -97,12 +98,12 @@ def require_devices(plan: Plan) -> None:
 
 class TextOptions(Checked, frozen=True, kw_only=True):
     """How text is generated. The defaults are all devices on tensor and the likeliest tokens (``sampling`` takes a
-    `Sampling`); ``int8`` and ``cache_int8`` store weights and caches as int8."""
+    `Sampling`); ``weights`` is their dtype, and ``cache_int8`` stores caches as int8."""
 
     max_tokens: int = 128
     sampling: Any = None
     mesh: dict[str, int] | None = None
-    int8: bool = False
+    weights: WeightStorage = "as they are"
     cache_int8: bool = False
 
     def __post_init__(self) -> None:
@@ -199,7 +200,7 @@ def _loaded(
         max_len=max(1, *map(len, prompts)) + max(1, options.max_tokens),
         batch_seqs=-(-len(prompts) // parts) * parts,
         cache_dtype="int8" if options.cache_int8 else source.dtype,  # type: ignore[arg-type]
-        weights="int8" if options.int8 else "as they are",
+        weights=options.weights,
     )
     require_prompts(step, prompts, max_tokens=options.max_tokens)
     for line in step.compiler.notes:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation import Storage, weight_dtype
 from meshwright.api.rates import rates_for
 from meshwright.cli.fields import job_of, parse_fields, take_axes, with_fields
 from meshwright.cli.verb import CALIBRATION, Count, MeshSizes, Options, argument, option
@@ -168,4 +168,4 @@ def storage_of(given: Any, job: Job) -> Storage:
     """Returns the storage of ``--weights`` and ``--cache-dtype``. Raises InputError for either with a training step."""
     if job.trains and (given.weights, given.cache_dtype) != ("as they are", "bf16"):
         raise InputError("--weights and --cache-dtype are for prefill and generation. Take --step generate.")
-    return Storage(cache_dtype=given.cache_dtype, weights="int8" if given.weights == "int8" else "")
+    return Storage(cache_dtype=given.cache_dtype, weights=weight_dtype(given.weights))

@@ -6,8 +6,8 @@ width, V vocabulary, L layers (Lmoe, Llocal: of one kind; LE: layers times exper
 the encoder's), R buckets of relative positions. Experts: E experts, Ea experts of one token, C slots of one expert, Fe
 width of a routed expert, Fs of all shared experts, Er rows of the router's counts. Latent attention: Rq, Rkv ranks of
 latents, Hn, Hr widths of a head's unrotated and rotated part, Hv of its values. Pages of a cache: Pg pages in all, Pl
-positions of a page, Bp pages of a sequence. Packed rows: Q their sequences, O rows with logits. Adapters: Ra rank; Dg,
-Fg, Hg groups of inputs with one scale. Dj is 2 D.
+positions of a page, Bp pages of a sequence. Packed rows: Q their sequences, O rows with logits. Adapters: Ra rank. Dg
+(Fg, Hg, ...): groups of inputs D with one scale. Dj is 2 D.
 """
 
 from typing import Literal, get_args

@@ -56,15 +56,16 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
 
     On GPUs these are slices of the arrays of all layers: matrices, and in decode keys and values. On TPUs they are
     matrices of experts in prefill, biases of their first products, once for each row, and in decode int8 latents of all
-    layers, whose tiles writes change. Matrices of experts in int8 are widened one at a time. What experts make of rows
-    that were gathered is made a shard at a time and joined. GPUs transpose matrices that are gathered along another dim
-    than their first, of all layers at once.
+    layers, whose tiles writes change. Matrices in int4, and those of experts in int8 and fp8, are widened one at a
+    time. What experts make of rows that were gathered is made a shard at a time and joined. GPUs transpose matrices
+    that are gathered along another dim than their first, of all layers at once.
     """
     decodes = any(isinstance(step.details, CachedAttention) for step in block.forward)
     weights = weights_of(derived, block) if block.is_layer else ()
     matrices = [derived.declared[name] for name in weights]
     experts = [array for array in matrices if array.dims[0] == "E"]
-    widened = largest(sizes.elements(array) * sizes.width for array in experts if array.dtype == "int8")
+    wide = [a for a in matrices if a.dtype == "int4" or (a in experts and a.dtype in ("int8", "fp8"))]
+    widened = largest(sizes.elements(array) * sizes.width for array in wide)
     found: Number = 0.0
     if sizes.on_gpus:
         found = widened + sizes.total(*matrices) + decodes * _layer_caches(block, derived, sizes)
@@ -110,8 +111,8 @@ def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
 
 
 def widened_results(steps: tuple[Step, ...], sizes: OpSizes) -> dict[ShardedArray, float]:
-    """Maps results of products with int8 weights to how much wider GPUs hold them: in float32, until they are scaled
-    as they are read."""
+    """Maps results of products with quantised weights to how much wider GPUs hold them: in float32, until they are
+    scaled as they are read."""
     scaled = (
         (s for s in steps if not s.is_collective and kind_of(s).is_einsum and s.inputs[2:]) if sizes.on_gpus else ()
     )

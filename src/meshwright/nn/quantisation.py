@@ -1,7 +1,8 @@
-"""int8 and int4 storage: values and one scale per group, and products with such weights.
+"""Weights in int8, int4 and fp8: values and scales, and products with such weights.
 
-``x = scale * values`` with values in -L..L and scale = max |x| / L over the group, where L is 127 for int8 and 7 for
-int4, so the error of an entry is at most half a scale.
+``x = scale * values`` with values in -L..L and scale = max |x| / L over the entries that share it, where L is 127 for
+int8, 7 for int4 and 448 for fp8 (e4m3). The error of an entry is at most half a scale in whole numbers, and in fp8 a
+sixteenth of the entry.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,18 +10,24 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Float, Int, Num
 
-from meshwright.algebra.generation import scales
+from meshwright.algebra.generation import WeightDtype, quantised_weights
 from meshwright.algebra.ops.quantised_einsum import has_groups
+from meshwright.algebra.program import Variable
 from meshwright.algebra.steps import Step
+from meshwright.algebra.transformer import transformer
 from meshwright.nn.contract import spread
 from meshwright.nn.experts.slots import Ragged
 from meshwright.nn.order import after
 from meshwright.nn.weights import STORED_DTYPES, Params, rows
 from meshwright.spec.model import Model
 
-LARGEST_OF = {"int8": 127, "int4": 7}
+Quantised = Mapping[str, tuple[Variable, Variable]]
+"""Name of a quantised weight -> its variable and that of its scales."""
+
+LARGEST_OF = {"int8": 127, "int4": 7, "fp8": 448}
 """Dtype of a quantised weight -> its largest value; the ranges are symmetric."""
 
 
@@ -32,39 +39,59 @@ def absmax_scale(x: Float[Array, "..."], axes: tuple[int, ...], dtype: str = "in
 
 def quantise(
     x: Float[Array, "..."], scale: Float[Array, "..."], axes: tuple[int, ...], dtype: str = "int8"
-) -> Int[Array, "..."]:
-    """Returns x / scale, rounded to whole numbers; ``scale`` has no dims for ``axes``."""
+) -> Num[Array, "..."]:
+    """Returns x / scale, rounded to values of the dtype; ``scale`` has no dims for ``axes``."""
     wide, largest = x.astype(jnp.float32) / jnp.expand_dims(scale, axes), LARGEST_OF[dtype]
-    return jnp.clip(jnp.round(wide), -largest, largest).astype(STORED_DTYPES[dtype])
+    whole = wide if dtype == "fp8" else jnp.round(wide)
+    return jnp.clip(whole, -largest, largest).astype(STORED_DTYPES[dtype])
 
 
-def dequantised(values: Array, scale: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns values times their scales, in float32; a scale has one entry per group of entries along each dim."""
+def dequantised(
+    values: Array, scale: Float[Array, "..."], dims: tuple[str, ...], of_scale: tuple[str, ...]
+) -> Float[Array, "..."]:
+    """Returns values over ``dims`` times their scales over ``of_scale``, which may have groups of a dim, in float32;
+    both may have a dim of layers in front."""
+    layers = ("",) * (values.ndim - len(dims))
+    scale = spread(scale, (*layers, *(dim.removesuffix("g") for dim in of_scale)), (*layers, *dims))
     for axis, (size, groups) in enumerate(zip(values.shape, scale.shape, strict=True)):
-        scale = jnp.repeat(scale, size // groups, axis)
+        scale = scale if groups == 1 else jnp.repeat(scale, size // groups, axis)
     return values.astype(jnp.float32) * scale
 
 
-def quantise_base(model: Model, params: Params) -> Params:
-    """Quantises the frozen matrices that are int8 or int4, with a scale for each output and group of its inputs."""
-    table = rows(model)
+def quantised_base(model: Model) -> Quantised:
+    """Returns the frozen matrices that training has in int8 or int4."""
+    variables = transformer(model).variables
+    pairs = {name.replace("_scale", "", 1): name for name, row in rows(model).items() if row.part == "scale"}
+    return {name: (variables[name], variables[scale]) for name, scale in pairs.items()}
+
+
+def quantise_params(model: Model, params: Mapping[str, Array], quantised: Quantised) -> Params:
+    """Returns values and scales of the weights that are quantised; other weights are unchanged."""
     found = dict(params)
-    for name in (name for name, row in table.items() if row.part == "scale"):
-        own = name.replace("_scale", "", 1)
-        dtype, weight = table[own].dtype, params[own].astype(jnp.float32)
-        shape = (table[name].repeat, *table[name].shape)
-        axis = 1 + bool(table[name].layers) + next(i for i, dim in enumerate(table[name].dims) if dim.endswith("g"))
-        grouped = weight.reshape(*shape[:axis], -1, *shape[axis:])
-        scale = absmax_scale(grouped, (axis,), dtype)
-        found |= {name: scale, own: quantise(grouped, scale, (axis,), dtype).reshape(weight.shape)}
+    for name, (weight, scale) in quantised.items():
+        array = params[name].astype(jnp.float32)
+        layers = ("",) * (array.ndim - len(weight.dims))
+        dims, of_scale = (*layers, *weight.dims), (*layers, *scale.dims)
+        counts = [
+            size if dim in of_scale else model.dims[f"{dim}g"] if f"{dim}g" in of_scale else 1
+            for dim, size in zip(dims, array.shape, strict=True)
+        ]
+        # a dim is its groups and their entries
+        parts = [part for size, n in zip(array.shape, counts, strict=True) for part in (n, size // n)]
+        split, entries = array.reshape(parts), tuple(range(1, len(parts), 2))
+        factors = absmax_scale(split, entries, weight.dtype)
+        shape = [n for n, dim in zip(counts, dims, strict=True) if dim in of_scale or f"{dim}g" in of_scale]
+        values = quantise(split, factors, entries, weight.dtype).reshape(array.shape)
+        found |= {name: values, scale.name: factors.reshape(shape)}
     return found
 
 
-def dequantise_base(model: Model, params: Params) -> Params:
-    """Inverts `quantise_base` but for rounding: returns no scales, and its matrices in the embedding's dtype."""
-    pairs = {name.replace("_scale", "", 1): name for name, row in rows(model).items() if row.part == "scale"}
-    whole = {own: dequantised(params[own], params[name]).astype(params["embed"].dtype) for own, name in pairs.items()}
-    return {name: array for name, array in params.items() if name not in pairs.values()} | whole
+def dequantise_params(params: Params, quantised: Quantised, dtype: Any) -> Params:
+    """Inverts `quantise_params` but for rounding: returns no scales, and the quantised weights in ``dtype``."""
+    found = dict(params)
+    for name, (weight, scale) in quantised.items():
+        found[name] = dequantised(params[name], found.pop(scale.name), weight.dims, scale.dims).astype(dtype)
+    return found
 
 
 def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: Callable[[Any, Array], Array]) -> Any:
@@ -74,35 +101,39 @@ def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: C
     Rows of packed tokens have the scales of different experts, so for these too the weight is dequantised first.
     """
     _, of_values, of_scale = (array.dims for array in step.inputs)
-    if has_groups(step.inputs[2]):
-        return product(lhs, dequantised(values, scale).astype(lhs.dtype)).astype(lhs.dtype)
-    if isinstance(lhs, Ragged):
+    if isinstance(lhs, Ragged) or has_groups(step.inputs[2]):
+        rows = lhs.rows if isinstance(lhs, Ragged) else lhs
         # else the weights of all products in a loop's iteration are made at its start
-        weight = values.astype(jnp.float32) * spread(after(scale, [lhs.rows]), of_scale, of_values)
-        return product(lhs, weight.astype(lhs.rows.dtype))
-    found = product(lhs, values.astype(lhs.dtype)) * spread(scale, of_scale, step.result.dims)
-    return found if step.result.dtype == "fp32" else found.astype(lhs.dtype)
+        weight = dequantised(unpaired(values), after(scale, [rows]), of_values, of_scale)
+        found = product(lhs, weight.astype(rows.dtype))
+    else:
+        found = product(lhs, values.astype(lhs.dtype)) * spread(scale, of_scale, step.result.dims)
+    return found if step.result.dtype == "fp32" or isinstance(lhs, Ragged) else found.astype(lhs.dtype)
 
 
-def contracted_axes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Returns, for each weight that may be int8, the axes of its array in `Params` that its scale lacks."""
-    named = [(name, rows(model)[name], scale.dims) for name, scale in scales(model).items()]
-    return {
-        name: tuple(bool(weight.layers) + i for i, dim in enumerate(weight.dims) if dim not in of_scale)
-        for name, weight, of_scale in named
-    }
+def stored_params(model: Model, params: Mapping[str, Array], dtype: WeightDtype) -> Params:
+    """Returns weights as generation stores them: int4 values are pairs in bytes along their last dim.
+
+    Of jaxlib 0.10.2 loops over layers hold a byte for each int4, and programs that are compiled ahead refuse them.
+    """
+    found = quantise_params(model, params, quantised_weights(model, dtype))
+    return {name: pairs(array) if array.dtype == jnp.int4 else array for name, array in found.items()}
 
 
-def quantise_params(model: Model, params: Mapping[str, Array]) -> Params:
-    """Returns int8 values and ``<name>_scale`` for each matrix that may be int8; other weights are unchanged."""
-    found, named = dict(params), scales(model)
-    for name, axes in contracted_axes(model).items():
-        if name in params:
-            scale = absmax_scale(params[name], axes)
-            found |= {name: quantise(params[name], scale, axes), named[name].name: scale}
-    return found
+def pairs(values: Int[Array, "*dims n"]) -> Int[Array, "*dims n/2"]:
+    """Returns int4 values as bytes of two neighbours."""
+    return lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 2), jnp.uint8)
 
 
-def param_shapes(model: Model, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the shapes of quantised weights, given the shapes of the float weights."""
-    return jax.eval_shape(lambda given: quantise_params(model, given), dict(shapes))
+def unpaired(values: Array) -> Array:
+    """Returns the int4 values of bytes; other values are unchanged."""
+    if values.dtype != jnp.uint8:
+        return values
+    return lax.bitcast_convert_type(values, jnp.int4).reshape(*values.shape[:-1], -1)
+
+
+def param_shapes(
+    model: Model, shapes: Mapping[str, jax.ShapeDtypeStruct], dtype: WeightDtype
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of weights that generation stores in ``dtype``, given the shapes of the float weights."""
+    return jax.eval_shape(lambda given: stored_params(model, given, dtype), dict(shapes))

@@ -17,7 +17,7 @@ from meshwright.spec.weights import Weight
 Params = dict[str, Array]
 """Variable of the program -> array; weights of layers are stacked over the layers of one kind, [L, ...]."""
 
-STORED_DTYPES = {"fp32": jnp.float32, "int8": jnp.int8, "int4": jnp.int4}
+STORED_DTYPES = {"fp32": jnp.float32, "int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
 """Dtypes of weights that have one of their own, whatever the training state."""
 
 INIT_STD = 0.02

@@ -26,7 +26,7 @@ from meshwright.core.labels import OPTIMIZER
 from meshwright.nn.attention.order import SequenceOrder, zigzag_order
 from meshwright.nn.context import Context
 from meshwright.nn.ops.quantised_embed import DTYPES
-from meshwright.nn.quantisation import quantise_base
+from meshwright.nn.quantisation import quantise_params, quantised_base
 from meshwright.nn.weights import Params, init_params, param_shapes
 from meshwright.parallel.blocks import Inputs, apply_collectives, moved_in_pieces
 from meshwright.parallel.gradients import Losses, microbatch_loss, once_per_step, squared_norm, step_gradients
@@ -279,7 +279,7 @@ class TrainStep:
     def _first_params(self) -> Callable[[int, Params], Params]:
         def make(seed: int, given: Params) -> Params:
             drawn = init_params(self.model, seed, dtype=self.dtype)
-            return self.from_canonical(quantise_base(self.model, drawn | given))
+            return self.from_canonical(quantise_params(self.model, drawn | given, quantised_base(self.model)))
 
         return jax.jit(make, out_shardings=self.state_shardings.params)
 

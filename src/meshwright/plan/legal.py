@@ -22,7 +22,7 @@ from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.pipeline import schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
-from meshwright.spec.model import Model
+from meshwright.spec.model import GROUPED, Model
 from meshwright.spec.strategy import REMAT_POLICIES, REPEATED_HEADS, Strategy
 
 NOUNS: dict[str, str] = {
@@ -52,7 +52,7 @@ NOUNS: dict[str, str] = {
     "Pg": "pages",
     "Pl": "slots per page",
     "Bp": "pages per sequence",
-    **dict.fromkeys(("Dg", "Fg", "Hg"), "groups of inputs"),
+    **dict.fromkeys((f"{dim}g" for dim in GROUPED), "groups of inputs"),
 }
 """Dim -> its name in a message, after its size: "K=8 kv heads of llama3-70b"."""
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshwright.algebra.generation import CACHE_DTYPES
+from meshwright.algebra.generation import Storage
 from meshwright.batching.limits import Policy
-from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import Checked, check_figures
 from meshwright.parallel.mesh import in_order
 from meshwright.serve.model_folder import ModelFolder
@@ -25,13 +25,13 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     256, 32 on CPUs. ``token_budget``: rows of a step, by default 2,048, 256 on CPUs. ``page_len``: positions of a page,
     by default 32 on CPUs, 128 on TPUs, 16 on GPUs. ``cache_bytes`` of each device hold pages: by default 90% of what
     the weights leave of an accelerator's memory, or half of a machine's free memory, but no more than all requests need
-    at their longest. ``weights`` is "int8" or "". ``plan`` is a file of `plan --serve`, which says the mesh, and what
-    is not given of these. ``mesh`` has an engine for each of ``data``; by default see `usual_mesh`, on the first
-    ``num_devices`` (0: all). ``prefix_cache``: see
+    at their longest. ``weights`` are stored in "int8", "fp8", "int4" or as they are (""). ``plan`` is a file of `plan
+    --serve`, which says the mesh, and what is not given of these. ``mesh`` has an engine for each of ``data``; by
+    default see `usual_mesh`, on the first ``num_devices`` (0: all). ``prefix_cache``: see
     `batching.limits.SchedulerLimits`. ``batch_invariant``: see `PackedStep`; up to 32 requests then run at once, in
     steps of 32 tokens. ``draft``: "ngram", or the folder of a smaller model with the same tokens, which proposes
-    ``num_drafts`` tokens for each step of a request; see `drawing.drafts`. ``adapters`` of the model are the folders of
-    their weights by the name that requests give.
+    ``num_drafts`` tokens for each step of a request; see `drawing.drafts`. ``adapters`` of the model are the folders
+    of their weights by the name that requests give.
     """
 
     max_len: int = 0
@@ -55,8 +55,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
         super().__post_init__()
         zero = ("max_len", "max_requests", "token_budget", "cache_bytes", "page_len", "num_devices")
         check_figures(self, "EngineOptions", may_be_zero=zero)
-        if self.cache_dtype not in ("", *CACHE_DTYPES):
-            raise InputError(f"cache dtype {self.cache_dtype!r} is not known.{nearest(self.cache_dtype, CACHE_DTYPES)}")
+        _ = Storage(cache_dtype=self.cache_dtype or "bf16", weights=self.weights).executed  # type: ignore[arg-type]
 
 
 PAGE_LENS = {"cpu": 32, "tpu": 128}

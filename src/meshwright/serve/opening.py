@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage, cache_table, derive_phase
+from meshwright.algebra.generation import Storage, cache_table, derive_phase, quantised_weights, weight_bytes
 from meshwright.algebra.notation import ShardedArray, local_elements, product
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.transformer import weight_variables
 from meshwright.batching.limits import SchedulerLimits
+from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
@@ -30,7 +31,7 @@ from meshwright.serve.layout import PAGE_LENS, USUAL_ENGINE, EngineLayout, Engin
 from meshwright.serve.model_folder import ModelFolder, open_model
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, make_mesh
-from meshwright.spec.weights import num_params, without_mtp_words
+from meshwright.spec.weights import without_mtp_words
 
 
 class OpenedEngine(NamedTuple):
@@ -186,12 +187,13 @@ def _pages(
     page_bytes = sum(row.num_bytes / product(strategy.mesh[a] for a in declared[row.name].spread) for row in table)
     there, limited_by = (options.cache_bytes, "cache_bytes")
     if not options.cache_bytes:
-        there, limited_by = _free_bytes(model, layout, declared)
+        there, limited_by = _free_bytes(model, layout, declared, storage)
     if drafting:  # on one of the devices, with all its pages
-        own = replace(one, adapters=0)
-        small = cache_table(drafting.model, batch_seqs=1, max_len=page_len, storage=own, phase="packed")
-        page_bytes += sum(row.num_bytes for row in small)
-        there -= num_params(drafting.model) * STATE_BYTES[layout.strategy.state]["weights"] * (not options.cache_bytes)
+        small = replace(one, adapters=0)
+        rows = cache_table(drafting.model, batch_seqs=1, max_len=page_len, storage=small, phase="packed")
+        page_bytes += sum(row.num_bytes for row in rows)
+        own = weight_bytes(drafting.model, storage.weights, int(STATE_BYTES[layout.strategy.state]["weights"]))
+        there -= 0 if options.cache_bytes else own
     drafts = options.num_drafts if options.draft else 0
     each = -(-(longest + drafts) // page_len)
     most, wanted = int(there // page_bytes) // spread * spread, -(-max_requests * each // spread) * spread
@@ -206,14 +208,20 @@ def _pages(
     return _FoundPages(most, min(longest, most * page_len - drafts), most * page_bytes, limited_by)
 
 
-def _free_bytes(model: Model, layout: EngineLayout, declared: Mapping[str, ShardedArray]) -> tuple[float, str]:
+def _free_bytes(
+    model: Model, layout: EngineLayout, declared: Mapping[str, ShardedArray], storage: Storage
+) -> tuple[float, str]:
     """Returns the bytes of a device that pages may have, and their name."""
     device, mesh = jax.devices()[0], layout.strategy.mesh
     if device.platform == "cpu":
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return free / 2 / (layout.strategy.num_chips * layout.num_engines), "half of the free memory"
     stats: Any = device.memory_stats() or {}
-    sizes = held_dims(model.dims, mesh)
-    own = (repeat * local_elements(declared[n], sizes, mesh) for n, (_, repeat) in weight_variables(model).items())
-    weights = sum(own) * (4 if layout.strategy.state_dtype == "fp32" else 2)
+    sizes, width = held_dims(model.dims, mesh), int(STATE_BYTES[layout.strategy.state]["weights"])
+    quantised = quantised_weights(model, storage.weights)
+    weights = sum(
+        repeat * local_elements(declared[each.name], sizes, mesh) * DTYPE_BYTES.get(each.dtype, width)
+        for name, (weight, repeat) in weight_variables(model).items()
+        for each in quantised.get(name, (weight,))
+    )
     return max(0.0, 0.9 * stats.get("bytes_limit", 0) - weights), "90% of the device's memory without the weights"

@@ -100,7 +100,11 @@ LORA_TARGETS = {
 _TARGET_GROUPS = {"attention": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down"), "all-linear": tuple(LORA_TARGETS)}
 
 GROUP = 64
-"""Inputs that share a scale in a quantised base: the greatest common divisor of this number and the size of the dim."""
+"""Inputs that share a scale in a quantised base, and in int4 weights of generation: the greatest common divisor of this
+number and the size of the dim."""
+
+GROUPED = ("D", "F", "H", "Fe", "Fs", "Rq", "Rkv", "Hv")
+"""Dims of inputs whose groups may share a scale; the groups of D are the dim Dg."""
 
 
 class Lora(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -350,9 +354,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Dj": 2 * self.d_model if self.mtp_weight else 0,
         }
         found = sizes | {letter: size for letter, size in optional.items() if size}
-        if self.lora and self.lora.base:
-            found |= {f"{letter}g": size // math.gcd(GROUP, size) for letter, size in found.items() if letter in "DFH"}
-        return found
+        return found | {f"{dim}g": found[dim] // math.gcd(GROUP, found[dim]) for dim in GROUPED if dim in found}
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -150,13 +150,17 @@ def adapted(model: Model) -> dict[str, str]:
     return {name: f"{first[table[name].hf_name]}_lora_a" for name in model.lora.weights if name in table}
 
 
+def group_dims(dims: tuple[str, ...], inputs: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the dims of the scales of a matrix whose last input dim is in groups."""
+    return tuple(f"{dim}g" if dim == inputs[-1] else dim for dim in dims)
+
+
 def _frozen(model: Model, row: Weight) -> tuple[Weight, ...]:
     """Returns a frozen weight, and the scales of its groups of inputs where it is stored in whole numbers."""
     assert model.lora is not None
     if not model.lora.base or row.kind == "vector" or row.part not in ("attention", "mlp"):
         return (replace(row, frozen=True),)
-    grouped = row.inputs[-1]
-    dims = tuple(f"{dim}g" if dim == grouped else dim for dim in row.dims)
+    dims = group_dims(row.dims, row.inputs)
     scale = Weight(
         name=f"{row.name}_scale",
         hf_name=f"{row.hf_name}_scale",

@@ -20,7 +20,7 @@ from meshwright.core.errors import CannotRunError, ChangedFileWarning, InputErro
 from meshwright.core.files import write_whole
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.nn.hf.weights import Fetch, save_adapter, save_hf, source_of
-from meshwright.nn.quantisation import dequantise_base
+from meshwright.nn.quantisation import dequantise_params, quantised_base
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.spec.model import Model
 from meshwright.spec.weights import frozen_base
@@ -120,7 +120,7 @@ def save_weights(model: Model, params: Params, folder: Path, *, base: str = "") 
 def save_base(model: Model, params: Params, folder: Path) -> None:
     """Writes the frozen weights of a run that drew them at random in its folder `BASE`, where `generate` and PEFT find
     them."""
-    params, base = dequantise_base(model, params), folder / BASE
+    params, base = dequantise_params(params, quantised_base(model), params["embed"].dtype), folder / BASE
     save_hf(frozen_base(model), params, base, config=end_of_text(model, folder))
     if jax.process_index() == 0:
         write_whole(base / TOKENIZER, partial(shutil.copyfile, folder / TOKENIZER))

@@ -209,13 +209,13 @@ def test_what_the_compiler_makes_of_the_same_shardings(call):
 
 
 def test_both_steps_of_a_service(call, monkeypatch):
-    """Each phase on its engine's part; fp8 in int8, which is as wide; narrower weights are refused."""
+    """Each phase on its engine's part; caches in fp8 as int8, which is as wide; weights in fp4 are refused."""
     asked = ("plan", "tiny", "--on", "tpu7x:2x2x1", "--serve", "--prompt", "512", "--output", "64", "--tpot", "1s")
     fp8 = ("--weights", "fp8", "--kv", "fp8")
     assert call(*asked, "--axes", "tensor=2", *fp8, "-o", "service.toml").code == 0
     said = call("verify", "service.toml", "--depth", "lower")
     assert said.code == 0
-    assert "planned in fp8, which no program of this version computes in; proved in int8" in said.words
+    assert "caches planned in fp8, which no program of this version has, are proved in int8" in said.words
     assert re.findall(r"tiny on (\S+), (\w+): (.*?);", said.out) == [
         ("tpu7x:1x2x1", "decode", "tensor 2"), ("tpu7x:1x2x1", "prefill", "tensor 2")
     ]  # fmt: skip
@@ -229,5 +229,8 @@ def test_both_steps_of_a_service(call, monkeypatch):
     for more in (("--step", "train"), ("--weights", "int8")):
         call("verify", "service.toml", *more).assert_refused(2, "service.toml says how a service is stored")
     call("verify", "service.toml", "--axes", "tensor=4").assert_refused(2, "says all of a service; leave --axes out")
-    assert call(*asked, "--weights", "int4", "-o", "narrow.toml").code == 0
-    call("verify", "narrow.toml").assert_refused(3, "weights in int4 are planned but not executed in this version.")
+    assert call(*asked, "--axes", "tensor=2", "--weights", "int4", "--kv", "bf16", "-o", "int4.toml").code == 0
+    assert call("verify", "int4.toml", "--depth", "lower").code == 0
+    asked = (*asked[:3], "b200:2x1", *asked[4:])
+    assert call(*asked, "--weights", "fp4", "-o", "narrow.toml").code == 0
+    call("verify", "narrow.toml").assert_refused(3, "weights in fp4 are planned but not executed in this version.")

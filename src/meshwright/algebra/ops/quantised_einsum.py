@@ -1,6 +1,6 @@
-"""A product with a weight in whole numbers, times its scales: over dims of outputs, or of groups of inputs.
+"""A product with a quantised weight, times its scales: over dims of outputs, or of groups of inputs.
 
-A scale of groups has the dim Dg of groups in place of the summed dim D (or Fg, Hg for F, H). A weight in whole numbers
+A scale of groups has the dim Dg of groups in place of the summed dim D (see `spec.model.GROUPED`). A quantised weight
 is frozen: the backward pass makes only the cotangent of the other factor.
 """
 

@@ -1,4 +1,4 @@
-"""Looks up rows of an int8 table and multiplies each by its scale."""
+"""Looks up rows of a quantised table and multiplies each by its scale."""
 
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.ops.embed import forward
@@ -7,7 +7,7 @@ from meshwright.algebra.steps import Step
 
 
 def row_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts the number, a row of int8 and its scale for each token, read, and the row of the result, written."""
+    """Counts the number, a row and its scale for each token, read, and the row of the result, written."""
     numbers, table, scale = step.inputs
     row, of_row = step.result.replace(dtype=table.dtype), numbers.replace(dtype=scale.dtype)
     return sizes.total(numbers, row, of_row, step.result)

@@ -50,7 +50,7 @@ def model_answer(m: Model, seq_len: int | None = None) -> Answer:
 
 
 def _text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
-    yield f"{m.name} ({m.family})  {' '.join(f'{letter}={size}' for letter, size in m.dims.items())}"
+    yield f"{m.name} ({m.family})  {' '.join(f'{letter}={size}' for letter, size in facts['dims'].items())}"
     rows: list[list[Any]] = [
         [w.name, f"[{','.join(w.dims)}]", " x ".join(map(str, w.shape)), w.repeat,
          f"= {w.tied_to}" if w.tied_to else format_params(w.num_params)]
@@ -74,7 +74,7 @@ def model_facts(m: Model) -> dict[str, Any]:
         "name": m.name,
         "family": m.family,
         "runs_here": m.runs_here,
-        "dims": m.dims,
+        "dims": {dim: size for dim, size in m.dims.items() if dim[-1] != "g" or (m.lora and m.lora.base)},
         "params": count,
         "active_params": num_active_params(m),
         "mtp_params": mtp_params(m),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from meshwright.algebra.generation import WeightStorage, weight_dtype
 from meshwright.api.running import GeneratedText, TextOptions, generate_text
 from meshwright.cli.output import compiling, say
 from meshwright.cli.verb import Count, MeshSizes, Options, argument, option, verb
@@ -36,7 +37,7 @@ class Given(Options):
     top_k: int = option("Draw from this many likeliest tokens; 0 from all.", default=0)
     top_p: float = option("Draw from the likeliest tokens that have this probability together.", default=1.0)
     seed: int = option("Seed of the draws.", default=0)
-    weights: Literal["as they are", "int8"] = option("How weights are stored.", default="as they are")
+    weights: WeightStorage = option("How weights are stored.", default="as they are")
     cache_dtype: Literal["bf16", "int8"] = option(
         "Dtype of keys and values; bf16: fp32 if weights are.", default="bf16"
     )
@@ -69,7 +70,7 @@ def command(given: Given) -> Answer:
             max_tokens=given.max_tokens,
             sampling=sampling,
             mesh=mesh,
-            int8=given.weights == "int8",
+            weights=given.weights,
             cache_int8=given.cache_dtype == "int8",
         ),
         on_text=(lambda row, text: click.echo(text, nl=False)) if live else None,
@@ -91,8 +92,8 @@ def bulk(given: Given) -> Answer:
     from meshwright.serve.drawing.sampling import Sampling
     from meshwright.serve.opening import EngineOptions, open_engine
 
-    dtype, weights = ("int8" if asked == "int8" else "" for asked in (given.cache_dtype, given.weights))
-    options = EngineOptions(mesh=mesh, weights=weights, cache_dtype=dtype)
+    dtype = "int8" if given.cache_dtype == "int8" else ""
+    options = EngineOptions(mesh=mesh, weights=weight_dtype(given.weights), cache_dtype=dtype)
     opened = open_engine(given.what, options, on_shape=compiling())
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
     usual, said, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out

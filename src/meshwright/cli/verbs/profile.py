@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from meshwright.algebra.generation import CacheDtype, Storage
+from meshwright.algebra.generation import CacheDtype, Storage, WeightStorage
 from meshwright.api.compiling import step_of
 from meshwright.api.running import require_devices
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, storage_of
@@ -27,7 +27,7 @@ class Given(PlanOptions):
     warmup: Count | None = option("Steps before them: 3, on CPU 5.")
     out: Path | None = option("Folder of the report; runs/NAME-profile by default.", "-o", "--out")
     step: AskedStep | None = STEP
-    weights: Literal["as they are", "int8"] = WEIGHTS
+    weights: WeightStorage = WEIGHTS
     cache_dtype: CacheDtype = CACHE_DTYPE
     trace: Path | None = option("Read this trace (*.xplane.pb) and run nothing.")
     hlo: Path | None = option("The text of the program of --trace.")

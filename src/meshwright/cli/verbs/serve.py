@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from meshwright.algebra.generation import WeightStorage, weight_dtype
 from meshwright.cli.output import compiling, say
 from meshwright.cli.verb import Bytes, Count, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
@@ -38,9 +39,7 @@ class EngineGiven(Options):
     cache_dtype: Literal["auto", "bf16", "fp32", "int8"] = option(
         "Dtype of keys and values; auto: the weights'.", "--cache-dtype", "--kv-cache-dtype", default="auto"
     )
-    weights: Literal["as they are", "int8"] = option(
-        "How weights are stored.", "--weights", "--quantization", default="as they are"
-    )
+    weights: WeightStorage = option("How weights are stored.", "--weights", "--quantization", default="as they are")
     draft: str | None = option(
         "What proposes tokens, checked together in a step: ngram, or a folder with a smaller model of the same tokens.",
         "--draft", "--speculative-model",
@@ -127,7 +126,7 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> "EngineOp
         page_len=given.page_len or 0,
         cache_bytes=given.cache_bytes or 0,
         cache_dtype="" if given.cache_dtype == "auto" else given.cache_dtype,
-        weights="int8" if given.weights == "int8" else "",
+        weights=weight_dtype(given.weights),
         policy=given.policy,
         prefix_cache=not given.no_prefix_cache and given.policy != "static",
         batch_invariant=given.batch_invariant,

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import asdict
 
-from meshwright.algebra.generation import CacheDtype, GenerationPhase
+from meshwright.algebra.generation import CacheDtype, GenerationPhase, WeightStorage
 from meshwright.api.proving import TIMEOUT_S, ProofOptions, prove_service, prove_strategy
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, service_of, storage_of
 from meshwright.cli.verb import option, verb
@@ -33,7 +33,7 @@ class Given(PlanOptions):
     depth: Depth = option("How far to compile.", default="partition")
     gspmd: bool = option("Compile the shardings as constraints: the compiler chooses the collectives.")
     platform: CompilerPlatform | None = option("The compiler; by default the cluster's own.", "--for")
-    weights: Literal["as they are", "int8"] = WEIGHTS
+    weights: WeightStorage = WEIGHTS
     cache_dtype: CacheDtype = CACHE_DTYPE
     timeout: float = option("Seconds that the compiler may take.", default=TIMEOUT_S)
     keep: Path | None = option("Keep the compiler's files in this folder.")
@@ -92,8 +92,8 @@ def _service_answer(file: ServiceFile, given: Given) -> Answer:
     kinds: Mapping[str | None, Sequence[GenerationPhase]] = {None: PHASES, "prefill": ("prefill",)}
     proofs = prove_service(file, kinds.get(given.step, ("decode",)), _options(given, {}))
     pieces: list[Piece] = []
-    if "fp8" in (file.weights, file.cache):
-        pieces.append("planned in fp8, which no program of this version computes in; proved in int8, which is as wide")
+    if file.cache == "fp8":
+        pieces.append("caches planned in fp8, which no program of this version has, are proved in int8, as wide")
     rows = []
     for phase, proof in proofs.items():
         pieces += [*proof_text(proof), ""]

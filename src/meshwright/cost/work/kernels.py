@@ -296,7 +296,7 @@ def _product_s(step: Step, flops: Number, sizes: SlotSizes, rates: ChipRates) ->
 
 def product_shape(step: Step, sizes: SlotSizes) -> tuple[Number, Number]:
     """Returns the elements of the local result, and the number of terms that each of them sums locally."""
-    local = sizes.local(*step.inputs)
+    local = sizes.local(*step.inputs[:2])
     result = set(step.result.dims)
     outputs = product(size for dim, size in local.items() if dim in result)
     return outputs, product(size for dim, size in local.items() if dim not in result)

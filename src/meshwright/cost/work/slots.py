@@ -113,8 +113,8 @@ def computed_share(step: Step, sizes: SlotSizes) -> Number:
 
 def has_kernel(step: Step, sizes: SlotSizes) -> Number:
     """True where a kernel takes a product of packed tokens: on chips that have one, for widths of whole tiles."""
-    local = sizes.local(*step.inputs)
-    narrow = (local[dim] % GROUP_TILE for array in step.inputs for dim in array.dims if dim not in ("E", "C"))
+    local, factors = sizes.local(*step.inputs), step.inputs[:2]
+    narrow = (local[dim] % GROUP_TILE for array in factors for dim in array.dims if dim not in ("E", "C"))
     return sizes.grouped & (sum(narrow) == 0)
 
 

@@ -1,4 +1,4 @@
-"""A product with an int8 or int4 weight, summed in float32, and its scales."""
+"""A product with a quantised weight, summed in float32, and its scales."""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,4 @@
-"""Embedding lookup in an int8 table, each row times its scale."""
+"""Embedding lookup in a quantised table, each row times its scale."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -12,7 +12,7 @@ DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
 
 
 def quantised_embed(context: Context, step: Step, tokens: Array, values: Array, scale: Array) -> Array:
-    """Looks up rows of an int8 table, times their scales, in the dtype of the stream."""
+    """Looks up rows of a quantised table, times their scales, in the dtype of the stream."""
     first_row = first_index(step.inputs[1].axes[0], values.shape[0])
     dtype = jnp.dtype(DTYPES[context.dtype])
     # rows and scales are both zero for tokens of other devices' parts

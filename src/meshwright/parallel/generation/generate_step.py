@@ -16,17 +16,19 @@ from meshwright.algebra.generation import (
     PAGES,
     CacheDtype,
     Storage,
+    WeightStorage,
     cache_sizes,
     cache_table,
     derive_job,
     job_strategy,
+    weight_dtype,
 )
 from meshwright.algebra.layers import PLAIN, mask_data
 from meshwright.algebra.notation import check
 from meshwright.core.errors import InputError
 from meshwright.core.fields import checked
 from meshwright.nn.weights import Params
-from meshwright.parallel.generation.held_arrays import Cache, HeldArrays, WeightStorage
+from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
 from meshwright.parallel.mesh import compiler_options, lower, partition_spec, shardings, strategy_mesh
 from meshwright.spec.job import Job
 from meshwright.spec.model import MASK_DATA, Model, require_runnable
@@ -37,10 +39,10 @@ from meshwright.spec.weights import without_mtp
 class GenerateStep(HeldArrays):
     """Generates with a model under a strategy: up to ``batch_seqs`` sequences of at most ``max_len`` positions.
 
-    ``prefill`` and ``generate`` consume the cache and return the next one. With ``weights="int8"``, `place` quantises
-    weights on their devices. Rotations that depend on the length of a sequence use ``max_len``. With a ``page_len``,
-    in slots, layers without a window have their cache in pages, which a table assigns to sequences: `init_pages`
-    gives every sequence its own pages.
+    ``prefill`` and ``generate`` consume the cache and return the next one. With ``weights`` in int8, fp8 or int4
+    `place` quantises weights on their devices. Rotations that depend on the length of a sequence use ``max_len``. With
+    a ``page_len``, in slots, layers without a window have their cache in pages, which a table assigns to sequences:
+    `init_pages` gives every sequence its own pages.
     """
 
     @checked
@@ -69,8 +71,7 @@ class GenerateStep(HeldArrays):
         prefill, decode = (Job(kind=kind, batch_seqs=batch_seqs, seq_len=max_len) for kind in ("prefill", "decode"))
         self.strategy = job_strategy(decode, strategy)
         self.model, self.max_len, self.batch_seqs = model, max_len, batch_seqs
-        self.quantised = weights == "int8"
-        storage = Storage(cache_dtype=cache_dtype, weights="int8" if self.quantised else "", page_len=page_len)
+        self.storage = storage = Storage(cache_dtype=cache_dtype, weights=weight_dtype(weights), page_len=page_len)
         self.prefill_declared, self.generate_declared = (
             derive_job(model, job, strategy, storage=storage) for job in (prefill, decode)
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.generation import CacheArray, scales
+from meshwright.algebra.generation import CacheArray, Storage, quantised_weights
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.cache_write import CacheWrite
 from meshwright.algebra.transformer import weight_variables
@@ -27,7 +27,6 @@ from meshwright.parallel.mesh import named_sharding, partition_spec, shardings
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
 
-WeightStorage = Literal["as they are", "int8"]
 Cache = dict[str, Any]
 """Row of the cache table -> its array, whose first dim is the layers of its kind, or a tuple of arrays of layers."""
 
@@ -40,7 +39,7 @@ class HeldArrays:
     strategy: Strategy
     mesh: Mesh | AbstractMesh
     table: tuple[CacheArray, ...]
-    quantised: bool
+    storage: Storage
     declared: Mapping[str, ShardedArray]
     max_len: int
     batch_invariant: bool = False
@@ -48,13 +47,17 @@ class HeldArrays:
     """Caches, in tuples of layers, whose pages have heads before slots."""
 
     @cached_property
+    def quantised(self) -> quantisation.Quantised:
+        """The weights that are stored in the dtype of the storage, and their scales."""
+        return quantised_weights(self.model, self.storage.weights)
+
+    @cached_property
     def param_specs(self) -> dict[str, PartitionSpec]:
-        """Shardings of the weights, and of the scales of int8 ones."""
-        named = scales(self.model) if self.quantised else {}
+        """Shardings of the weights, and of the scales of quantised ones."""
         return {
             each: partition_spec(self.declared[each], stacked=bool(weight.layers))
             for name, (weight, _) in weight_variables(self.model).items()
-            for each in (name, *([named[name].name] if name in named else []))
+            for each in ([stored.name for stored in self.quantised[name]] if name in self.quantised else [name])
         }
 
     @cached_property
@@ -97,14 +100,13 @@ class HeldArrays:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the weights that are not int8, and of the stream."""
+        """The dtype of the weights that are not quantised, and of the stream."""
         return DTYPES[self.strategy.state_dtype]
 
     @cached_property
     def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Global shapes and dtypes of the weights."""
-        held = self._float_shapes[1]
-        return quantisation.param_shapes(self.model, held) if self.quantised else dict(held)
+        return quantisation.param_shapes(self.model, self._float_shapes[1], self.storage.weights)
 
     @property
     def _float_shapes(self) -> tuple[Shapes, Shapes]:
@@ -124,7 +126,7 @@ class HeldArrays:
 
     def place(self, params: Mapping[str, Any]) -> Params:
         """Puts weights on their devices in the step's dtype, with the vocabulary padded; quantises float weights there
-        if the step uses int8."""
+        if the step stores them so."""
         params = resized(dict(params), *self._float_shapes, self.param_specs)
         if "embed_scale" in params or not self.quantised:
             placed = {name: jnp.asarray(array, self.param_shapes[name].dtype) for name, array in params.items()}
@@ -132,8 +134,8 @@ class HeldArrays:
         placed = jax.device_put(dict(params), {name: self.param_shardings[name] for name in params})
         plain = param_shapes(self.model, dtype=self.dtype)
         quantise = jax.jit(
-            lambda given: quantisation.quantise_params(
-                self.model, {n: p.astype(plain[n].dtype) for n, p in given.items()}
+            lambda given: quantisation.stored_params(
+                self.model, {n: p.astype(plain[n].dtype) for n, p in given.items()}, self.storage.weights
             ),
             out_shardings=self.param_shardings,
         )

@@ -124,12 +124,11 @@ class PackedStep(HeldArrays):
             raise InputError(
                 f"{model.name} has {model.max_positions} learned positions; give at most that, not max_len={max_len}."
             )
-        _, weights = storage.executed
+        _ = storage.executed  # refuses what is planned alone
         self.strategy = strategy_of_heads(
             job_strategy(Job(kind="decode", batch_seqs=max_seqs, seq_len=max_len), strategy), model.num_kv_heads
         )
         self.model, self.max_len, self.max_seqs, self.storage = model, max_len, max_seqs, storage
-        self.quantised = weights == "int8"
         self.derived = derive_phase(model, "packed", self.strategy, storage)
         self.declared = self.derived.declared
         split = {name: self.declared[name].axes_of("B") for name in ("x", "tokens", "q")}
