@@ -92,7 +92,7 @@ def engine_of(folders, *, axes=None, weights="", batch_invariant=False) -> Engin
         source.model, source.folder, step.loaded_shardings, jnp.float32, list(source.adapters.values())
     )
     limits = SchedulerLimits(max_requests=8, token_budget=16, prefix_cache=True, **sizes)
-    return Engine(step, step.place(loaded), limits, tuple(source.adapters))
+    return Engine(step, step.place(loaded), limits, adapters=tuple(source.adapters))
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ def test_no_page_is_lost_or_given_twice(seed, monkeypatch):
         num_drafts=num_drafts,
         policy="chunked" if invariant or num_drafts else rng.choice(["chunked", "interleaved"]),
     )
-    engine = Engine(step, {}, limits, SomeDrafts(num_drafts, rng) if num_drafts else None)
+    engine = Engine(step, {}, limits, drafter=SomeDrafts(num_drafts, rng) if num_drafts else None)
     beginnings = [[rng.randrange(50) for _ in range(30)] for _ in range(3)]
     numbers = []
     for _ in range(150):

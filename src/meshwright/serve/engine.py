@@ -88,6 +88,7 @@ class Engine:
         step: PackedStep,
         params: Params,
         limits: SchedulerLimits,
+        *,
         drafter: Drafter | None = None,
         adapters: Sequence[str] = (),
     ) -> None:

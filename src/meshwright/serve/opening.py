@@ -99,7 +99,7 @@ def open_engine(
             small = PackedStep(drafting.model, Strategy(mesh=make_mesh({}), state=strategy.state), **sizes)
             small = small.on(list(own.mesh.devices.flat[:1]))
             drafter = ModelDrafter(small, _loaded(drafting, small), options.num_drafts)
-        engines.append(Engine(own, params, limits, drafter, tuple(source.adapters)))
+        engines.append(Engine(own, params, limits, drafter=drafter, adapters=tuple(source.adapters)))
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
     if in_background and engine.is_compiled:
         # programs are read while the first requests run; a process that ends waits for one of them at most

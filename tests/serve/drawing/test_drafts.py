@@ -48,7 +48,7 @@ def small():
 def drafting_engine(step, params, drafter, **options) -> Engine:
     given = {"max_requests": 4, "token_budget": 24, "page_len": PAGE_LEN, "num_pages": NUM_PAGES, **options}
     limits = SchedulerLimits(num_drafts=drafter.num_drafts, **given)
-    return Engine(step, step.place(params), limits, drafter)
+    return Engine(step, step.place(params), limits, drafter=drafter)
 
 
 def other_params(seed: int) -> dict:

@@ -201,7 +201,7 @@ class PackedStep(HeldArrays):
         shape is compiled once.
         """
         shape = PackedShape(len(rows.tokens), len(rows.first), len(rows.last), longest)
-        flat = np.concatenate([part.ravel() for part in rows if part is not None], dtype=np.int32)
+        flat = np.concatenate([part.ravel() for part in rows[: len(self._parts(shape))]], dtype=np.int32)
         return self.compiled(shape)(params, cache, latest, flat)
 
     def compiled(self, shape: PackedShape) -> jax.stages.Compiled:

@@ -131,7 +131,7 @@ class ModelDrafter:
 
     def follow(self, rows: PackedRows, longest: int, ends: dict[int, int]) -> None:
         """Computes the rows of the model's own step; ``ends`` are the positions that its slots then have."""
-        rows = rows._replace(last=rows.last[: len(rows.first)], adapters=None)
+        rows = rows._replace(last=rows.last[: len(rows.first)])
         _, self._cache = self._step.step(self._params, self._cache, self._drawer.latest, rows, longest)
         for slot, end in ends.items():
             self._ends[slot] = end
