@@ -44,9 +44,20 @@ def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = Fals
         return found
     if cluster.kind != "host":
         return fitted_calibration(cluster.chip) if fitted else None
-    kept = cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
-    begun = _kept(kept)
-    return begun if begun and begun.host else measure(cluster, keep=kept, begun=begun)
+    begun = _kept(_kept_at(cluster))
+    return begun if begun and begun.host else measure(cluster, keep=_kept_at(cluster), begun=begun)
+
+
+def known_rates(cluster: Cluster) -> Calibration | None:
+    """Returns the fitted rates, or those kept of this machine, and measures nothing; None where there are none."""
+    if cluster.kind != "host":
+        return fitted_calibration(cluster.chip)
+    kept = _kept(_kept_at(cluster))
+    return kept if kept and kept.host else None
+
+
+def _kept_at(cluster: Cluster) -> Path:
+    return cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
 
 
 def _kept(path: Path) -> Calibration | None:

@@ -95,6 +95,7 @@ class Exchange:
                 continue
             if not choice.started:
                 metrics.prompt_tokens += len(choice.prompt)
+                metrics.admitted(choice.times, output.admitted_s)
             if output.token is not None:
                 metrics.generation_tokens += 1
                 gap = choice.times.token(at_s)
