@@ -34,7 +34,7 @@ from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjus
 from meshwright.serve.drawing.grammar import MaskedRow, TokenMasks
 from meshwright.serve.prefix_tree import PrefixTree
 from meshwright.serve.request import EngineState, Finish, TokenOutput, TokenRequest
-from meshwright.serve.step_sums import HeldStep, StepTimes, held_step
+from meshwright.serve.step_sums import HeldStep, SummedSteps, held_step
 
 
 class _Live:
@@ -119,7 +119,7 @@ class Engine:
         self._ended: list[_Live] = []
         self._number = self._num_steps = self._num_preempted = self._num_looked = self._num_hit = 0
         self._num_drafted = self._num_accepted = 0
-        self._times = StepTimes()
+        self._times = SummedSteps()
         most = {
             "chunked": limits.token_budget,
             "interleaved": max(limits.token_budget, step.max_len),

@@ -44,7 +44,7 @@ def held_step(planned: EngineStep, start_s: float, *, decoded: int, rows: int, o
     return HeldStep(("mixed" if tokens else "decode", rows), start_s, held)
 
 
-class StepTimes:
+class SummedSteps:
     """Adds steps up as they are read. Another thread may copy ``sums``: a value is replaced, never changed."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:

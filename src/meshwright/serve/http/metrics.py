@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from meshwright.core.units import format_seconds
+from meshwright.core.units import format_params, format_seconds
 from meshwright.serve.frontend import Frontend
 from meshwright.serve.step_sums import StepKey
 from meshwright.serve.token_times import TokenTimes
@@ -127,8 +127,9 @@ class ServerMetrics(Collector):
             return ""
         prompt, new, looked, hit = now_counts - counts
         words = [
-            f"{state.running} running, {self._num_waiting} waiting; {prompt / took_s:,.0f} prompt, {new / took_s:,.0f} "
-            f"new tokens/s; cache {self._cache_share:.0%}" + (f", hits {hit / looked:.0%}" if looked else "")
+            f"{state.running} run, {self._num_waiting:,} wait; tokens/s {format_params(round(prompt / took_s))} in, "
+            f"{format_params(round(new / took_s))} out; cache {self._cache_share:.0%}"
+            + (f", hits {hit / looked:.0%}" if looked else "")
         ]
         decode = [row for (kind, _), row in steps.items() if kind == "decode"]
         if decode:
@@ -136,7 +137,8 @@ class ServerMetrics(Collector):
             planned = "" if np.isnan(planned_s) else f", planned {format_seconds(planned_s / num)}"
             words.append(f"decode {format_seconds(measured_s / num)}{planned}")
         if self._utilisation:
-            words.append("MFU {:.1%}, memory {:.1%}".format(*self._utilisation))
+            mfu, mbu = (f"{share:.{int(share < 0.0995)}%}" for share in self._utilisation)
+            words.append(f"MFU {mfu}, MBU {mbu}")
         return "; ".join(words)
 
     def _present(self) -> tuple[float, Any, dict[StepKey, Any]]:
@@ -171,9 +173,9 @@ class ServerMetrics(Collector):
         """Yields the figures, as Prometheus asks for them."""
         state = self.frontend.state
         gauges = {
-            "num_requests_running": (state.running, "Sequences in the running batch."),
-            "num_requests_waiting": (self._num_waiting, "Sequences that wait."),
-            "kv_cache_usage_perc": (self._cache_share, "Share of the cache's pages in use; 1 is all of them."),
+            "vllm:num_requests_running": (state.running, "Sequences in the running batch."),
+            "vllm:num_requests_waiting": (self._num_waiting, "Sequences that wait."),
+            "vllm:kv_cache_usage_perc": (self._cache_share, "Share of the cache's pages in use; 1 is all of them."),
         }
         counters = {
             "num_preemptions": (state.preemptions, "Sequences that lost their pages and ran again."),
@@ -182,9 +184,9 @@ class ServerMetrics(Collector):
             "prompt_tokens": (self.prompt_tokens, "Tokens of prompts of requests with a first output."),
             "generation_tokens": (self.generation_tokens, "Tokens generated."),
         }
-        used = zip(("mfu", "bandwidth_utilization"), self._utilisation, strict=False)
-        own = {f"meshwright:{name}": (share, "Share of a peak over the last 10 s.") for name, share in used}
-        for name, (value, words) in [*((f"vllm:{name}", row) for name, row in gauges.items()), *own.items()]:
+        for name, share in zip(("mfu", "bandwidth_utilization"), self._utilisation, strict=False):
+            gauges[f"meshwright:{name}"] = (share, "Share of the devices' peak over the last 10 s.")
+        for name, (value, words) in gauges.items():
             gauge = GaugeMetricFamily(name, words, labels=["model_name"])
             gauge.add_metric(self._label, value)
             yield gauge
