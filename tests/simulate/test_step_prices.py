@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from meshwright.algebra.generation import Storage, derive_phase
 from meshwright.api.rates import rates_for
+from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.work.ops import model_flops
 from meshwright.simulate.service import PricedClock
@@ -88,7 +89,8 @@ def test_seconds_are_those_of_the_clock(cluster):
 
 def test_a_dtype_without_rates_has_no_seconds():
     chips, prices = parse_cluster("cpu:1"), prices_of()
-    prices.set_rates(chips, None, STORAGE)
+    with pytest.raises(InputError, match="cpu has no known peak"):
+        prices.set_rates(chips, None, STORAGE)
     assert prices.clock is None
     assert prices.peak_flops_per_s == 0
     assert np.isfinite(prices.of([BOTH])[:, 1:]).all()

@@ -17,12 +17,15 @@ DATASHEET = "datasheet"
 """The word that is given in place of a calibration file for data-sheet rates, whatever has been fitted."""
 
 
-def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = False) -> Calibration | None:
+def rates_for(
+    cluster: Cluster, calibration: Path | None, *, fitted: bool = False, measures: bool = True
+) -> Calibration | None:
     """Returns the calibration of a file if one is given; for ``cpu:N`` this machine's rates; else None, the data sheet.
 
     With ``fitted`` the chip's fitted numbers, if it has any, replace the data sheet, unless "datasheet" is given; verbs
     that predict a whole step use it. This machine is measured the first time (a minute or two), and its rates are kept
-    in the cache folder. Raises InputError for a calibration of another chip or number of devices.
+    in the cache folder; without ``measures`` what is kept is returned, or None. Raises InputError for a calibration of
+    another chip or number of devices.
     """
     if str(calibration) == DATASHEET:
         if cluster.kind == "host":
@@ -44,20 +47,11 @@ def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = Fals
         return found
     if cluster.kind != "host":
         return fitted_calibration(cluster.chip) if fitted else None
-    begun = _kept(_kept_at(cluster))
-    return begun if begun and begun.host else measure(cluster, keep=_kept_at(cluster), begun=begun)
-
-
-def known_rates(cluster: Cluster) -> Calibration | None:
-    """Returns the fitted rates, or those kept of this machine, and measures nothing; None where there are none."""
-    if cluster.kind != "host":
-        return fitted_calibration(cluster.chip)
-    kept = _kept(_kept_at(cluster))
-    return kept if kept and kept.host else None
-
-
-def _kept_at(cluster: Cluster) -> Path:
-    return cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
+    kept = cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
+    begun = _kept(kept)
+    if not measures or (begun and begun.host):
+        return begun
+    return measure(cluster, keep=kept, begun=begun)
 
 
 def _kept(path: Path) -> Calibration | None:

@@ -10,7 +10,6 @@ from meshwright.algebra.generation import Storage
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.program import WEIGHTS
 from meshwright.batching.clock import Clock
-from meshwright.core.errors import UserError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import op_sizes
 from meshwright.cost.step_rates import strategy_placements
@@ -35,15 +34,11 @@ class StepPrices:
         self.model, self.strategy, self.derived = model, strategy, derived
 
     def set_rates(self, cluster: Cluster, calibration: Calibration | None, storage: Storage) -> None:
-        """Takes the rates of a cluster, unless they lack a dtype of the strategy."""
+        """Takes the rates of a cluster. Raises InputError if they lack a dtype of the strategy."""
         whole = replace(storage, page_len=0, num_pages=0)  # pages are read as whole caches are
         setting = Setting(self.model, cluster, Job(kind="decode", batch_seqs=1, seq_len=1), calibration, whole)
-        clock, placements = PricedClock(setting, self.strategy), strategy_placements(cluster, self.strategy)
-        try:
-            rates = setting.step_rates(self.strategy, placements[:1], setting.derived(self.strategy))
-        except UserError:  # such as 16 bits on a processor whose products were measured in 32
-            return
-        self.clock, self.peak_flops_per_s = clock, float(rates.peak_flops_per_s)
+        rates = setting.step_rates(self.strategy, strategy_placements(cluster, self.strategy)[:1])
+        self.clock, self.peak_flops_per_s = PricedClock(setting, self.strategy), float(rates.peak_flops_per_s)
         self.peak_bytes_per_s = float(cluster.chip.hbm_bytes_per_s or rates.chip.hbm_bytes_per_s)
 
     def of(self, steps: Any) -> Any:

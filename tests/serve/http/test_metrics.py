@@ -130,6 +130,15 @@ def test_prometheus_reads_no_price_that_is_not_known():
     }
 
 
+def test_prices_that_fail_are_left_out_and_said(caplog):
+    prices = FlatPrices()
+    prices.of = lambda steps: 1 / 0
+    metrics, _ = metrics_at(prices=prices)
+    assert metrics.line().endswith("decode 16.9 ms")
+    assert "steps are not priced any more" in caplog.text
+    assert "meshwright:flops_total{" not in str(figures(metrics))
+
+
 class QueueingEngine(FakeEngine):
     """Says that each request was scheduled 0.2 s after it came."""
 

@@ -4,6 +4,7 @@ They are plain numbers that the event loop's thread alone changes; Prometheus's 
 token. Steps are priced when somebody looks, which takes tens of milliseconds: in another thread.
 """
 
+import logging
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -46,6 +47,9 @@ _STEPS = {
     "flops": "FLOPs of the model in these steps on each device.",
 }
 """What is known of steps of one kind, in the order of `ServerMetrics._priced`."""
+
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class _Histogram:
@@ -152,8 +156,11 @@ class ServerMetrics(Collector):
         if sums:
             table = np.array([*sums.values()], float)
             found[:, :2], steps = table[:, :2], table[:, :1]
-            if self._prices:
-                found[:, 2:] = steps * self._prices.of(table[:, 2:] / steps)
+            try:
+                found[:, 2:] = steps * self._prices.of(table[:, 2:] / steps) if self._prices else np.nan
+            except Exception:  # no figure may end the server
+                _LOGGER.exception("steps are not priced any more")
+                self._prices = None
         return dict(zip(sums, found, strict=True))
 
     @cached_property
