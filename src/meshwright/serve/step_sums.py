@@ -28,12 +28,8 @@ class StepSums(NamedTuple):
     outputs: float = 0
 
 
-class HeldStep(NamedTuple):
-    """A dispatched step: its key, when it was dispatched, and what it holds, as the last fields of `StepSums`."""
-
-    key: StepKey
-    start_s: float
-    held: tuple[float, ...]
+HeldStep = tuple[StepKey, float, tuple[float, ...]]
+"""The key of a dispatched step, when it was dispatched, and what it holds, as the last fields of `StepSums`."""
 
 
 def held_step(planned: EngineStep, start_s: float, *, decoded: int, rows: int, outputs: int) -> HeldStep:
@@ -41,7 +37,7 @@ def held_step(planned: EngineStep, start_s: float, *, decoded: int, rows: int, o
     tokens, cached = planned.prefill_tokens, planned.cached_tokens
     positions = cached + decoded + sum([active.cached + num for active, num in planned.prefill])
     held = decoded, cached, tokens, tokens * (planned.prefill_past + 1), positions, outputs
-    return HeldStep(("mixed" if tokens else "decode", rows), start_s, held)
+    return ("mixed" if tokens else "decode", rows), start_s, held
 
 
 class SummedSteps:
@@ -54,10 +50,6 @@ class SummedSteps:
 
     def read(self, step: HeldStep) -> None:
         """Notes the end of a step, which began when it was dispatched or, if that was later, as the last one ended."""
-        end_s = self.now()
-        before = self.sums.get(step.key, _NOTHING)
-        taken_s, self._last_s = end_s - max(step.start_s, self._last_s), end_s
-        self.sums[step.key] = StepSums(*map(add, before, (1, taken_s, *step.held)))
-
-
-_NOTHING = StepSums()
+        (key, start_s, held), end_s = step, self.now()
+        taken_s, self._last_s = end_s - max(start_s, self._last_s), end_s
+        self.sums[key] = StepSums(*map(add, self.sums.get(key, StepSums()), (1, taken_s, *held)))

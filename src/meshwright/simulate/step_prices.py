@@ -61,6 +61,7 @@ class StepPrices:
         # rows of one sequence read its part of the cache once
         whole = replace(sizes, dims={**dims, "B": 1.0, "Bp": positions}, cache={})
         weights = kv = flops = 0.0
+        names = {name for name, variable in self.derived.program.variables.items() if variable.role in WEIGHTS}
         for step, count in self.derived.steps():
             if step.is_collective:
                 continue
@@ -70,10 +71,6 @@ class StepPrices:
                 kv = kv + count * (op_hbm_bytes(step, whole) - whole.total(*others))
             if kind_of(step).group != "embedding":  # which reads a few rows of its table
                 weights = weights + count * (
-                    sizes.total(*filter(self._is_weight, step.inputs)) - unread_bytes(step, sizes)
+                    sizes.total(*(array for array in step.inputs if array.name in names)) - unread_bytes(step, sizes)
                 )
         return np.transpose(np.broadcast_arrays(seconds, weights, kv, flops))
-
-    def _is_weight(self, array: Any) -> bool:
-        variable = self.derived.program.variables.get(array.name)
-        return variable is not None and variable.role in WEIGHTS

@@ -56,7 +56,6 @@ def metrics_at(state=None, prices=None):
 
 
 def figures(metrics) -> dict[str, float]:
-    metrics.price_steps()
     lines = (line for line in metrics.text().decode().splitlines() if not line.startswith("#"))
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 

@@ -183,8 +183,7 @@ class Handlers:
         return HealthAnswer()
 
     async def figures(self, *_: Any) -> Response:
-        await asyncio.to_thread(self.metrics.price_steps)
-        return Response(self.metrics.text(), media_type=METRICS_TYPE)
+        return Response(await asyncio.to_thread(self.metrics.text), media_type=METRICS_TYPE)
 
     async def tokenizer_info(self, *_: Any) -> TokenizerAnswer:
         return TokenizerAnswer(

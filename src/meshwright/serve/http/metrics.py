@@ -87,7 +87,6 @@ class ServerMetrics(Collector):
         self._histograms = {name: _Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
         self.inter_token = self._histograms["inter_token_latency_seconds"]
         self._registry = CollectorRegistry()
-        self._steps: dict[StepKey, Any] = {}
         self._utilisation: tuple[float, ...] = ()  # of the peaks of FLOP/s and of memory
         self._seen = self._present()
         self._registry.register(self)
@@ -110,12 +109,8 @@ class ServerMetrics(Collector):
             self._histograms["request_time_per_output_token_seconds"].add(times.tpot_s)
 
     def text(self) -> bytes:
-        """Returns all figures in Prometheus's text format, those of steps as `price_steps` left them."""
+        """Returns all figures in Prometheus's text format. May run in another thread."""
         return generate_latest(self._registry)
-
-    def price_steps(self) -> None:
-        """Prices all steps until now, for `text`. May run in another thread."""
-        self._steps = self._priced(dict(self.frontend.state.sums))
 
     def line(self) -> str:
         """Returns a line of the log on what was done since the last call, "" if that is nothing; what is used of the
@@ -197,9 +192,10 @@ class ServerMetrics(Collector):
             gauge = GaugeMetricFamily(name, words, labels=["model_name"])
             gauge.add_metric(self._label, value)
             yield gauge
+        steps = self._priced(dict(state.sums))
         for number, (name, words) in enumerate(_STEPS.items()):
             counter = CounterMetricFamily(f"meshwright:{name}", words, labels=["model_name", "kind", "rows"])
-            for (kind, rows), row in self._steps.items():
+            for (kind, rows), row in steps.items():
                 if not np.isnan(row[number]):
                     counter.add_metric([*self._label, kind, f"{rows}"], row[number])
             yield counter
