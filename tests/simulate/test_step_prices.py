@@ -49,6 +49,16 @@ def test_bytes_and_flops_of_a_dense_model():
     np.testing.assert_allclose(found[2, 3], found[0, 3] + found[1, 3] + earlier)
 
 
+@pytest.mark.parametrize("length", [512, 65_536])
+def test_layers_with_a_window_read_no_more_than_that(length):
+    gemma = load_model("gemma2-9b")
+    (_, _, kv, flops), *_ = prices_of(gemma).of([[8, 8 * (length - 1), 0, 0, 8 * length, 8]])
+    assert flops == pytest.approx(model_flops(gemma, Job(kind="decode", batch_seqs=8, seq_len=length)))
+    near = len(gemma.sliding_layers) / gemma.num_layers
+    kept = (1 - near) * length + near * min(length, gemma.sliding_window)
+    assert kv == pytest.approx(kv_bytes_of_position(gemma) * 8 * kept)
+
+
 def test_devices_share_the_work():
     whole, split = prices_of().of([BOTH]), prices_of(tensor=8).of([BOTH])
     np.testing.assert_allclose(split[:, 2:] * 8, whole[:, 2:])

@@ -65,10 +65,12 @@ class StepPrices:
         for step, count in self.derived.steps():
             if step.is_collective:
                 continue
-            flops = flops + count * op_flops(step, sizes)
+            seen: Any = 1.0
             if is_attention(step):
+                seen = np.minimum(1.0, (step.details.window or np.inf) / keys)  # pages beyond a window are not read
                 others = [array for array in (*step.inputs, *step.results) if "Pl" not in array.dims]
-                kv = kv + count * (op_hbm_bytes(step, whole) - whole.total(*others))
+                kv = kv + count * seen * (op_hbm_bytes(step, whole) - whole.total(*others))
+            flops = flops + count * seen * op_flops(step, sizes)
             if kind_of(step).group != "embedding":  # which reads a few rows of its table
                 weights = weights + count * (
                     sizes.total(*(array for array in step.inputs if array.name in names)) - unread_bytes(step, sizes)
