@@ -21,7 +21,7 @@ class CheckedStep:
     latest, logits_sharding, unrolled, max_len, max_seqs, row_parts = None, None, True, MAX_LEN, SLOTS, 1
 
     def __init__(self, num_pages: int, batch_invariant: bool) -> None:
-        self.storage, self.model = SimpleNamespace(page_len=PAGE_LEN), SimpleNamespace(vocab_size=50)
+        self.storage, self.model = SimpleNamespace(page_len=PAGE_LEN, adapters=0), SimpleNamespace(vocab_size=50)
         self.cache_sizes = {"Pg": num_pages, "Bp": MAX_LEN // PAGE_LEN}
         self.batch_invariant, self.programs = batch_invariant, ProgramStore(None, None)
         self.written = np.full(num_pages * PAGE_LEN, -1)

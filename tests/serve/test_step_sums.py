@@ -9,7 +9,7 @@ import pytest
 from meshwright.batching.limits import POLICIES, SchedulerLimits
 from meshwright.batching.request import GenerationRequest
 from meshwright.batching.scheduler import Scheduler
-from meshwright.serve.engine import Engine
+from meshwright.serve.engine import Engine, EngineGroup
 from meshwright.serve.request import TokenRequest
 from meshwright.serve.step_sums import StepSums, SummedSteps, held_step
 from tests.serve.test_engine_pool import PAGE_LEN, SLOTS, CheckedStep
@@ -79,6 +79,20 @@ def test_sums_are_those_of_the_planned_steps(engine_of):
     assert totals["mixed"].cached < totals["mixed"].positions < totals["mixed"].cached + totals["mixed"].pairs
     for (kind, rows), one in found.items():
         assert one.decoded + one.prefilled <= rows * one.steps, (kind, rows)
+
+
+def test_engines_of_a_group_add_to_the_same_sums(engine_of):
+    alone, group = engine_of(), EngineGroup([engine_of(), engine_of()])
+    asked = [TokenRequest(prompt=(1,) * prompt, max_tokens=output) for prompt, output in PROMPTS]
+    alone.run(asked)
+    group.run(asked)
+    found, state = group.state().sums, group.state()
+    assert sum(one.steps for one in found.values()) == state.steps > max(one.state().steps for one in group.engines)
+    assert all(one.state().sums is found for one in group.engines)
+    for field in ("decoded", "prefilled", "outputs"):  # the same tokens, whoever made them
+        assert sum(getattr(one, field) for one in found.values()) == sum(
+            getattr(one, field) for one in alone.state().sums.values()
+        )
 
 
 def test_a_step_lasts_from_its_dispatch_or_the_end_of_the_step_before():

@@ -14,7 +14,8 @@ from meshwright.simulate.step_prices import StepPrices
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.spec.model import Lora
+from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
 from meshwright.spec.weights import num_params
 
 LLAMA = load_model("llama3-8b")
@@ -70,6 +71,41 @@ def test_weights_and_caches_in_int8():
     narrow = prices_of(storage=replace(STORAGE, weights="int8", cache_dtype="int8")).of([DECODE])
     assert narrow[0, 1] == pytest.approx(plain[0, 1] / 2, rel=1e-2)
     assert narrow[0, 2] == pytest.approx(plain[0, 2] / 2 * (1 + 4 / LLAMA.head_dim), rel=1e-6)  # a scale for each head
+
+
+def test_adapters_are_read_with_the_weights():
+    """The clock prices the model with all their columns, too."""
+    model, chips = replace(LLAMA, lora=Lora(rank=16, alpha=16, targets="q,v")), parse_cluster("h100:1x1")
+    shared = replace(STORAGE, adapters=2)
+    prices = prices_of(model, shared)
+    prices.set_rates(chips, rates_for(chips, None, fitted=True), shared)
+    plain, (adapted,) = prices_of().of([DECODE]), prices.of([DECODE])
+    extra = 16 * (2 * LLAMA.d_model + (LLAMA.num_heads + LLAMA.num_kv_heads) * LLAMA.head_dim) * LLAMA.num_layers
+    assert adapted[1] - plain[0, 1] == pytest.approx(2 * extra)
+    assert adapted[3] - plain[0, 3] == pytest.approx(2 * 8 * extra)
+    assert adapted[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "axes"),
+    [
+        ("prompts", {"data": 2, "context": 2, "tensor": 2}),
+        ("gathered", {"fsdp": 8}),
+        ("sequences", {"context": 2, "tensor": 4}),
+        ("positions", {"context": 2, "tensor": 4}),
+        ("widths", {"context": 2, "tensor": 4}),
+    ],
+)
+def test_every_layout_of_a_plan_has_a_price(layout, axes):
+    chips = parse_cluster("h100:8x1")
+    strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam", assignment=LAYOUTS[layout])
+    prices = StepPrices(LLAMA, strategy, derive_phase(LLAMA, "packed", strategy, STORAGE))
+    prices.set_rates(chips, rates_for(chips, None, fitted=True), STORAGE)
+    whole, split = prices_of().of([BOTH])[0], prices.of([BOTH])[0]
+    assert np.isfinite(split).all()
+    assert (split > 0).all()
+    assert (split[1:] <= whole[1:] * (1 + 1e-9)).all()
+    assert split[3] < whole[3] / 2
 
 
 def test_experts_that_no_token_chose_are_not_read():

@@ -34,7 +34,7 @@ from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjus
 from meshwright.serve.drawing.grammar import MaskedRow, TokenMasks
 from meshwright.serve.prefix_tree import PrefixTree
 from meshwright.serve.request import EngineState, Finish, TokenOutput, TokenRequest
-from meshwright.serve.step_sums import HeldStep, SummedSteps, held_step
+from meshwright.serve.step_sums import HeldStep, StepKey, StepSums, SummedSteps, held_step
 
 
 class _Live:
@@ -257,6 +257,12 @@ class Engine:
         if self._drafter:
             self._drafter.warm_up(shapes)
         on_shape(len(shapes), len(shapes))
+
+    def share_sums(self, *others: "Engine") -> dict[StepKey, StepSums]:
+        """Has other engines add their steps to the sums of this one, and returns these."""
+        for other in others:
+            other._times.sums = self._times.sums
+        return self._times.sums
 
     @property
     def engines(self) -> tuple["Engine", ...]:
@@ -504,7 +510,7 @@ class EngineGroup:
         self.limits = msgspec.structs.replace(
             own, max_requests=count * own.max_requests, num_pages=count * own.num_pages
         )
-        self.check = engines[0].check
+        self.check, self._sums = engines[0].check, engines[0].share_sums(*engines[1:])
 
     def submit(self, request: TokenRequest) -> int:
         """Queues a request at an engine and returns its number. Raises InputError if it could never run."""
@@ -540,8 +546,9 @@ class EngineGroup:
 
     def state(self) -> EngineState:
         """Returns the sums of the engines' states."""
-        states = [msgspec.structs.astuple(engine.state()) for engine in self.engines]
-        return EngineState(**dict(zip(EngineState.__struct_fields__, np.sum(states, axis=0).tolist(), strict=True)))
+        *names, _ = EngineState.__struct_fields__
+        states = [msgspec.structs.astuple(engine.state())[:-1] for engine in self.engines]
+        return EngineState(**dict(zip(names, np.sum(states, axis=0).tolist(), strict=True)), sums=self._sums)
 
     run = Engine.run
 

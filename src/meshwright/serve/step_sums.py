@@ -52,4 +52,6 @@ class SummedSteps:
         """Notes the end of a step, which began when it was dispatched or, if that was later, as the last one ended."""
         (key, start_s, held), end_s = step, self.now()
         taken_s, self._last_s = end_s - max(start_s, self._last_s), end_s
-        self.sums[key] = StepSums(*map(add, self.sums.get(key, StepSums()), (1, taken_s, *held)))
+        new = 1, taken_s, *held
+        before = self.sums.get(key)
+        self.sums[key] = StepSums._make(map(add, before, new) if before else new)

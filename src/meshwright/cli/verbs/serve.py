@@ -101,7 +101,7 @@ def command(given: Given) -> None:
     served = served_model(opened.source, given.name)
     app = make_app(frontend, served, HttpOptions(api_keys=given.api_key, log=given.log_requests))
     metrics = app.state.metrics
-    metrics.load_prices = partial(_prices, opened.engine)
+    metrics.load_prices = partial(_prices, opened.engine.engines)
 
     def on_line() -> None:
         if (line := metrics.line()) and not given.no_log_stats:
@@ -110,10 +110,10 @@ def command(given: Given) -> None:
     serve_app(app, frontend, listening, lambda url: say(f"serving {served.name} at {url}"), on_line)
 
 
-def _prices(engine: "Engine") -> "StepPrices":
+def _prices(engines: "Sequence[Engine]") -> "StepPrices":
     from meshwright.api.step_prices import step_prices  # a second of imports, once the server answers
 
-    return step_prices(engine.packed)
+    return step_prices(engines)
 
 
 def open_given(given: EngineGiven, **more: bool) -> "OpenedEngine":
