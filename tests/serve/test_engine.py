@@ -1,5 +1,7 @@
 """The engine: tokens of the forward pass whatever else is in the batch, slots and pages whole in the end."""
 
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -410,3 +412,16 @@ def test_any_order_of_calls_leaves_the_pool_whole(engine_of, expected, data):
     engine._pages.free += taken
     engine._pages.give(few)
     assert_whole(engine)
+
+
+def test_the_seconds_of_steps_are_those_that_the_engine_ran(engine_of):
+    engine = engine_of()
+    engine.run([request(prompt) for prompt in PROMPTS])  # programs are compiled
+    before = dict(engine.state().sums)
+    start_s = time.perf_counter()
+    engine.run([request(prompt) for prompt in PROMPTS])
+    wall_s, sums = time.perf_counter() - start_s, engine.state().sums
+    seconds = sum(one.seconds for one in sums.values()) - sum(one.seconds for one in before.values())
+    assert 0.5 * wall_s < seconds <= wall_s
+    assert sum(one.steps for one in sums.values()) == engine.state().steps
+    assert {rows for _, rows in sums} <= {shape.rows for shape in engine.shapes()}

@@ -17,12 +17,15 @@ DATASHEET = "datasheet"
 """The word that is given in place of a calibration file for data-sheet rates, whatever has been fitted."""
 
 
-def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = False) -> Calibration | None:
+def rates_for(
+    cluster: Cluster, calibration: Path | None, *, fitted: bool = False, measures: bool = True
+) -> Calibration | None:
     """Returns the calibration of a file if one is given; for ``cpu:N`` this machine's rates; else None, the data sheet.
 
     With ``fitted`` the chip's fitted numbers, if it has any, replace the data sheet, unless "datasheet" is given; verbs
     that predict a whole step use it. This machine is measured the first time (a minute or two), and its rates are kept
-    in the cache folder. Raises InputError for a calibration of another chip or number of devices.
+    in the cache folder; without ``measures`` what is kept is returned, or None. Raises InputError for a calibration of
+    another chip or number of devices.
     """
     if str(calibration) == DATASHEET:
         if cluster.kind == "host":
@@ -46,7 +49,9 @@ def rates_for(cluster: Cluster, calibration: Path | None, *, fitted: bool = Fals
         return fitted_calibration(cluster.chip) if fitted else None
     kept = cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
     begun = _kept(kept)
-    return begun if begun and begun.host else measure(cluster, keep=kept, begun=begun)
+    if not measures or (begun and begun.host):
+        return begun
+    return measure(cluster, keep=kept, begun=begun)
 
 
 def _kept(path: Path) -> Calibration | None:

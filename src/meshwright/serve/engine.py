@@ -34,6 +34,7 @@ from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjus
 from meshwright.serve.drawing.grammar import MaskedRow, TokenMasks
 from meshwright.serve.prefix_tree import PrefixTree
 from meshwright.serve.request import EngineState, Finish, TokenOutput, TokenRequest
+from meshwright.serve.step_sums import HeldStep, StepKey, StepSums, SummedSteps, held_step
 
 
 class _Live:
@@ -46,7 +47,7 @@ class _Live:
         self.number, self.request, self.active = number, request, active
         self.tokens = list(request.prompt)
         self.computed = self.produced = 0
-        self.slot = -1
+        self.slot, self.admitted_s = -1, 0.0
         self.num_hit = self.num_shared = 0  # tokens that the prefix tree had; pages that it has, the first ones
         self.pages: list[int] = []
         self.answer = request.grammar.start() if request.grammar else None
@@ -73,6 +74,7 @@ class _Expected(NamedTuple):
 class _Dispatched(NamedTuple):
     expected: list[_Expected]
     drawn: Drawn
+    held: HeldStep
 
 
 class Engine:
@@ -118,6 +120,7 @@ class Engine:
         self._ended: list[_Live] = []
         self._number = self._num_steps = self._num_preempted = self._num_looked = self._num_hit = 0
         self._num_drafted = self._num_accepted = 0
+        self._times = SummedSteps()
         most = {
             "chunked": limits.token_budget,
             "interleaved": max(limits.token_budget, step.max_len),
@@ -221,6 +224,7 @@ class Engine:
             steps=self._num_steps,
             drafted=self._num_drafted,
             accepted=self._num_accepted,
+            sums=self._times.sums,
         )
 
     def run(self: "Engine | EngineGroup", requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
@@ -255,6 +259,12 @@ class Engine:
             self._drafter.warm_up(shapes)
         on_shape(len(shapes), len(shapes))
 
+    def share_sums(self, *others: "Engine") -> dict[StepKey, StepSums]:
+        """Has other engines add their steps to the sums of this one, and returns these."""
+        for other in others:
+            other._times.sums = self._times.sums
+        return self._times.sums
+
     @property
     def engines(self) -> tuple["Engine", ...]:
         """The engine, as those of a group."""
@@ -266,6 +276,11 @@ class Engine:
         return self._step.programs
 
     @property
+    def packed(self) -> PackedStep:
+        """The step that it runs."""
+        return self._step
+
+    @property
     def is_compiled(self) -> bool:
         """True if the programs of all shapes are kept in files; not said of an engine that drafts."""
         return self._drafter is None and self.programs.has(map(self._step.program_name, self.shapes()))
@@ -274,11 +289,12 @@ class Engine:
 
     def _dispatch(self, planned: EngineStep) -> _Dispatched | None:
         parts: list[tuple[_Live, int, int]] = []  # whose, the positions from here to there
+        start_s, drafted = self._times.now(), self._num_drafted
         for active in planned.admitted:
             live = self._live[active.request.number]
             if live.produced > len(live.output):
                 self._read()  # what was drawn before a preemption is prefilled again
-            live.slot = self._free_slots.pop()
+            live.slot, live.admitted_s = self._free_slots.pop(), live.admitted_s or start_s
             live.computed = active.cached
             live.pages += self._pages.admitted(live.number)
             live.num_shared = len(live.pages)
@@ -302,6 +318,8 @@ class Engine:
             self._scheduler.commit(planned)
             return None
         rows, expected, outputs, longest = self._rows(parts, len(decoding))
+        decoded = len(decoding) + self._num_drafted - drafted
+        held = held_step(planned, start_s, decoded=decoded, rows=len(rows.tokens), outputs=len(expected))
         logits, self._cache = self._step.step(self._params, self._cache, self._drawer.latest, rows, longest)
         if self._drafter and planned.prefill:
             self._drafter.follow(rows, longest, {live.slot: end for live, _, end in parts})
@@ -318,7 +336,7 @@ class Engine:
             if ending := self._live.get(active.request.number):
                 ending.is_done = True
                 self._vacate(ending)
-        return _Dispatched(expected, drawn)
+        return _Dispatched(expected, drawn, held)
 
     def _draft(self, decoding: Sequence[_Live]) -> None:
         """Gives requests that decode the drafts of the next step, with their pages."""
@@ -401,8 +419,9 @@ class Engine:
         """Reads what the last step has drawn, if that has not been done; requests that it ends are closed later."""
         if self._dispatched is None:
             return
-        (expected, drawn), self._dispatched = self._dispatched, None
+        (expected, drawn, held), self._dispatched = self._dispatched, None
         drawn = drawn.on_host()
+        self._times.read(held)
         wrong, more = set[int](), dict[int, int]()  # requests with a wrong draft, and tokens of right ones
         for row, (live, target, draft) in enumerate(expected):
             if live.is_closed or live.number in wrong:
@@ -423,6 +442,7 @@ class Engine:
                     prompt=tuple(live.prompt_logprobs),
                     finish=finish,
                     cached=live.num_hit,
+                    admitted_s=live.admitted_s,
                 )
             )
             live.prompt_logprobs, live.num_hit = [], 0
@@ -491,7 +511,7 @@ class EngineGroup:
         self.limits = msgspec.structs.replace(
             own, max_requests=count * own.max_requests, num_pages=count * own.num_pages
         )
-        self.check = engines[0].check
+        self.check, self._sums = engines[0].check, engines[0].share_sums(*engines[1:])
 
     def submit(self, request: TokenRequest) -> int:
         """Queues a request at an engine and returns its number. Raises InputError if it could never run."""
@@ -527,8 +547,9 @@ class EngineGroup:
 
     def state(self) -> EngineState:
         """Returns the sums of the engines' states."""
-        states = [msgspec.structs.astuple(engine.state()) for engine in self.engines]
-        return EngineState(**dict(zip(EngineState.__struct_fields__, np.sum(states, axis=0).tolist(), strict=True)))
+        *names, _ = EngineState.__struct_fields__
+        states = [msgspec.structs.astuple(engine.state())[:-1] for engine in self.engines]
+        return EngineState(**dict(zip(names, np.sum(states, axis=0).tolist(), strict=True)), sums=self._sums)
 
     run = Engine.run
 

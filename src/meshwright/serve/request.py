@@ -7,6 +7,7 @@ import msgspec
 from meshwright.core.errors import InputError
 from meshwright.serve.drawing.grammar import Grammar
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
+from meshwright.serve.step_sums import StepKey, StepSums
 
 Finish = Literal["stop", "length", "cancelled"]
 
@@ -60,6 +61,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ``token`` is None if the request ended without one: before a stop token, by cancellation, or with ``max_tokens`` 0.
     ``prompt`` are the log-probabilities of the prompt's tokens from the second on, with the first output of a request
     that has ``echo``. ``cached`` are tokens of the prompt that a prefix cache held, with the first output.
+    ``admitted_s`` is when the request was first scheduled, in seconds of `time.perf_counter`, 0 if that is not known.
     """
 
     number: int
@@ -68,12 +70,13 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
     cached: int = 0
+    admitted_s: float = 0.0
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine holds: requests that run and wait, pages, and counts since it began: requests that lost their
     pages, tokens of prompts that were looked for and found in a prefix cache, steps, and drafted tokens, of which some
-    were right."""
+    were right. ``sums`` of steps go on as the engine does; a reader copies them."""
 
     running: int = 0
     waiting: int = 0
@@ -85,3 +88,4 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    sums: dict[StepKey, StepSums] = {}

@@ -74,6 +74,13 @@ async def test_ends():
         answer = await b.complete("a", stop_token_ids=[after])
         assert answer.json()["choices"][0] == {"index": 0, "text": "bcd", "logprobs": None, "finish_reason": "stop"}
         assert b.engine.seen[-1].stop_tokens == {1, after}
+        assert answer.json()["usage"]["completion_tokens"] == 4  # with the one that ended it, as vLLM counts
+        streamed = await b.complete(
+            "a", stop_token_ids=[after], stream=True, stream_options={"include_usage": True}, n=2
+        )
+        assert events(streamed.text)[-1]["usage"]["completion_tokens"] == 8
+        scored = await b.complete("a", echo=True, logprobs=1, max_tokens=0, stop_token_ids=[tokens_of("b")[0]])
+        assert scored.json()["usage"]["completion_tokens"] == 0
         answer = await b.complete("a", stop_token_ids=[after], min_tokens=5, max_tokens=6)
         assert answer.json()["choices"][0]["text"] == "bcdefg"
         await b.complete("a", ignore_eos=True)

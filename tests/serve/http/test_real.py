@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -72,18 +73,26 @@ from meshwright.serve.http.app import make_app
 from meshwright.serve.http.run import Listening, serve_app
 from tests.serve.http.fake import FakeEngine, served
 
-frontend = Frontend(FakeEngine(delay_s=0.01))
+engine = FakeEngine(delay_s=0.01)
+if {fails}:
+    step = engine.step
+    def fail():
+        if engine.steps == {fails}:
+            raise RuntimeError("out of memory")
+        return step()
+    engine.step = fail
+frontend = Frontend(engine)
 serve_app(make_app(frontend, served()), frontend, Listening(**{where}), on_ready=lambda url: print(url, flush=True))
 print("ended")
 """
 
 
 class Process:
-    """A server in a process of its own; ``where`` it says that it listens."""
+    """A server in a process of its own; ``where`` it says that it listens. Its engine fails after some steps."""
 
-    def __init__(self, **where):
+    def __init__(self, fails=0, **where):
         env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-        code = SERVER.replace("{where}", repr(where))
+        code = SERVER.replace("{where}", repr(where)).replace("{fails}", str(fails))
         pipe = subprocess.PIPE
         self.process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=pipe, stderr=pipe, text=True)
         self.where = self.process.stdout.readline().strip()
@@ -132,6 +141,22 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert time.perf_counter() - start < 2.5
     assert b"[DONE]" not in rest_of(sock)
     assert not path.exists()
+
+
+def test_a_server_whose_engine_fails_answers_what_waits_and_ends():
+    server = Process(port=0, fails=100)
+    stream = server.stream(400)
+    body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
+    answer = httpx.post(f"{server.where}/v1/completions", json=body, timeout=20)
+    assert answer.status_code == 503
+    assert "the engine failed: out of memory." in answer.json()["error"]["message"]
+    assert b"the engine failed: out of memory" in rest_of(stream)
+    code, out, err = server.ended()
+    assert code != 0
+    assert out == ""
+    assert err.splitlines()[-1] == (
+        "meshwright.core.errors.CannotRunError: the engine failed: out of memory. The server has ended; start it again."
+    )
 
 
 def test_an_address_that_is_taken_is_one_line(tmp_path):

@@ -1,6 +1,7 @@
 """`meshwright serve`: a model over HTTP, with OpenAI's routes."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +14,9 @@ from meshwright.core.errors import InputError
 from meshwright.spec.cluster import Cluster
 
 if TYPE_CHECKING:
+    from meshwright.serve.engine import Engine
     from meshwright.serve.opening import EngineOptions, OpenedEngine
+    from meshwright.simulate.step_prices import StepPrices
 
 
 class EngineGiven(Options):
@@ -74,6 +77,7 @@ class Given(EngineGiven):
     deadline: float | None = option("Seconds that a request may take. Default: any.")
     drain: Count = option("Seconds that what runs may go on after SIGTERM.", default=60)
     log_requests: bool = option("Write a line of JSON for each request to standard error.")
+    no_log_stats: bool = option("Say no line every 10 s of what was done.", "--no-log-stats", "--disable-log-stats")
 
 
 @verb(Given)
@@ -95,7 +99,20 @@ def command(given: Given) -> None:
     frontend = Frontend(opened.engine, max_queued=given.max_queued, deadline_s=given.deadline)
     served = served_model(opened.source, given.name)
     app = make_app(frontend, served, HttpOptions(api_keys=given.api_key, log=given.log_requests))
-    serve_app(app, frontend, listening, lambda url: say(f"serving {served.name} at {url}"))
+    metrics = app.state.metrics
+    metrics.load_prices = partial(_prices, opened.engine.engines)
+
+    def on_line() -> None:
+        if (line := metrics.line()) and not given.no_log_stats:
+            say(line)
+
+    serve_app(app, frontend, listening, lambda url: say(f"serving {served.name} at {url}"), on_line)
+
+
+def _prices(engines: "Sequence[Engine]") -> "StepPrices":
+    from meshwright.api.step_prices import step_prices  # a second of imports, once the server answers
+
+    return step_prices(engines)
 
 
 def open_given(given: EngineGiven, **more: bool) -> "OpenedEngine":

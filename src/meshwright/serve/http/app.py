@@ -1,5 +1,6 @@
 """The routes of the server."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -182,7 +183,7 @@ class Handlers:
         return HealthAnswer()
 
     async def figures(self, *_: Any) -> Response:
-        return Response(self.metrics.text(), media_type=METRICS_TYPE)
+        return Response(await asyncio.to_thread(self.metrics.text), media_type=METRICS_TYPE)
 
     async def tokenizer_info(self, *_: Any) -> TokenizerAnswer:
         return TokenizerAnswer(
@@ -217,7 +218,8 @@ class Handlers:
 
 
 def make_app(frontend: Frontend, served: ServedModel, options: HttpOptions | None = None) -> Starlette:
-    """Returns the app that serves a model. Its lifespan starts the front end and closes it."""
+    """Returns the app that serves a model. Its lifespan starts the front end and closes it; ``state.metrics`` are its
+    figures."""
     options = options or HttpOptions()
     handlers = Handlers(frontend, served, options)
 
@@ -239,4 +241,5 @@ def make_app(frontend: Frontend, served: ServedModel, options: HttpOptions | Non
         exception_handlers=dict.fromkeys((UserError, HTTPException, ClientDisconnect, Exception), answer_error),
     )
     app.router.redirect_slashes = False
+    app.state.metrics = handlers.metrics
     return app

@@ -95,6 +95,7 @@ class Exchange:
                 continue
             if not choice.started:
                 metrics.prompt_tokens += len(choice.prompt)
+                metrics.admitted(choice.times, output.admitted_s)
             if output.token is not None:
                 metrics.generation_tokens += 1
                 gap = choice.times.token(at_s)
@@ -111,7 +112,7 @@ class Exchange:
 
     def usage(self) -> Usage:
         """Returns the tokens until now."""
-        made = sum(choice.times.num_tokens for choice in self.choices)
+        made = sum(choice.num_tokens for choice in self.choices)
         # Sequences of one prompt share it: what the first found in the cache is what was cached of it.
         cached = sum(choice.cached for choice in self.choices[:: self.asked.n])
         details = CachedTokens(cached) if cached else None
@@ -130,7 +131,7 @@ class Exchange:
         means = [one.times.tpot_s for one in self.choices if one.times.tpot_s is not None]
         self.log |= {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": sum(one.times.num_tokens for one in self.choices),
+            "completion_tokens": sum(one.num_tokens for one in self.choices),
             "finish_reasons": [one.finish or "abort" for one in self.choices],
             "ttft_s": min(firsts) if firsts else None,
             "tpot_s": sum(means) / len(means) if means else None,

@@ -15,7 +15,7 @@ ReportedToken = tuple[int, TokenLogprob | None]
 
 class GrowingText:
     """A sequence while it grows. ``piece`` and ``entries`` are text and reported tokens that are not taken yet;
-    ``finish`` is why it ended, None before."""
+    ``finish`` is why it ended, None before. ``num_tokens`` were made, the one that ended it too."""
 
     def __init__(self, asked: AskedText, index: int) -> None:
         request = asked.requests[index]
@@ -25,10 +25,10 @@ class GrowingText:
         self.piece = "" if asked.echoes is None else asked.echoes[index // asked.n]
         self.entries = list[ReportedToken]()
         self.offset = 0
-        self.cached = 0
+        self.cached = self.num_tokens = 0
         self.started = False
         self.prompt = request.prompt
-        self._min_tokens = request.min_tokens
+        self._min_tokens, self._max_tokens = request.min_tokens, request.max_tokens
         self._reports, self._echoes = asked.logprobs, asked.logprobs and asked.echoes is not None
         self._stream = TextStream(asked.text, request.prompt[-8:])  # a stream looks no further back
         self._scan = StopScan(asked.stops)
@@ -41,6 +41,7 @@ class GrowingText:
                 self.entries.append((self.prompt[0], None))
                 self.entries += ((one.token, one) for one in output.prompt)
         text = ""
+        self.num_tokens += output.token is not None or (output.finish == "stop" and self._max_tokens > 0)
         if output.token is not None:
             text = self._stream.push(output.token)
             if self._reports:

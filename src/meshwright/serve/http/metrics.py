@@ -1,30 +1,55 @@
-"""Figures of the server for Prometheus, under vLLM's names.
+"""Figures of the server for Prometheus, under vLLM's names, and for a line of its log.
 
 They are plain numbers that the event loop's thread alone changes; Prometheus's own types would cost microseconds a
-token.
+token. Steps are priced when somebody looks, which takes tens of milliseconds: in another thread.
 """
 
+import logging
+import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from meshwright.core.units import format_params, format_seconds
 from meshwright.serve.frontend import Frontend
+from meshwright.serve.step_sums import StepKey
 from meshwright.serve.token_times import TokenTimes
+
+if TYPE_CHECKING:
+    from meshwright.simulate.step_prices import StepPrices
 
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5)
 _TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _REQUEST_BUCKETS_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 
 _HISTOGRAMS = {
+    "request_queue_time_seconds": (_REQUEST_BUCKETS_S, "From the request until it is first scheduled."),
     "time_to_first_token_seconds": (_TTFT_BUCKETS_S, "From the request to its first token."),
     "inter_token_latency_seconds": ((*_TOKEN_BUCKETS_S, 1, 2.5, 5), "From a token to the next."),
     "request_time_per_output_token_seconds": ((*_TOKEN_BUCKETS_S, 1, 2.5, 5), "Mean over a request's later tokens."),
     "e2e_request_latency_seconds": (_REQUEST_BUCKETS_S, "From the request to its last token."),
 }
+
+
+_STEPS = {
+    "steps": "Steps of the engine.",
+    "step_seconds": "Seconds of steps, as clients see them.",
+    "step_predicted_seconds": "Seconds of these steps by the cost model.",
+    "weight_bytes": "Bytes of weights that these steps read on each device.",
+    "kv_bytes": "Bytes of the cache that these steps read on each device.",
+    "flops": "FLOPs of the model in these steps on each device.",
+}
+"""What is known of steps of one kind, in the order of `ServerMetrics._priced`."""
+
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class _Histogram:
@@ -46,10 +71,15 @@ class _Histogram:
 
 
 class ServerMetrics(Collector):
-    """Counts of one model's server, and the state of its engine; in a registry of its own."""
+    """Counts of one model's server, and the state of its engine; in a registry of its own.
 
-    def __init__(self, model: str, frontend: Frontend) -> None:
-        self.frontend = frontend
+    ``load_prices`` returns what prices steps, or None; it is called when steps are first looked at.
+    """
+
+    load_prices: "Callable[[], StepPrices | None]"
+
+    def __init__(self, model: str, frontend: Frontend, now: Callable[[], float] = time.perf_counter) -> None:
+        self.frontend, self.load_prices, self._now = frontend, lambda: None, now
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: Counter[str] = Counter()
@@ -57,7 +87,14 @@ class ServerMetrics(Collector):
         self._histograms = {name: _Histogram(bounds) for name, (bounds, _) in _HISTOGRAMS.items()}
         self.inter_token = self._histograms["inter_token_latency_seconds"]
         self._registry = CollectorRegistry()
+        self._utilisation: tuple[float, ...] = ()  # of the peaks of FLOP/s and of memory
+        self._seen = self._present()
         self._registry.register(self)
+
+    def admitted(self, times: TokenTimes, admitted_s: float) -> None:
+        """Notes when a request was first scheduled, if that is known."""
+        if admitted_s:
+            self._histograms["request_queue_time_seconds"].add(max(admitted_s - times.start_s, 0.0))
 
     def started(self, times: TokenTimes) -> None:
         """Notes the first token of a request."""
@@ -72,17 +109,75 @@ class ServerMetrics(Collector):
             self._histograms["request_time_per_output_token_seconds"].add(times.tpot_s)
 
     def text(self) -> bytes:
-        """Returns all figures in Prometheus's text format."""
+        """Returns all figures in Prometheus's text format. May run in another thread."""
         return generate_latest(self._registry)
+
+    def line(self) -> str:
+        """Returns a line of the log on what was done since the last call, "" if that is nothing; what is used of the
+        devices meanwhile is kept. May run in another thread."""
+        (start_s, counts, sums), (end_s, now_counts, now_sums) = self._seen, self._present()
+        self._seen, took_s = (end_s, now_counts, now_sums), end_s - start_s
+        more = {key: np.subtract(now, sums.get(key, 0)) for key, now in now_sums.items()}
+        steps, state = self._priced({key: row for key, row in more.items() if row[0]}), self.frontend.state
+        work, prices = sum(steps.values(), np.zeros(len(_STEPS))) / took_s, self._prices if now_sums else None
+        if prices and prices.peak_flops_per_s:
+            self._utilisation = work[5] / prices.peak_flops_per_s, (work[3] + work[4]) / prices.peak_bytes_per_s
+        if not steps:
+            return ""
+        prompt, new, looked, hit = now_counts - counts
+        words = [
+            f"{state.running} run, {self._num_waiting:,} wait; tokens/s {format_params(round(prompt / took_s))} in, "
+            f"{format_params(round(new / took_s))} out; cache {self._cache_share:.0%}"
+            + (f", hits {hit / looked:.0%}" if looked else "")
+        ]
+        decode = [row for (kind, _), row in steps.items() if kind == "decode"]
+        if decode:
+            num, measured_s, planned_s = sum(decode)[:3]
+            planned = "" if np.isnan(planned_s) else f", planned {format_seconds(planned_s / num)}"
+            words.append(f"decode {format_seconds(measured_s / num)}{planned}")
+        if self._utilisation:
+            mfu, mbu = (f"{share:.{int(share < 0.0995)}%}" for share in self._utilisation)
+            words.append(f"MFU {mfu}, MBU {mbu}")
+        return "; ".join(words)
+
+    def _present(self) -> tuple[float, Any, dict[StepKey, Any]]:
+        state = self.frontend.state
+        counts = self.prompt_tokens, self.generation_tokens, state.prefix_queries, state.prefix_hits
+        return self._now(), np.array(counts), dict(state.sums)
+
+    def _priced(self, sums: Mapping[StepKey, Any]) -> dict[StepKey, Any]:
+        """Returns the numbers of `_STEPS` for each kind of steps; one that is not known is not a number."""
+        found = np.full((len(sums), len(_STEPS)), np.nan)
+        if sums:
+            table = np.array([*sums.values()], float)
+            found[:, :2], steps = table[:, :2], table[:, :1]
+            try:
+                found[:, 2:] = steps * self._prices.of(table[:, 2:] / steps) if self._prices else np.nan
+            except Exception:  # no figure may end the server
+                _LOGGER.exception("steps are not priced any more")
+                self._prices = None
+        return dict(zip(sums, found, strict=True))
+
+    @cached_property
+    def _prices(self) -> "StepPrices | None":
+        return self.load_prices()
+
+    @property
+    def _num_waiting(self) -> int:
+        return max(0, self.frontend.in_system - self.frontend.state.running)
+
+    @property
+    def _cache_share(self) -> float:
+        state = self.frontend.state
+        return state.pages_used / state.num_pages if state.num_pages else 0.0
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]:
         """Yields the figures, as Prometheus asks for them."""
         state = self.frontend.state
-        share = state.pages_used / state.num_pages if state.num_pages else 0.0
         gauges = {
-            "num_requests_running": (state.running, "Sequences in the running batch."),
-            "num_requests_waiting": (max(0, self.frontend.in_system - state.running), "Sequences that wait."),
-            "kv_cache_usage_perc": (share, "Share of the cache's pages in use; 1 is all of them."),
+            "vllm:num_requests_running": (state.running, "Sequences in the running batch."),
+            "vllm:num_requests_waiting": (self._num_waiting, "Sequences that wait."),
+            "vllm:kv_cache_usage_perc": (self._cache_share, "Share of the cache's pages in use; 1 is all of them."),
         }
         counters = {
             "num_preemptions": (state.preemptions, "Sequences that lost their pages and ran again."),
@@ -91,10 +186,19 @@ class ServerMetrics(Collector):
             "prompt_tokens": (self.prompt_tokens, "Tokens of prompts of requests with a first output."),
             "generation_tokens": (self.generation_tokens, "Tokens generated."),
         }
+        for name, share in zip(("mfu", "bandwidth_utilization"), self._utilisation, strict=False):
+            gauges[f"meshwright:{name}"] = (share, "Share of the devices' peak over the last 10 s.")
         for name, (value, words) in gauges.items():
-            gauge = GaugeMetricFamily(f"vllm:{name}", words, labels=["model_name"])
+            gauge = GaugeMetricFamily(name, words, labels=["model_name"])
             gauge.add_metric(self._label, value)
             yield gauge
+        steps = self._priced(dict(state.sums))
+        for number, (name, words) in enumerate(_STEPS.items()):
+            counter = CounterMetricFamily(f"meshwright:{name}", words, labels=["model_name", "kind", "rows"])
+            for (kind, rows), row in steps.items():
+                if not np.isnan(row[number]):
+                    counter.add_metric([*self._label, kind, f"{rows}"], row[number])
+            yield counter
         for name, (value, words) in counters.items():
             counter = CounterMetricFamily(f"vllm:{name}", words, labels=["model_name"])
             counter.add_metric(self._label, value)

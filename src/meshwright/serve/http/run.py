@@ -1,5 +1,6 @@
-"""Runs the app on a socket until a signal, and ends with what runs finished."""
+"""Runs the app on a socket until a signal or until its engine fails, and ends with what runs finished."""
 
+import asyncio
 import socket
 import sys
 from collections.abc import Callable
@@ -11,11 +12,14 @@ import msgspec
 import uvicorn
 from starlette.types import ASGIApp
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.serve.frontend import Frontend
 
 SWITCH_S = 0.0005
 """How long a thread keeps Python's interpreter that another one waits for."""
+
+LINE_S = 10
+"""Seconds from a line of the log to the next."""
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,10 +52,16 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends after a signal: takes nothing new, finishes what runs. A second signal ends it at once."""
+    """Ends after a signal, or as the engine fails: takes nothing new, finishes what runs. A second signal ends it at
+    once. ``on_line`` is called every `LINE_S`, in a thread."""
 
     def __init__(
-        self, app: ASGIApp, frontend: Frontend, listening: Listening, on_ready: Callable[[], None] = lambda: None
+        self,
+        app: ASGIApp,
+        frontend: Frontend,
+        listening: Listening,
+        on_ready: Callable[[], None] = lambda: None,
+        on_line: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -66,11 +76,17 @@ class DrainingServer(uvicorn.Server):
                 timeout_graceful_shutdown=listening.drain_s,
             )
         )
-        self.frontend, self.on_ready = frontend, on_ready
+        self.frontend, self.on_ready, self.on_line = frontend, on_ready, on_line
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.on_ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        if (counter + 1) % (10 * LINE_S) == 0:  # uvicorn calls it 10 times a second
+            await asyncio.to_thread(self.on_line)
+        self.should_exit = self.should_exit or bool(self.frontend.failure)
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
@@ -83,11 +99,12 @@ def serve_app(
     frontend: Frontend,
     listening: Listening | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
+    on_line: Callable[[], None] = lambda: None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, and returns when what runs is finished, or at a second signal.
 
-    Raises InputError if it cannot listen there. ``on_ready`` is given the URL, or the path of a Unix socket, once it
-    answers.
+    Raises InputError if it cannot listen there, and CannotRunError after the engine has failed. ``on_ready`` is given
+    the URL, or the path of a Unix socket, once it answers; ``on_line`` is for lines of the log, see `DrainingServer`.
     """
     # The engine's thread and the loop's want the interpreter in turns; Python's 5 ms would show in the pace of tokens.
     sys.setswitchinterval(SWITCH_S)
@@ -96,9 +113,11 @@ def serve_app(
     host = f"[{listening.host}]" if ":" in listening.host else listening.host
     url = listening.uds or f"http://{host}:{bound.getsockname()[1]}"
     try:
-        DrainingServer(app, frontend, listening, lambda: on_ready(url)).run(sockets=[bound])
+        DrainingServer(app, frontend, listening, lambda: on_ready(url), on_line).run(sockets=[bound])
     finally:
         frontend.join()
         if listening.uds:
             with suppress(OSError):
                 Path(listening.uds).unlink()
+    if frontend.failure:
+        raise CannotRunError(f"{frontend.failure} The server has ended; start it again.")

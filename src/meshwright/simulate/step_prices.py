@@ -1,0 +1,78 @@
+"""Prices of an engine's steps: the bytes and FLOPs of the program that it runs, and their seconds by the cost model."""
+
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from meshwright.algebra.derived import Derived
+from meshwright.algebra.generation import Storage
+from meshwright.algebra.ops import kind_of
+from meshwright.algebra.program import WEIGHTS
+from meshwright.batching.clock import Clock
+from meshwright.cost.setting import Setting
+from meshwright.cost.step_costs import op_sizes
+from meshwright.cost.step_rates import strategy_placements
+from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes
+from meshwright.cost.work.slots import unread_bytes
+from meshwright.simulate.service import PricedClock
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import Strategy
+
+
+class StepPrices:
+    """Prices steps of a packed program, ``derived`` from a model under a strategy. Their seconds are those of
+    ``clock``; without it the rates of the devices are not known, and the peaks are 0."""
+
+    clock: Clock | None = None
+    peak_flops_per_s = peak_bytes_per_s = 0.0
+
+    def __init__(self, model: Model, strategy: Strategy, derived: Derived) -> None:
+        self.model, self.strategy, self.derived = model, strategy, derived
+
+    def set_rates(self, cluster: Cluster, calibration: Calibration | None, storage: Storage) -> None:
+        """Takes the rates of a cluster. Raises InputError if they lack a dtype of the strategy."""
+        whole = replace(storage, page_len=0, num_pages=0, adapters=0)  # pages are read as whole caches are
+        setting = Setting(self.model, cluster, Job(kind="decode", batch_seqs=1, seq_len=1), calibration, whole)
+        rates = setting.step_rates(self.strategy, strategy_placements(cluster, self.strategy)[:1])
+        self.clock, self.peak_flops_per_s = PricedClock(setting, self.strategy), float(rates.peak_flops_per_s)
+        self.peak_bytes_per_s = float(cluster.chip.hbm_bytes_per_s or rates.chip.hbm_bytes_per_s)
+
+    def of(self, steps: Any) -> Any:
+        """Returns, for steps of which each is a row, their seconds, and of one device the bytes of weights and of the
+        cache that are read, and the FLOPs.
+
+        Columns of ``steps`` are rows that decode, the cached tokens that they read, tokens that are prefilled, pairs of
+        one of these and a token up to it, positions that sequences have in the cache, and rows with logits.
+        """
+        decoded, cached, prefilled, pairs, positions, outputs = np.transpose(steps)
+        seconds = np.full(len(decoded), np.nan)
+        if self.clock:
+            past = np.maximum(pairs / np.maximum(prefilled, 1) - 1, 0)
+            seconds = self.clock.step_s(decoded, cached, prefilled, past)
+        rows = decoded + prefilled
+        keys = (cached + decoded + pairs) / rows  # of a row in the mean, itself counted
+        sizes = op_sizes(self.model, seq_len=1, microbatch_seqs=rows, mesh=self.strategy.mesh, strategy=self.strategy)
+        dims = {**sizes.dims, "O": outputs, "Q": 1.0, "Pg": 1.0, "Pl": 1.0, "Bp": keys}
+        sizes = replace(sizes, dims=dims, cache={})
+        # rows of one sequence read its part of the cache once
+        whole = replace(sizes, dims={**dims, "B": 1.0, "Bp": positions}, cache={})
+        weights = kv = flops = 0.0
+        names = {name for name, variable in self.derived.program.variables.items() if variable.role in WEIGHTS}
+        for step, count in self.derived.steps():
+            if step.is_collective:
+                continue
+            seen: Any = 1.0
+            if is_attention(step):
+                seen = np.minimum(1.0, (step.details.window or np.inf) / keys)  # pages beyond a window are not read
+                others = [array for array in (*step.inputs, *step.results) if "Pl" not in array.dims]
+                kv = kv + count * seen * (op_hbm_bytes(step, whole) - whole.total(*others))
+            flops = flops + count * seen * op_flops(step, sizes)
+            if kind_of(step).group != "embedding":  # which reads a few rows of its table
+                weights = weights + count * (
+                    sizes.total(*(array for array in step.inputs if array.name in names)) - unread_bytes(step, sizes)
+                )
+        return np.transpose(np.broadcast_arrays(seconds, weights, kv, flops))
