@@ -78,6 +78,11 @@ def assert_all_there(engine: Engine) -> None:
     assert len(own) == len(set(own))
     assert sorted([*pool.free, *idle, *shared, *own]) == list(range(engine.limits.num_pages))
     assert len(pool.free) >= pool.num_free
+    seen = engine.snapshot()
+    assert sorted(one.page for one in seen.tree) == sorted({*idle, *shared})
+    assert sorted({page for pages in seen.requests.values() for page in pages} - {*idle, *shared}) == sorted(own)
+    assert all(one.parent is None or one.parent < number for number, one in enumerate(seen.tree))
+    assert all(length <= len(seen.requests[number]) * PAGE_LEN for number, length in seen.lengths.items())
 
 
 @pytest.mark.parametrize("seed", [*range(30), 184, 337, 353, 418, 1065, 1118])

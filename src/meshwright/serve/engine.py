@@ -30,7 +30,7 @@ from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drafts import Drafter, Drafting
 from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjusts
 from meshwright.serve.drawing.grammar import MaskedRow, TokenMasks
-from meshwright.serve.prefix_tree import PrefixTree
+from meshwright.serve.prefix_tree import CacheSnapshot, PrefixTree
 from meshwright.serve.request import EngineState, Finish, TokenOutput, TokenRequest
 
 
@@ -193,6 +193,17 @@ class Engine:
             steps=self._num_steps,
             drafted=self._num_drafted,
             accepted=self._num_accepted,
+        )
+
+    def snapshot(self) -> CacheSnapshot:
+        """Returns whose each page of the cache is, for `report.machine.cache_pages`."""
+        running = [live for live in self._live.values() if live.pages]
+        return CacheSnapshot(
+            num_pages=self.limits.num_pages,
+            page_len=self.limits.page_len,
+            requests={live.number: tuple(live.pages) for live in running},
+            lengths={live.number: live.computed for live in running},
+            tree=self._pages.tree_pages(),
         )
 
     def run(self, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:

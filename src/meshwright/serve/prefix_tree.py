@@ -8,6 +8,8 @@ before its parent does, so that what goes is always a leaf.
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from meshwright.batching.pages import PagePool
 
 
@@ -20,6 +22,30 @@ class PrefixNode:
         self.tokens, self.page, self.parent = tokens, page, parent
         self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.users = 0
+
+
+class TreePage(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of a prefix tree as plain data: the index of its parent (None: it begins prompts), its tokens, its number,
+    and how many requests hold it."""
+
+    parent: int | None
+    tokens: tuple[int, ...]
+    page: int
+    users: int
+
+
+class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What every page of an engine's cache holds at a moment.
+
+    ``requests``: number -> its pages in order, of which the first ones may be the tree's, and its ``lengths`` in
+    positions that they hold. ``tree``: each page after its parent. All other pages are free.
+    """
+
+    num_pages: int
+    page_len: int
+    requests: dict[int, tuple[int, ...]]
+    lengths: dict[int, int]
+    tree: tuple[TreePage, ...]
 
 
 class PrefixTree(PagePool):
@@ -111,6 +137,15 @@ class PrefixTree(PagePool):
             parent.children[node.tokens] = node
             held.append(node)
         self._num_shared[prefix] = len(held)
+
+    def tree_pages(self) -> tuple[TreePage, ...]:
+        """Returns the pages of the tree, each after its parent and before its next sibling."""
+        found, below = list[TreePage](), [(None, child) for child in reversed(self.root.children.values())]
+        while below:
+            parent, node = below.pop()
+            found.append(TreePage(parent=parent, tokens=node.tokens, page=node.page, users=node.users))
+            below += [(len(found) - 1, child) for child in reversed(node.children.values())]
+        return tuple(found)
 
     def _found(self, prefix: int | None) -> Iterator[PrefixNode]:
         """Yields the nodes of a request's prompt that the tree has, from the root on."""
