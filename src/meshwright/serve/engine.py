@@ -18,6 +18,7 @@ from meshwright.batching.request import ActiveRequest, GenerationRequest
 from meshwright.batching.scheduler import EngineStep, Scheduler
 from meshwright.core.errors import InputError
 from meshwright.nn.weights import Params
+from meshwright.parallel.generation.host_pages import HostPages
 from meshwright.parallel.generation.packed_step import (
     ALIKE_ROWS,
     PackedRows,
@@ -77,11 +78,18 @@ class Engine:
     """Runs requests on a packed step, scheduled within ``limits``, whose slots and pages are those of the step.
 
     If the step is batch-invariant, every row is a sequence of its own for attention, also those of a prompt. A
-    ``drafter`` proposes as many tokens as the limits say. Raises InputError if the limits are not the step's.
+    ``drafter`` proposes as many tokens as the limits say. Pages of prompts that lose their room on the devices go to
+    ``host_cache_bytes`` of the host's memory. Raises InputError if the limits are not the step's.
     """
 
     def __init__(
-        self, step: PackedStep, params: Params, limits: SchedulerLimits, drafter: Drafter | None = None
+        self,
+        step: PackedStep,
+        params: Params,
+        limits: SchedulerLimits,
+        drafter: Drafter | None = None,
+        *,
+        host_cache_bytes: float = 0,
     ) -> None:
         storage = step.storage
         there = step.max_seqs, storage.page_len, step.cache_sizes["Pg"]
@@ -93,7 +101,14 @@ class Engine:
             )
         self.limits, self.max_len, self.vocab_size = limits, step.max_len, step.model.vocab_size
         self._step, self._params, self._cache = step, params, step.init_cache()
-        self._pages = PrefixTree(limits.num_pages, limits.page_len)
+        self._host_pages = HostPages(self._cache, step.programs) if host_cache_bytes else None
+        num_on_host = int(host_cache_bytes // self._host_pages.page_bytes) if self._host_pages else 0
+        if self._host_pages and not (num_on_host and limits.prefix_cache):
+            raise InputError(
+                f"host_cache_bytes={host_cache_bytes:,.0f} keep pages of prompts, of {self._host_pages.page_bytes:,} "
+                "bytes each. Give room for one at least, and the prefix cache."
+            )
+        self._pages = PrefixTree(limits.num_pages, limits.page_len, num_on_host)
         self._scheduler = Scheduler(limits, self._pages)
         self._drawer = TokenDrawer(step.max_seqs, self.vocab_size, step.logits_sharding, step.programs)
         self._drafter, self._masks = drafter, TokenMasks(self.vocab_size)
@@ -168,6 +183,8 @@ class Engine:
         for active in planned.preempted:
             self._num_preempted += 1
             self._vacate(self._live[active.request.number])
+        if self._host_pages:
+            self._cache = self._host_pages.move(self._cache, *self._pages.moves())
         following = self._dispatch(planned) if planned.repeats else None
         self._read()
         self._dispatched = following
@@ -193,6 +210,7 @@ class Engine:
             steps=self._num_steps,
             drafted=self._num_drafted,
             accepted=self._num_accepted,
+            host_hits=self._pages.num_came * self.limits.page_len,
         )
 
     def snapshot(self) -> CacheSnapshot:
@@ -236,6 +254,8 @@ class Engine:
                 self._drawer.compiled(shape.outputs, adjusted)
         if self._drafter:
             self._drafter.warm_up(shapes)
+        if self._host_pages:
+            self._host_pages.warm_up()
         on_shape(len(shapes), len(shapes))
 
     @property

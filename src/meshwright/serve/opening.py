@@ -33,9 +33,9 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     256, 32 on CPUs. ``token_budget``: rows of a step, by default 2,048, 256 on CPUs. ``page_len``: positions of a page,
     by default 32 on CPUs, 128 on TPUs, 16 on GPUs. ``cache_bytes`` of each device hold pages: by default 90% of what
     the weights leave of an accelerator's memory, or half of a machine's free memory, but no more than all requests need
-    at their longest. ``weights`` is "int8" or "". ``mesh`` is {"tensor": devices} by default. ``prefix_cache``: see
-    `batching.limits.SchedulerLimits`. ``batch_invariant``: see `PackedStep`; up to 32 requests then run at once, in
-    steps of 32 tokens.
+    at their longest. ``host_cache_bytes`` of the host hold pages of prompts that lost their room. ``weights`` is "int8"
+    or "". ``mesh`` is {"tensor": devices} by default. ``prefix_cache``: see `batching.limits.SchedulerLimits`.
+    ``batch_invariant``: see `PackedStep`; up to 32 requests then run at once, in steps of 32 tokens.
     """
 
     max_len: int = 0
@@ -43,6 +43,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     token_budget: int = 0
     page_len: int = 0
     cache_bytes: float = 0
+    host_cache_bytes: float = 0
     cache_dtype: str = ""
     weights: str = ""
     policy: Policy = "chunked"
@@ -52,7 +53,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        zero = ("max_len", "max_requests", "token_budget", "cache_bytes", "page_len")
+        zero = ("max_len", "max_requests", "token_budget", "cache_bytes", "host_cache_bytes", "page_len")
         check_figures(self, "EngineOptions", may_be_zero=zero)
         if self.cache_dtype not in ("", *CACHE_DTYPES):
             raise InputError(f"cache dtype {self.cache_dtype!r} is not known.{nearest(self.cache_dtype, CACHE_DTYPES)}")
@@ -122,7 +123,7 @@ def open_engine(
         num_pages=found.num_pages,
         prefix_cache=options.prefix_cache,
     )
-    engine = Engine(step, params, limits)
+    engine = Engine(step, params, limits, host_cache_bytes=options.host_cache_bytes)
     if in_background and engine.is_compiled:
         # programs are read while the first requests run; a process that ends waits for one of them at most
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
@@ -133,7 +134,8 @@ def open_engine(
         f"{source.model.name}: {mesh_words(mesh)}, {format_bytes(held)} of weights on each device"
         f"{without_mtp_words(source.model)}",
         f"cache: {found.num_pages:,} pages of {storage.page_len} positions, {format_bytes(found.bytes)} of "
-        f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}",
+        f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}"
+        + (f"; {format_bytes(options.host_cache_bytes)} on the host" if options.host_cache_bytes else ""),
         f"up to {max_requests} requests at once of {found.max_len:,} positions at most; {budget} rows a step",
     )
     return OpenedEngine(source, engine, lines)

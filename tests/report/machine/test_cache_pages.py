@@ -16,6 +16,7 @@ SNAPSHOT = CacheSnapshot(
         TreePage(parent=None, tokens=(1, 2, 3, 4), page=0, users=2),
         TreePage(parent=0, tokens=(5, 6, 7, 8), page=1, users=1),
         TreePage(parent=0, tokens=(5, 6, 7, 9), page=4, users=0),
+        TreePage(parent=2, tokens=(1, 1, 1, 1), page=-1, users=0),
     ),
 )
 
@@ -26,22 +27,25 @@ def test_every_page_is_drawn_as_what_it_is():
     drawn = [row["state"] for row in pool["rows"]]
     shared, idle, own, free = "shared, in use", "shared, idle", "not shared", "free"
     assert drawn == [shared, shared, free, own, idle, own, free, free]
-    assert set(drawn) == set(STATES)
+    assert {*drawn, "on the host"} == set(STATES)
     widths = [round((row["x2"] - row["x"]) / 0.94, 3) for row in used["rows"]]
     assert widths == [1, 1, 0.5, 1, 1]  # the third page of request 7 has 10 - 8 of 4 positions
-    assert len(edges["rows"]) == 2
+    assert len(edges["rows"]) == 3
     assert [(row["x"] // 1, row["y"] // 1, row["state"]) for row in nodes["rows"]] == [
         (0, 0, shared),
         (1, 0, shared),
         (1, 1, idle),
+        (2, 1, "on the host"),
     ]
-    assert {"5 6 7 9", "page 4, idle", "page 0, 2 requests", "page 1, 1 request"} <= set(texts(figure))
-    assert figure.to_dict()["title"]["subtitle"].endswith("2 not shared; 2 shared, in use; 1 shared, idle; 3 free")
+    assert {"5 6 7 9", "page 4, idle", "page 0, 2 requests", "page 1, 1 request", "on the host"} <= set(texts(figure))
+    assert figure.to_dict()["title"]["subtitle"].endswith(
+        "2 not shared; 2 shared, in use; 1 shared, idle; 3 free; 1 on the host"
+    )
 
 
 def test_texts_are_spelt_and_cut():
     spelt = texts(cache_figure(SNAPSHOT, text=lambda tokens: f"a long beginning\n and its end {tokens[-1]}"))
-    assert "first\\nsecond" in texts(cache_figure(SNAPSHOT, text=lambda tokens: "first\nsecond"))
+    assert "first\\nsecond·" in texts(cache_figure(SNAPSHOT, text=lambda tokens: "first\nsecond\x01"))
     assert "a long …n and its end 9" in spelt
 
 

@@ -8,7 +8,10 @@ from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, panel, them
 from meshwright.report.marks import Datum, color_by, ink_on, plot
 from meshwright.serve.prefix_tree import CacheSnapshot, TreePage
 
-STATES = {"not shared": "#0072B2", "shared, in use": "#009E73", "shared, idle": "#B5DFC9", "free": "#EDEDED"}
+STATES = {
+    **{"not shared": "#0072B2", "shared, in use": "#009E73", "shared, idle": "#B5DFC9"},
+    **{"free": "#EDEDED", "on the host": "#E8C9DC"},
+}
 MAX_PAGES = 2048
 MAX_REQUESTS, MAX_TABLE, MAX_NODES = 16, 12, 40
 """Requests, pages of a request, and pages of the tree that are drawn at most; others are left out."""
@@ -32,17 +35,18 @@ def cache_figure(
         )
     states = dict.fromkeys(range(cache.num_pages), "free")
     states |= {page: "not shared" for pages in cache.requests.values() for page in pages}
-    states |= {one.page: _state(one) for one in cache.tree}
-    found = list(states.values())
-    counts = "; ".join(f"{found.count(state):,} {state}" for state in STATES)
-    pools = [_tables(cache, states), _pool(states)] if cache.requests else [_pool(states)]
+    states |= {one.page: _state(one) for one in cache.tree if one.page >= 0}
+    found = [*states.values(), *(_state(one) for one in cache.tree if one.page < 0)]
+    drawn = {state: color for state, color in STATES.items() if state in found}
+    counts = "; ".join(f"{found.count(state):,} {state}" for state in drawn)
+    pools = [*([_tables(cache, states)] if cache.requests else []), _pool(states, drawn)]
     parts = [alt.hconcat(*pools, spacing=40), *([_tree(cache.tree, text)] if cache.tree else [])]
     note = f"{cache.num_pages:,} pages of {cache.page_len} positions: {counts}"
     return themed(alt.vconcat(*parts, spacing=28), "Pages of the cache", note)
 
 
 def _state(one: TreePage) -> str:
-    return "shared, in use" if one.users else "shared, idle"
+    return "on the host" if one.page < 0 else "shared, in use" if one.users else "shared, idle"
 
 
 def _box(x: float, y: float, state: str, text: str = "", filled: float = 1) -> Datum:
@@ -82,14 +86,14 @@ def _tables(cache: CacheSnapshot, states: Mapping[int, str]) -> Layer:
     return panel(*layers, size=size, title="pages of each request", note="by the first position of each")
 
 
-def _pool(states: Mapping[int, str]) -> Layer:
-    num_pages = len(states) - (-1 in states)
+def _pool(states: Mapping[int, str], colors: Mapping[str, str]) -> Layer:
+    num_pages = len(states)
     across = 16 if num_pages <= 256 else 32
     boxes = [_box(page % across, page // across, states[page], str(page)) for page in range(num_pages)]
     rows: list[str | None] = [str(first) for first in range(0, num_pages, across)]
     canvas = Canvas.named([str(column) for column in range(across)], rows, ("", ""), **AXES)
     layers = [
-        canvas.boxes(boxes).encode(color=color_by("state", STATES, orient="bottom")),
+        canvas.boxes(boxes).encode(color=color_by("state", colors, orient="bottom")),
         canvas.words([box for box in boxes if box["state"] != "free"], fontSize=11).encode(color=_field("ink")),
     ]
     size = PAGE_PX[0] * across, PAGE_PX[1] * len(rows)
@@ -107,11 +111,13 @@ def _tree(tree: Sequence[TreePage], text: Callable[[Sequence[int]], str]) -> Lay
         places.append((column, row))
         columns = max(columns, column + 1)
         spelt = text(one.tokens).replace("\n", "\\n")
+        # no SVG has control characters, and parts of a character are not worth a font of their own
+        spelt = "".join(letter if letter.isprintable() and letter != "\ufffd" else "·" for letter in spelt)
         spelt = spelt if len(spelt) <= first + last + 1 else f"{spelt[:first]}…{spelt[-last:]}"
         box = _box(column, row, _state(one), spelt, filled=0.84) | {"mid_x": column + 0.425}
         boxes.append(box)
         users = "idle" if not one.users else f"{one.users} {'request' if one.users == 1 else 'requests'}"
-        notes.append(box | {"text": f"page {one.page}, {users}"})
+        notes.append(box | {"text": "on the host" if one.page < 0 else f"page {one.page}, {users}"})
         if one.parent is not None:
             edges.append({"x": column - 0.18, "y": above + 0.5, "x2": box["x"], "y2": row + 0.5})
     canvas = Canvas((0, columns), (0, row + 1))
