@@ -2,7 +2,7 @@
 
 from typing import Any
 
-PANELS = ("layer", "concat", "hconcat")
+PANELS = ("layer", "concat", "hconcat", "vconcat")
 
 
 def said(figure: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
+from msgspec import structs
 
 from meshwright.algebra.generation import Storage
 from meshwright.batching.limits import POLICIES, SchedulerLimits
@@ -313,6 +314,56 @@ def test_pages_of_idle_prefixes_make_room(engine_of, params):
         assert tokens_of(outputs) == likeliest(LLAMA, params, prompt, 2)
         assert_whole(engine)
     assert engine.state().prefix_hits == 0
+
+
+def pages_of(engine: Engine, tokens) -> list[bytes]:
+    """The bytes in the cache of the pages that the tree has of a prompt, all layers of keys and values."""
+    found, node = [], engine._pages.root
+    for start in range(0, len(tokens) - PAGE_LEN + 1, PAGE_LEN):
+        node = node.children[tuple(tokens[start : start + PAGE_LEN])]
+        assert node.page >= 0
+        found.append(b"".join(np.asarray(layer[node.page]).tobytes() for layer in jax.tree.leaves(engine._cache)))
+    return found
+
+
+@pytest.mark.parametrize("axes", [{}, {"tensor": 4}])
+def test_a_page_from_the_host_is_the_computed_one_bit_for_bit(step, params, axes):
+    step = step_of(axes=axes) if axes else step
+    limits = SchedulerLimits(max_requests=4, token_budget=16, page_len=PAGE_LEN, num_pages=NUM_PAGES, prefix_cache=True)
+    page_bytes = sum(array.nbytes for array in jax.tree.leaves(step.init_cache())) // NUM_PAGES
+    engine = Engine(step, step.place(params), limits, host_cache_bytes=8.5 * page_bytes)
+    long = PROMPTS[3]
+
+    def run(tokens):
+        (outputs,) = engine.run([request(tokens, logprobs=2)])
+        return [outputs[0].cached, [(one.token, one.logprob) for one in outputs]]
+
+    assert run(long)[0] == 0
+    computed, from_device = pages_of(engine, long), run(long)
+    for number in range(6):
+        run([number, *range(20, 36)])
+        assert_whole(engine)
+    assert all(node.copy is not None for node in engine._pages._on_host)
+    assert len(engine._pages._on_host) == 7  # four of the long prompt, which was idle longest
+    assert run(long) == from_device
+    assert engine.state().host_hits == from_device[0] == 16
+    assert pages_of(engine, long) == computed
+    for number in range(9):
+        run([number, *range(30, 46)])
+        copies = [node.copy for node in engine._pages._on_host if node.copy is not None]
+        assert sum(array.nbytes for copy in copies for array in copy) <= 8 * page_bytes
+    assert run(long)[0] == 0  # there was room for eight pages
+    assert engine.state().host_hits == 16
+    assert_whole(engine)
+
+
+def test_a_host_without_room_for_a_page_is_refused(step):
+    limits = SchedulerLimits(max_requests=4, token_budget=16, page_len=PAGE_LEN, num_pages=NUM_PAGES)
+    for few, prefix_cache in ((1, True), (10**9, False)):
+        with pytest.raises(
+            InputError, match=r"keep pages of prompts, of [\d,]+ bytes each. Give room for one at least"
+        ):
+            Engine(step, {}, structs.replace(limits, prefix_cache=prefix_cache), host_cache_bytes=few)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -25,6 +25,7 @@ class CheckedStep:
         self.cache_sizes = {"Pg": num_pages, "Bp": MAX_LEN // PAGE_LEN}
         self.batch_invariant, self.programs = batch_invariant, ProgramStore(None, None)
         self.written = np.full(num_pages * PAGE_LEN, -1)
+        self.tokens = np.full(num_pages * PAGE_LEN, -1)
 
     def init_cache(self):
         return None
@@ -34,6 +35,7 @@ class CheckedStep:
         slots = rows.slots[real]
         assert len(set(slots.tolist())) == len(slots)  # no two rows write one slot
         self.written[slots] = rows.positions[real]
+        self.tokens[slots] = rows.tokens[real]
         for first, count, length, pages in zip(rows.first, rows.counts, rows.lengths, rows.pages, strict=True):
             if count:
                 at = np.arange(length)
@@ -47,6 +49,27 @@ class CheckedStep:
 
     def draw(self, logits, outputs, *, adjusted, allowed):
         return Drawn(np.array([one.num_before % 7 for one in outputs], np.int32))
+
+
+class CheckedHost:
+    """Stands in for the host's memory; pages of the tree hold their tokens when they leave, and are lost then."""
+
+    page_bytes = 1
+
+    def __init__(self, step: CheckedStep) -> None:
+        self.step = step
+
+    def move(self, cache, out, back):
+        written, tokens = (array.reshape(-1, PAGE_LEN) for array in (self.step.written, self.step.tokens))
+        for node, page in out.items():
+            assert tuple(tokens[page]) == node.tokens
+            node.copy = written[page].copy(), tokens[page].copy()
+        for page in out.values():
+            written[page] = tokens[page] = -1
+        for node, page in back.items():
+            (written[page], tokens[page]), node.copy = node.copy, None
+            assert tuple(tokens[page]) == node.tokens
+        return cache
 
 
 class SomeDrafts:
@@ -78,16 +101,31 @@ def assert_all_there(engine: Engine) -> None:
     assert len(own) == len(set(own))
     assert sorted([*pool.free, *idle, *shared, *own]) == list(range(engine.limits.num_pages))
     assert len(pool.free) >= pool.num_free
+    seen = engine.snapshot()
+    assert sorted(one.page for one in seen.tree if one.page >= 0) == sorted({*idle, *shared})
+    assert sum(one.page < 0 for one in seen.tree) == len(pool._on_host) <= pool.num_on_host
+    assert all(node.copy is not None and not node.users for node in pool._on_host)
+    assert not pool._leaving
+    assert not pool._coming
+    assert sorted({page for pages in seen.requests.values() for page in pages} - {*idle, *shared}) == sorted(own)
+    assert all(one.parent is None or one.parent < number for number, one in enumerate(seen.tree))
+    assert all(length <= len(seen.requests[number]) * PAGE_LEN for number, length in seen.lengths.items())
 
 
 @pytest.mark.parametrize("seed", [*range(30), 184, 337, 353, 418, 1065, 1118])
 def test_no_page_is_lost_or_given_twice(seed, monkeypatch):
+    run(seed, monkeypatch)
+
+
+def run(seed: int, monkeypatch) -> int:
+    """Runs a random schedule and returns the tokens that came back from the host."""
     rng = random.Random(seed)
     num_drafts = (0, 0, 1, 3)[seed % 4]
     num_pages = rng.choice([10, 11, 13, 20]) + (num_drafts > 0)  # for the drafts of the longest request
     invariant = rng.random() < 0.4
     step = CheckedStep(num_pages, invariant)
     monkeypatch.setattr("meshwright.serve.engine.TokenDrawer", lambda *_: step)
+    monkeypatch.setattr("meshwright.serve.engine.HostPages", lambda *_: CheckedHost(step))
     limits = SchedulerLimits(
         max_requests=SLOTS,
         token_budget=min(rng.choice([5, 7, 16]) * (1 + num_drafts), 32),
@@ -98,7 +136,8 @@ def test_no_page_is_lost_or_given_twice(seed, monkeypatch):
         num_drafts=num_drafts,
         policy="chunked" if invariant or num_drafts else rng.choice(["chunked", "interleaved"]),
     )
-    engine = Engine(step, {}, limits, drafter=SomeDrafts(num_drafts, rng) if num_drafts else None)
+    drafter = SomeDrafts(num_drafts, rng) if num_drafts else None
+    engine = Engine(step, {}, limits, drafter=drafter, host_cache_bytes=(0, 0, 1, 3, 30)[seed % 5])
     beginnings = [[rng.randrange(50) for _ in range(30)] for _ in range(3)]
     numbers = []
     for _ in range(150):
@@ -118,3 +157,8 @@ def test_no_page_is_lost_or_given_twice(seed, monkeypatch):
         engine.step()
         assert_all_there(engine)
     assert engine.state().pages_used == 0
+    return engine.state().host_hits
+
+
+def test_pages_come_back_from_the_host(monkeypatch):
+    assert run(4, monkeypatch) > 0

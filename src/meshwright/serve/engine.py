@@ -20,6 +20,7 @@ from meshwright.batching.request import ActiveRequest, GenerationRequest
 from meshwright.batching.scheduler import EngineStep, Scheduler
 from meshwright.core.errors import InputError, nearest
 from meshwright.nn.weights import Params
+from meshwright.parallel.generation.host_pages import HostPages
 from meshwright.parallel.generation.packed_step import (
     ALIKE_ROWS,
     PackedRows,
@@ -32,7 +33,7 @@ from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drafts import Drafter, Drafting
 from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjusts
 from meshwright.serve.drawing.grammar import MaskedRow, TokenMasks
-from meshwright.serve.prefix_tree import PrefixTree
+from meshwright.serve.prefix_tree import CacheSnapshot, PrefixTree
 from meshwright.serve.request import EngineState, Finish, TokenOutput, TokenRequest
 from meshwright.serve.step_sums import HeldStep, StepKey, StepSums, SummedSteps, held_step
 
@@ -82,7 +83,8 @@ class Engine:
 
     If the step is batch-invariant, every row is a sequence of its own for attention, also those of a prompt. A
     ``drafter`` proposes as many tokens as the limits say. ``adapters`` are the names of those of the step, in their
-    order. Raises InputError if the limits are not the step's.
+    order. Pages of prompts that lose their room on the devices go to ``host_cache_bytes`` of the host's memory. Raises
+    InputError if the limits are not the step's.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Engine:
         *,
         drafter: Drafter | None = None,
         adapters: Sequence[str] = (),
+        host_cache_bytes: float = 0,
     ) -> None:
         storage = step.storage
         there = step.max_seqs, storage.page_len, step.cache_sizes["Pg"]
@@ -107,7 +110,14 @@ class Engine:
         self._adapters = {"": -1} | {name: number for number, name in enumerate(adapters)}
         self.limits, self.max_len, self.vocab_size = limits, step.max_len, step.model.vocab_size
         self._step, self._params, self._cache = step, params, step.init_cache()
-        self._pages = PrefixTree(limits.num_pages, limits.page_len)
+        self._host_pages = HostPages(self._cache, step.programs) if host_cache_bytes else None
+        num_on_host = int(host_cache_bytes // self._host_pages.page_bytes) if self._host_pages else 0
+        if self._host_pages and not (num_on_host and limits.prefix_cache):
+            raise InputError(
+                f"host_cache_bytes={host_cache_bytes:,.0f} keep pages of prompts, of {self._host_pages.page_bytes:,} "
+                "bytes each. Give room for one at least, and the prefix cache."
+            )
+        self._pages = PrefixTree(limits.num_pages, limits.page_len, num_on_host)
         self._scheduler = Scheduler(limits, self._pages)
         self._drawer = TokenDrawer(step.max_seqs, self.vocab_size, step.logits_sharding, step.programs)
         self._drafter, self._masks = drafter, TokenMasks(self.vocab_size)
@@ -192,6 +202,8 @@ class Engine:
         for active in planned.preempted:
             self._num_preempted += 1
             self._vacate(self._live[active.request.number])
+        if self._host_pages:
+            self._cache = self._host_pages.move(self._cache, *self._pages.moves())
         self._following = self._dispatch(planned) if planned.repeats else None
 
     def read(self) -> list[TokenOutput]:
@@ -224,7 +236,19 @@ class Engine:
             steps=self._num_steps,
             drafted=self._num_drafted,
             accepted=self._num_accepted,
+            host_hits=self._pages.num_came * self.limits.page_len,
             sums=self._times.sums,
+        )
+
+    def snapshot(self) -> CacheSnapshot:
+        """Returns whose each page of the cache is, for `report.machine.cache_pages`."""
+        running = [live for live in self._live.values() if live.pages]
+        return CacheSnapshot(
+            num_pages=self.limits.num_pages,
+            page_len=self.limits.page_len,
+            requests={live.number: tuple(live.pages) for live in running},
+            lengths={live.number: live.computed for live in running},
+            tree=self._pages.tree_pages(),
         )
 
     def run(self: "Engine | EngineGroup", requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
@@ -257,6 +281,8 @@ class Engine:
                 self._drawer.compiled(shape.outputs, adjusted)
         if self._drafter:
             self._drafter.warm_up(shapes)
+        if self._host_pages:
+            self._host_pages.warm_up()
         on_shape(len(shapes), len(shapes))
 
     def share_sums(self, *others: "Engine") -> dict[StepKey, StepSums]:

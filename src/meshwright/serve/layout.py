@@ -22,16 +22,17 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     """How a folder is served; 0 and "" stand for a value that suits the devices.
 
     ``max_len``: positions of a request, at most the model's. ``max_requests``: requests that run at once, by default
-    256, 32 on CPUs. ``token_budget``: rows of a step, by default 2,048, 256 on CPUs. ``page_len``: positions of a page,
-    by default 32 on CPUs, 128 on TPUs, 16 on GPUs. ``cache_bytes`` of each device hold pages: by default 90% of what
-    the weights leave of an accelerator's memory, or half of a machine's free memory, but no more than all requests need
-    at their longest. ``weights`` are stored in "int8", "fp8", "int4" or as they are (""). ``plan`` is a file of `plan
-    --serve`, which says the mesh, and what is not given of these. ``mesh`` has an engine for each of ``data``; by
-    default see `usual_mesh`, on the first ``num_devices`` (0: all). ``prefix_cache``: see
-    `batching.limits.SchedulerLimits`. ``batch_invariant``: see `PackedStep`; up to 32 requests then run at once, in
-    steps of 32 tokens. ``draft``: "ngram", or the folder of a smaller model with the same tokens, which proposes
-    ``num_drafts`` tokens for each step of a request; see `drawing.drafts`. ``adapters`` of the model are the folders
-    of their weights by the name that requests give.
+    256, 32 on CPUs. ``token_budget``: rows of a step, by default 2,048, 256 on CPUs. ``page_len``: positions of a
+    page, by default 32 on CPUs, 128 on TPUs, 16 on GPUs. ``cache_bytes`` of each device hold pages: by default 90% of
+    what the weights leave of an accelerator's memory, or half of a machine's free memory, but no more than all
+    requests need at their longest. ``host_cache_bytes`` of the host hold pages of prompts that lost their room.
+    ``weights`` are stored in "int8", "fp8", "int4" or as they are (""). ``plan`` is a file of `plan --serve`, which
+    says the mesh, and what is not given of these. ``mesh`` has an engine for each of ``data``; by default see
+    `usual_mesh`, on the first ``num_devices`` (0: all). ``prefix_cache``: see `batching.limits.SchedulerLimits`.
+    ``batch_invariant``: see `PackedStep`; up to 32 requests then run at once, in steps of 32 tokens. ``draft``:
+    "ngram", or the folder of a smaller model with the same tokens, which proposes ``num_drafts`` tokens for each step
+    of a request; see `drawing.drafts`. ``adapters`` of the model are the folders of their weights by the name that
+    requests give.
     """
 
     max_len: int = 0
@@ -39,6 +40,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     token_budget: int = 0
     page_len: int = 0
     cache_bytes: float = 0
+    host_cache_bytes: float = 0
     cache_dtype: str = ""
     weights: str = ""
     policy: Policy = "chunked"
@@ -53,7 +55,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        zero = ("max_len", "max_requests", "token_budget", "cache_bytes", "page_len", "num_devices")
+        zero = ("max_len", "max_requests", "token_budget", "cache_bytes", "host_cache_bytes", "page_len", "num_devices")
         check_figures(self, "EngineOptions", may_be_zero=zero)
         _ = Storage(cache_dtype=self.cache_dtype or "bf16", weights=self.weights).executed  # type: ignore[arg-type]
 

@@ -99,7 +99,8 @@ def open_engine(
             small = PackedStep(drafting.model, Strategy(mesh=make_mesh({}), state=strategy.state), **sizes)
             small = small.on(list(own.mesh.devices.flat[:1]))
             drafter = ModelDrafter(small, _loaded(drafting, small), options.num_drafts)
-        engines.append(Engine(own, params, limits, drafter=drafter, adapters=tuple(source.adapters)))
+        more: Any = {"adapters": tuple(source.adapters), "host_cache_bytes": options.host_cache_bytes}
+        engines.append(Engine(own, params, limits, drafter=drafter, **more))
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
     if in_background and engine.is_compiled:
         # programs are read while the first requests run; a process that ends waits for one of them at most
@@ -114,7 +115,8 @@ def open_engine(
         f"{source.model.name}: {layout.words}, {format_bytes(held)} of weights on each device"
         f"{without_mtp_words(source.model)}{adapted}",
         f"cache: {found.num_pages:,} pages of {storage.page_len} positions, {format_bytes(found.bytes)} of "
-        f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}",
+        f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}"
+        + (f"; {format_bytes(options.host_cache_bytes)} on the host" if options.host_cache_bytes else ""),
         f"up to {max_requests} requests at once of {found.max_len:,} positions at most; {budget} rows a step"
         + " of each engine" * (len(engines) > 1),
         *([f"{options.num_drafts} drafts a step and request, by {options.draft}"] if options.draft else []),

@@ -2,36 +2,70 @@
 
 A node is a page of the tokens after those of its parent. Requests that run hold nodes from the root on; nodes that
 nobody holds stay until their room is needed, and the one that has been idle longest goes first. A node becomes idle
-before its parent does, so that what goes is always a leaf.
+before its parent does, so that what goes is always a leaf. It may go to the host's memory first: its children are there
+already or gone, and so a leaf is also what the host has had longest.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
 
 from meshwright.batching.pages import PagePool
 
 
 class PrefixNode:
-    """A page of the tree: its adapter and tokens, its number, its children by theirs, and how many requests hold it."""
+    """A page of the tree: its adapter and tokens, its number (-1 on the host), its children by theirs, how many
+    requests hold it, and what the host has of it."""
 
-    __slots__ = ("children", "page", "parent", "tokens", "users")
+    __slots__ = ("children", "copy", "page", "parent", "tokens", "users")
 
     def __init__(self, tokens: tuple[int, ...], page: int, parent: "PrefixNode | None") -> None:
         self.tokens, self.page, self.parent = tokens, page, parent
         self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.users = 0
+        self.copy: Any = None
+
+
+class TreePage(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of a prefix tree as plain data: the index of its parent (None: it begins prompts), its tokens, its number
+    (-1: it is on the host), and how many requests hold it."""
+
+    parent: int | None
+    tokens: tuple[int, ...]
+    page: int
+    users: int
+
+
+class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """What every page of an engine's cache holds at a moment.
+
+    ``requests``: number -> its pages in order, of which the first ones may be the tree's, and its ``lengths`` in
+    positions that they hold. ``tree``: each page after its parent. All other pages are free.
+    """
+
+    num_pages: int
+    page_len: int
+    requests: dict[int, tuple[int, ...]]
+    lengths: dict[int, int]
+    tree: tuple[TreePage, ...]
 
 
 class PrefixTree(PagePool):
     """A pool that numbers its pages. A prefix is the number of a request: `enter` says what its prompt is.
 
     ``free`` are the numbers of pages that nobody has. The scheduler takes pages by count, and the engine then pops as
-    many numbers.
+    many numbers. The host has room for ``num_on_host`` more.
     """
 
-    def __init__(self, num_pages: int, page_len: int) -> None:
+    def __init__(self, num_pages: int, page_len: int, num_on_host: int = 0) -> None:
         super().__init__(num_pages)
-        self.page_len = page_len
+        self.page_len, self.num_on_host = page_len, num_on_host
+        self.num_came = 0  # pages that came back from the host
+        self._leaving: dict[PrefixNode, int] = {}
+        self._coming: list[PrefixNode] = []
+        self._on_host: OrderedDict[PrefixNode, None] = OrderedDict()
         self.free = list(range(num_pages))[::-1]
         self.root = PrefixNode((), -1, None)
         self._blocks: dict[int, list[tuple[int, ...]]] = {}
@@ -70,17 +104,22 @@ class PrefixTree(PagePool):
         return self.num_free + len(self._idle_nodes)
 
     def room_beside(self, prefix: int | None) -> int:
-        """Returns the pages that can be taken while what the tree has of a prefix is in use."""
+        """Returns the pages that can be taken while what the tree has of a prefix is in use, and on the devices."""
         return self.room - sum(not node.users for node in self._found(prefix))
 
     def take(self, num_pages: int) -> None:
         """Takes pages, from idle nodes if need be. The caller has checked `room`."""
         while self.num_free < num_pages:
             node, _ = self._idle_nodes.popitem(last=False)
-            if node.parent is not None:
-                del node.parent.children[node.tokens]
             self.free.append(node.page)
             self.num_free += 1
+            self._leaving[node], node.page = node.page, -1
+            self._on_host[node] = None
+            if len(self._on_host) > self.num_on_host:
+                oldest, _ = self._on_host.popitem(last=False)
+                self._leaving.pop(oldest, None)
+                if oldest.parent is not None:
+                    del oldest.parent.children[oldest.tokens]
         self.num_free -= num_pages
 
     def kept(self, prefix: int | None) -> int:
@@ -95,11 +134,15 @@ class PrefixTree(PagePool):
         return found
 
     def pin(self, prefix: int, num_pages: int) -> None:
-        """Lets a request hold the first pages of its prompt that the tree has."""
+        """Lets a request hold the first pages of its prompt that the tree has, on the devices."""
         nodes = [node for node, _ in zip(self._found(prefix), range(num_pages), strict=False)]
+        coming = [node for node in nodes if node.page < 0 and not node.users]
         for node in nodes:
             self._idle_nodes.pop(node, None)
+            self._on_host.pop(node, None)
             node.users += 1
+        self.take(len(coming))
+        self._coming += coming
         self._held[prefix], self._num_shared[prefix] = nodes, len(nodes)
 
     def unpin(self, prefix: int) -> None:
@@ -119,6 +162,25 @@ class PrefixTree(PagePool):
             parent.children[node.tokens] = node
             held.append(node)
         self._num_shared[prefix] = len(held)
+
+    def moves(self) -> tuple[dict[PrefixNode, int], dict[PrefixNode, int]]:
+        """Returns the pages, by node, to copy to the host and, after that, from there, before others are written."""
+        leaving, self._leaving = self._leaving, {}
+        for node in self._coming:
+            node.page = self.free.pop()
+        coming, self._coming = {node: node.page for node in self._coming}, []
+        self.num_came += len(coming)
+        return leaving, coming
+
+    def tree_pages(self) -> tuple[TreePage, ...]:
+        """Returns the pages of the tree, each after its parent and before its next sibling."""
+        found, below = list[TreePage](), list[tuple[int | None, PrefixNode]]()
+        below += [(None, child) for child in reversed(self.root.children.values())]
+        while below:
+            parent, node = below.pop()
+            found.append(TreePage(parent=parent, tokens=node.tokens, page=node.page, users=node.users))
+            below += [(len(found) - 1, child) for child in reversed(node.children.values())]
+        return tuple(found)
 
     def _found(self, prefix: int | None) -> Iterator[PrefixNode]:
         """Yields the nodes of a request's prompt that the tree has, from the root on."""

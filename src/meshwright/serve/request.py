@@ -75,8 +75,9 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine holds: requests that run and wait, pages, and counts since it began: requests that lost their
-    pages, tokens of prompts that were looked for and found in a prefix cache, steps, and drafted tokens, of which some
-    were right. ``sums`` of steps go on as the engine does; a reader copies them."""
+    pages, tokens of prompts that were looked for and found in a prefix cache, steps, drafted tokens, of which some were
+    right, and tokens of prompts that came from the host. ``sums`` of steps go on as the engine does; a reader copies
+    them."""
 
     running: int = 0
     waiting: int = 0
@@ -88,4 +89,5 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    host_hits: int = 0
     sums: dict[StepKey, StepSums] = {}

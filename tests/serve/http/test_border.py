@@ -197,6 +197,7 @@ async def test_figures():
             f"vllm:num_preemptions_total{label}": 0,
             f"vllm:prefix_cache_queries_total{label}": 0,
             f"vllm:prefix_cache_hits_total{label}": 0,
+            f"vllm:external_prefix_cache_hits_total{label}": 0,
             'vllm:request_success_total{finished_reason="stop",model_name="toy"}': 1,
             'vllm:request_success_total{finished_reason="length",model_name="toy"}': 1,
             f"vllm:time_to_first_token_seconds_count{label}": 2,

@@ -39,6 +39,9 @@ class EngineGiven(Options):
     cache_bytes: Bytes | None = option(
         "Memory of the cache on each device, such as 4GB. Default: what is left.", "--cache-bytes", "--kv-cache-memory"
     )
+    host_cache_bytes: Bytes = option(
+        "Memory of the host for pages of prompts that lost their room on the devices, such as 16GB.", default=0
+    )
     cache_dtype: Literal["auto", "bf16", "fp32", "int8"] = option(
         "Dtype of keys and values; auto: the weights'.", "--cache-dtype", "--kv-cache-dtype", default="auto"
     )
@@ -142,6 +145,7 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> "EngineOp
         token_budget=given.token_budget or 0,
         page_len=given.page_len or 0,
         cache_bytes=given.cache_bytes or 0,
+        host_cache_bytes=given.host_cache_bytes,
         cache_dtype="" if given.cache_dtype == "auto" else given.cache_dtype,
         weights=weight_dtype(given.weights),
         policy=given.policy,

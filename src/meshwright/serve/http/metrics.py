@@ -183,6 +183,7 @@ class ServerMetrics(Collector):
             "num_preemptions": (state.preemptions, "Sequences that lost their pages and ran again."),
             "prefix_cache_queries": (state.prefix_queries, "Tokens of prompts looked up in the prefix cache."),
             "prefix_cache_hits": (state.prefix_hits, "Tokens of prompts found in the prefix cache."),
+            "external_prefix_cache_hits": (state.host_hits, "Tokens of prompts found in the host's memory."),
             "prompt_tokens": (self.prompt_tokens, "Tokens of prompts of requests with a first output."),
             "generation_tokens": (self.generation_tokens, "Tokens generated."),
         }

@@ -1,0 +1,111 @@
+"""Copies of a cache's pages in the host's memory: programs that read and write some pages at a time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from meshwright.parallel.generation.held_arrays import Cache
+from meshwright.parallel.generation.program_store import ProgramStore
+
+AT_ONCE = 8
+"""Pages that a program copies; if there are fewer, others are read or nothing is written for the rest."""
+
+
+class Copied(Protocol):
+    """Something that has the copy of a page: an array for each of the cache's, None while there is none."""
+
+    copy: Sequence[np.ndarray] | None
+
+
+class HostPages:
+    """Moves pages of a cache like this one, which has pages in the first dim of layers or the second of stacks."""
+
+    def __init__(self, cache: Cache, programs: ProgramStore) -> None:
+        self._shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.format), cache)
+        self._programs, self._before = programs, () if isinstance(next(iter(cache.values())), tuple) else (slice(None),)
+        arrays = jax.tree.leaves(cache)
+        self._num_pages = arrays[0].shape[len(self._before)]
+        self.page_bytes = sum(array.nbytes for array in arrays) // self._num_pages
+        self._reading: tuple[Sequence[Copied], list[Array]] = [], []
+
+    def warm_up(self) -> None:
+        """Compiles both programs."""
+        assert self._read, self._write
+
+    def move(self, cache: Cache, out: Mapping[Any, int], back: Mapping[Any, int]) -> Cache:
+        """Copies pages ``out`` of a cache, then copies of others ``back`` to pages, and returns the cache.
+
+        Keys are `Copied`. Copies of the last pages that went out are there after the next call.
+        """
+        self._finish()
+        for some in _parts(out):
+            pages = np.zeros(AT_ONCE, np.int32)
+            pages[: len(some)] = [page for _, page in some]
+            arrays = jax.tree.leaves(self._read(cache, pages))
+            for array in arrays:
+                array.copy_to_host_async()
+            self._finish()
+            self._reading = [one for one, _ in some], arrays
+        if back:
+            self._finish()
+        for some in _parts(back):
+            pages = np.full(AT_ONCE, self._num_pages, np.int32)
+            pages[: len(some)] = [page for _, page in some]
+            rest = [some[0][0].copy] * (AT_ONCE - len(some))
+            copies = zip(*(one.copy for one, _ in some), *rest, strict=True)
+            stacked = [np.stack(each, len(self._before)) for each in copies]
+            cache = self._write(cache, pages, jax.tree.unflatten(jax.tree.structure(self._shapes), stacked))
+            for one, _ in some:
+                one.copy = None
+        return cache
+
+    def _finish(self) -> None:
+        """Keeps what is being read, each page in arrays of its own."""
+        (of, arrays), self._reading = self._reading, ([], [])
+        whole = [np.asarray(array) for array in arrays]
+        for number, one in enumerate(of):
+            one.copy = [array[(*self._before, number)].copy() for array in whole]
+
+    @cached_property
+    def _read(self) -> jax.stages.Compiled:
+        def read(cache: Cache, pages: Array) -> Cache:
+            return jax.tree.map(lambda array: array.view(_bits(array))[(*self._before, pages)], cache)
+
+        numbers = jax.ShapeDtypeStruct((AT_ONCE,), jnp.int32)
+        return self._programs.get("pages-read", lambda: jax.jit(read).lower(self._shapes, numbers))
+
+    @cached_property
+    def _write(self) -> jax.stages.Compiled:
+        def write(cache: Cache, pages: Array, copies: Cache) -> Cache:
+            def written(array: Array, new: Array) -> Array:
+                return array.view(_bits(array)).at[(*self._before, pages)].set(new, mode="drop").view(array.dtype)
+
+            return jax.tree.map(written, cache, copies)
+
+        formats = jax.tree.map(lambda one: one.format, self._shapes)
+        numbers = jax.ShapeDtypeStruct((AT_ONCE,), jnp.int32)
+        copies = jax.tree.map(self._some, self._shapes)
+        jitted = jax.jit(write, donate_argnums=0, out_shardings=formats)
+        return self._programs.get("pages-write", lambda: jitted.lower(self._shapes, numbers, copies))
+
+    def _some(self, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        at = len(self._before)
+        shape = (*one.shape[:at], AT_ONCE, *one.shape[at + 1 :])
+        return jax.ShapeDtypeStruct(shape, _bits(one), sharding=one.sharding)
+
+
+def _bits(array: Array | jax.ShapeDtypeStruct) -> Any:
+    """Returns the dtype that an array is moved as. XLA's programs for CPUs turn all of a bfloat16 one into float32."""
+    return jnp.dtype(jnp.uint16) if array.dtype == jnp.bfloat16 else array.dtype
+
+
+def _parts(pages: Mapping[Any, int]) -> Iterator[list[tuple[Any, int]]]:
+    items = iter(pages.items())
+    while part := list(islice(items, AT_ONCE)):
+        yield part

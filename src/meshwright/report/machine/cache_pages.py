@@ -1,0 +1,132 @@
+"""The picture of an engine's cache: the pages of each request, the pool of all pages, and the tree of shared ones."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from meshwright.core.errors import InputError
+from meshwright.report.arrays.canvas import Canvas, cell, grid, shown, texts_of
+from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, panel, themed
+from meshwright.report.marks import Datum, color_by, ink_on, plot
+from meshwright.serve.prefix_tree import CacheSnapshot, TreePage
+
+STATES = {
+    **{"not shared": "#0072B2", "shared, in use": "#009E73", "shared, idle": "#B5DFC9"},
+    **{"free": "#EDEDED", "on the host": "#E8C9DC"},
+}
+MAX_PAGES = 2048
+MAX_REQUESTS, MAX_TABLE, MAX_NODES = 16, 12, 40
+"""Requests, pages of a request, and pages of the tree that are drawn at most; others are left out."""
+PAGE_PX = (32, 26)
+NODE_PX = (188, 44)
+NODE_LETTERS = (7, 15)
+"""Letters of a longer text that are shown: those at its start, and at its end, where siblings differ."""
+AXES = {"labelColor": MUTED, "labelFontSize": 11}
+
+
+def cache_figure(
+    cache: CacheSnapshot, *, text: Callable[[Sequence[int]], str] = lambda tokens: " ".join(map(str, tokens))
+) -> Figure:
+    """Draws whose each page is; a number is the same page in all parts, and ``text`` spells tokens.
+
+    The pale part of a page is room for positions to come. Raises InputError for more pages than can be seen.
+    """
+    if cache.num_pages > MAX_PAGES:
+        raise InputError(
+            f"{cache.num_pages:,} pages; a picture shows {MAX_PAGES:,} at most. Give the engine fewer cache_bytes."
+        )
+    states = dict.fromkeys(range(cache.num_pages), "free")
+    states |= {page: "not shared" for pages in cache.requests.values() for page in pages}
+    states |= {one.page: _state(one) for one in cache.tree if one.page >= 0}
+    found = [*states.values(), *(_state(one) for one in cache.tree if one.page < 0)]
+    drawn = {state: color for state, color in STATES.items() if state in found}
+    counts = "; ".join(f"{found.count(state):,} {state}" for state in drawn)
+    pools = [*([_tables(cache, states)] if cache.requests else []), _pool(states, drawn)]
+    parts = [alt.hconcat(*pools, spacing=40), *([_tree(cache.tree, text)] if cache.tree else [])]
+    note = f"{cache.num_pages:,} pages of {cache.page_len} positions: {counts}"
+    return themed(alt.vconcat(*parts, spacing=28), "Pages of the cache", note)
+
+
+def _state(one: TreePage) -> str:
+    return "on the host" if one.page < 0 else "shared, in use" if one.users else "shared, idle"
+
+
+def _box(x: float, y: float, state: str, text: str = "", filled: float = 1) -> Datum:
+    """Returns a row of a page in its colour, of which ``filled`` is drawn."""
+    color = STATES[state]
+    box = cell(x + 0.03, y + 0.06, 0.94 * filled, 0.88, state=state, color=color, text=text, ink=ink_on(color))
+    pale = "".join(f"{255 - 6 * (255 - int(color[at : at + 2], 16)) // 10:02X}" for at in (1, 3, 5))
+    return box | {"mid_x": x + 0.5, "pale": f"#{pale}"}
+
+
+def _field(name: str) -> alt.Color:
+    return alt.Color(f"{name}:N", scale=None)
+
+
+def _tables(cache: CacheSnapshot, states: Mapping[int, str]) -> Layer:
+    requests = sorted(cache.requests)
+    rows = shown(len(requests), MAX_REQUESTS)
+    columns = shown(max(map(len, cache.requests.values())), MAX_TABLE, last=2)
+    cells, gaps = grid(rows, columns)
+    boxes, used = list[Datum](), list[Datum]()
+    for x, y, row, column in cells:
+        number = requests[row]
+        if column < len(cache.requests[number]):
+            page = cache.requests[number][column]
+            filled = min(1.0, max(0.0, cache.lengths[number] / cache.page_len - column))
+            boxes.append(_box(x, y, states[page], str(page)))
+            used.append(_box(x, y, states[page], filled=filled))
+    firsts = texts_of(columns, lambda column: f"{column * cache.page_len}")
+    canvas = Canvas.named(firsts, texts_of(rows, lambda row: f"request {requests[row]}"), ("", ""), **AXES)
+    layers = [
+        canvas.boxes(boxes).encode(color=_field("pale")),
+        canvas.boxes(used).encode(color=_field("color")),
+        canvas.words([gap for gap in gaps if gap["x"] == 0 or gap["y"] == 0], fill=INK),
+        canvas.words(boxes, fontSize=11).encode(color=_field("ink")),
+    ]
+    size = PAGE_PX[0] * len(columns), PAGE_PX[1] * len(rows)
+    return panel(*layers, size=size, title="pages of each request", note="by the first position of each")
+
+
+def _pool(states: Mapping[int, str], colors: Mapping[str, str]) -> Layer:
+    num_pages = len(states)
+    across = 16 if num_pages <= 256 else 32
+    boxes = [_box(page % across, page // across, states[page], str(page)) for page in range(num_pages)]
+    rows: list[str | None] = [str(first) for first in range(0, num_pages, across)]
+    canvas = Canvas.named([str(column) for column in range(across)], rows, ("", ""), **AXES)
+    layers = [
+        canvas.boxes(boxes).encode(color=color_by("state", colors, orient="bottom")),
+        canvas.words([box for box in boxes if box["state"] != "free"], fontSize=11).encode(color=_field("ink")),
+    ]
+    size = PAGE_PX[0] * across, PAGE_PX[1] * len(rows)
+    return panel(*layers, size=size, title="all pages", note="by number, as they lie in memory")
+
+
+def _tree(tree: Sequence[TreePage], text: Callable[[Sequence[int]], str]) -> Layer:
+    """Draws a column for each page of a prompt, and a row for each end of a branch."""
+    places, edges = list[tuple[int, int]](), list[Datum]()
+    boxes, notes, row, columns = list[Datum](), list[Datum](), -1, 0
+    first, last = NODE_LETTERS
+    for one in tree[:MAX_NODES]:
+        column, above = (0, -1) if one.parent is None else (places[one.parent][0] + 1, places[one.parent][1])
+        row = above if above >= 0 and (column, above) not in places else row + 1
+        places.append((column, row))
+        columns = max(columns, column + 1)
+        spelt = text(one.tokens).replace("\n", "\\n")
+        # no SVG has control characters, and parts of a character are not worth a font of their own
+        spelt = "".join(letter if letter.isprintable() and letter != "\ufffd" else "·" for letter in spelt)
+        spelt = spelt if len(spelt) <= first + last + 1 else f"{spelt[:first]}…{spelt[-last:]}"
+        box = _box(column, row, _state(one), spelt, filled=0.84) | {"mid_x": column + 0.425}
+        boxes.append(box)
+        users = "idle" if not one.users else f"{one.users} {'request' if one.users == 1 else 'requests'}"
+        notes.append(box | {"text": "on the host" if one.page < 0 else f"page {one.page}, {users}"})
+        if one.parent is not None:
+            edges.append({"x": column - 0.18, "y": above + 0.5, "x2": box["x"], "y2": row + 0.5})
+    canvas = Canvas((0, columns), (0, row + 1))
+    layers = [
+        plot(edges).mark_rule(color=MUTED, strokeWidth=1.5).encode(**canvas.at(), x2="x2", y2="y2"),
+        canvas.boxes(boxes, cornerRadius=4).encode(color=_field("color")),
+        canvas.words(boxes, fontSize=11, dy=-7).encode(color=_field("ink")),
+        canvas.words(notes, fontSize=10, dy=9).encode(color=_field("ink")),
+    ]
+    more = f"; {len(tree) - MAX_NODES:,} more are not drawn" if len(tree) > MAX_NODES else ""
+    note = f"a box is a page of tokens that follow those to its left{more}"
+    return panel(*layers, size=(NODE_PX[0] * columns, NODE_PX[1] * (row + 1)), title="prefix tree", note=note)
