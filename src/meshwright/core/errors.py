@@ -85,6 +85,6 @@ def first_line(error: Exception) -> str:
 
 
 def as_sentence(text: str) -> str:
-    """Returns the text as it follows a colon: lower-case first letter, one punctuation mark at the end."""
+    """Returns the text as it follows a colon: lower-case first letter, but for OOM and such, one mark at the end."""
     ended = text if text.endswith("?") else f"{text.rstrip('.')}."
-    return f"{ended[:1].lower()}{ended[1:]}"
+    return ended if ended[1:2].isupper() else f"{ended[:1].lower()}{ended[1:]}"

@@ -78,7 +78,7 @@ if {fails}:
     step = engine.step
     def fail():
         if engine.steps == {fails}:
-            raise RuntimeError("out of memory")
+            raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return step()
     engine.step = fail
 frontend = Frontend(engine)
@@ -149,13 +149,14 @@ def test_a_server_whose_engine_fails_answers_what_waits_and_ends():
     body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
     answer = httpx.post(f"{server.where}/v1/completions", json=body, timeout=20)
     assert answer.status_code == 503
-    assert "the engine failed: out of memory." in answer.json()["error"]["message"]
-    assert b"the engine failed: out of memory" in rest_of(stream)
+    assert "the engine failed: RESOURCE_EXHAUSTED: out of memory." in answer.json()["error"]["message"]
+    assert b"the engine failed: RESOURCE_EXHAUSTED: out of memory" in rest_of(stream)
     code, out, err = server.ended()
     assert code != 0
     assert out == ""
     assert err.splitlines()[-1] == (
-        "meshwright.core.errors.CannotRunError: the engine failed: out of memory. The server has ended; start it again."
+        "meshwright.core.errors.CannotRunError: the engine failed: RESOURCE_EXHAUSTED: out of memory. "
+        "The server has ended; start it again."
     )
 
 
