@@ -18,7 +18,8 @@ from meshwright.nn.hf.weights import load_params, save_adapter, save_hf, source_
 from meshwright.nn.quantisation import quantise_params
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.packed_step import PackedStep
-from meshwright.serve.engine import Engine
+from meshwright.serve.drawing.drafts import ModelDrafter
+from meshwright.serve.engine import Engine, EngineGroup
 from meshwright.serve.frontend import Frontend
 from meshwright.serve.http.app import make_app
 from meshwright.serve.http.served import served_model
@@ -81,7 +82,7 @@ def adapters_of(folders) -> dict[str, Path]:
     return {name: folder for name, folder in folders.items() if name}
 
 
-def engine_of(folders, *, axes=None, weights="", batch_invariant=False) -> Engine:
+def engine_of(folders, *, axes=None, weights="", batch_invariant=False, drafter=None) -> Engine:
     source = open_model(folders[""], adapters_of(folders))
     sizes = {"page_len": PAGE_LEN, "num_pages": NUM_PAGES}
     storage = Storage(cache_dtype="fp32", weights=weights, adapters=len(source.adapters), **sizes)
@@ -91,8 +92,9 @@ def engine_of(folders, *, axes=None, weights="", batch_invariant=False) -> Engin
     loaded = load_params(
         source.model, source.folder, step.loaded_shardings, jnp.float32, list(source.adapters.values())
     )
-    limits = SchedulerLimits(max_requests=8, token_budget=16, prefix_cache=True, **sizes)
-    return Engine(step, step.place(loaded), limits, adapters=tuple(source.adapters))
+    drafts = drafter.num_drafts if drafter else 0
+    limits = SchedulerLimits(max_requests=8, token_budget=24, prefix_cache=True, num_drafts=drafts, **sizes)
+    return Engine(step, step.place(loaded), limits, drafter=drafter, adapters=tuple(source.adapters))
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +126,20 @@ def test_every_row_has_the_numbers_of_its_own_adapter(engine, wanted):
     assert_as_merged(engine, wanted)
 
 
-def test_adapters_are_split_over_devices_as_their_weights_are(folders, wanted):
-    assert_as_merged(engine_of(folders, axes={"tensor": 2}), wanted)
+@pytest.mark.parametrize(
+    "axes", [{"tensor": 2}, pytest.param({"data": 2, "context": 2, "tensor": 2}, marks=pytest.mark.slow)]
+)
+def test_adapters_are_split_over_devices_as_their_weights_are(folders, wanted, axes):
+    assert_as_merged(engine_of(folders, axes=axes), wanted)
+
+
+def test_drafts_are_checked_by_the_adapter_of_their_request(folders, wanted):
+    """The base proposes tokens for all; that of one adapter would be wrong for others."""
+    base = engine_of({"": folders[""]})
+    engine = engine_of(folders, drafter=ModelDrafter(base._step, base._params, 2))
+    assert_as_merged(engine, wanted)
+    state = engine.state()
+    assert 0 < state.accepted < state.drafted
 
 
 def test_adapters_stay_as_they_are_beside_int8_weights(folders):
@@ -144,6 +158,10 @@ def test_prompts_under_different_adapters_share_no_pages(folders, wanted):
             assert outputs[0].cached == hits
             assert [one.token for one in outputs] == likeliest(LLAMA, wanted[name], prompt, NUM_TOKENS)
     assert len(engine._pages._idle_nodes) == 4 * len(NAMES)
+    group = EngineGroup(
+        [engine_of({"": folders[""]}), engine]
+    )  # the engine that knows a prompt of this adapter gets it
+    assert [one.num_known(request(prompt, "sql")) for one in group.engines] == [0, 16]
 
 
 def test_an_adapter_is_the_same_bit_by_bit_in_any_batch(folders):

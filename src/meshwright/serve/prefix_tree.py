@@ -126,9 +126,9 @@ class PrefixTree(PagePool):
         """Returns how many pages of a request's prompt the tree has."""
         return sum(1 for _ in self._found(prefix))
 
-    def num_known(self, tokens: Sequence[int]) -> int:
+    def num_known(self, tokens: Sequence[int], adapter: int) -> int:
         """Returns how many pages of a prompt the tree has, whether or not it is a request's."""
-        self.enter(-1, tokens, ())
+        self.enter(-1, tokens, (), adapter)
         found = self.kept(-1)
         self.leave(-1)
         return found
