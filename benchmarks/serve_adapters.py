@@ -2,7 +2,8 @@
 
 taskset -c 0 python benchmarks/serve_adapters.py
 
-The llama of 26.7M parameters of `train_cpu.py`, fp32, adapters on all linear layers; sequences take them in turn. CPU seconds of the process, so that other programs disturb them less; engines take turns.
+The llama of 26.7M parameters of `train_cpu.py`, fp32, adapters on all linear layers; sequences take them in turn.
+Times are CPU seconds of the process, so that other programs disturb them less; engines take turns.
 """
 
 import os
