@@ -11,6 +11,7 @@ import os
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,7 +37,7 @@ def engine_with(count: int) -> Engine:
     model = model_from_config({**CONFIG, "model_type": "llama", "max_position_embeddings": MAX_LEN}, "llama")
     if count:
         model = replace(model, lora=Lora(rank=count * RANK, alpha=count * RANK))
-    sizes = {"page_len": PAGE_LEN, "num_pages": SEQUENCES * MAX_LEN // PAGE_LEN}
+    sizes: dict[str, Any] = {"page_len": PAGE_LEN, "num_pages": SEQUENCES * MAX_LEN // PAGE_LEN}
     storage = Storage(cache_dtype="fp32", adapters=count, **sizes)
     strategy = Strategy(mesh=make_mesh({}), state="fp32")
     step = PackedStep(model, strategy, max_len=MAX_LEN, max_seqs=SEQUENCES, storage=storage)

@@ -166,7 +166,7 @@ def test_prompts_under_different_adapters_share_no_pages(folders, wanted):
             (outputs,) = engine.run([request(prompt, name)])
             assert outputs[0].cached == hits
             assert [one.token for one in outputs] == wanted[name, 3][0]
-    assert len(engine._pages._idle_nodes) == 4 * len(NAMES)
+    assert [one.tokens for one in engine.snapshot().tree] == 4 * [tuple(prompt[at : at + 4]) for at in range(0, 16, 4)]
     group = EngineGroup(
         [engine_of({"": folders[""]}), engine]
     )  # the engine that knows a prompt of this adapter gets it

@@ -318,7 +318,7 @@ def test_pages_of_idle_prefixes_make_room(engine_of, params):
 
 def pages_of(engine: Engine, tokens) -> list[bytes]:
     """The bytes in the cache of the pages that the tree has of a prompt, all layers of keys and values."""
-    found, node = [], engine._pages.root
+    found, node = [], engine._pages.roots[-1]
     for start in range(0, len(tokens) - PAGE_LEN + 1, PAGE_LEN):
         node = node.children[tuple(tokens[start : start + PAGE_LEN])]
         assert node.page >= 0
