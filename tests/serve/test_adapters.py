@@ -18,7 +18,8 @@ from meshwright.nn.hf.weights import load_params, save_adapter, save_hf, source_
 from meshwright.nn.quantisation import quantise_params
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.packed_step import PackedStep
-from meshwright.serve.engine import Engine
+from meshwright.serve.drawing.drafts import ModelDrafter
+from meshwright.serve.engine import Engine, EngineGroup
 from meshwright.serve.frontend import Frontend
 from meshwright.serve.http.app import make_app
 from meshwright.serve.http.served import served_model
@@ -36,6 +37,7 @@ ADAPTERS = {
 }
 NAMES = ("", *ADAPTERS)
 PROMPTS = [[5, 9, 60, 2, 7, 7, 1, 8, 30], [3], [11, 12, 13], list(range(20, 37))]
+Answers = dict[tuple[str, int], tuple[list[int], list[float]]]
 MAX_LEN, PAGE_LEN, NUM_PAGES, NUM_TOKENS = 32, 4, 40, 6
 
 
@@ -70,18 +72,11 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {"": top / "tiny"} | {name: top / name for name in ADAPTERS}
 
 
-@pytest.fixture(scope="module")
-def wanted() -> dict[str, Params]:
-    """Weights without an adapter that have the numbers of each one."""
-    own = {name: merged(lora, adapted_params(lora, seed)) for seed, (name, lora) in enumerate(ADAPTERS.items())}
-    return {"": float_params(LLAMA)} | own
-
-
 def adapters_of(folders) -> dict[str, Path]:
     return {name: folder for name, folder in folders.items() if name}
 
 
-def engine_of(folders, *, axes=None, weights="", batch_invariant=False) -> Engine:
+def engine_of(folders, *, axes=None, weights="", batch_invariant=False, drafter=None) -> Engine:
     source = open_model(folders[""], adapters_of(folders))
     sizes = {"page_len": PAGE_LEN, "num_pages": NUM_PAGES}
     storage = Storage(cache_dtype="fp32", weights=weights, adapters=len(source.adapters), **sizes)
@@ -91,8 +86,9 @@ def engine_of(folders, *, axes=None, weights="", batch_invariant=False) -> Engin
     loaded = load_params(
         source.model, source.folder, step.loaded_shardings, jnp.float32, list(source.adapters.values())
     )
-    limits = SchedulerLimits(max_requests=8, token_budget=16, prefix_cache=True, **sizes)
-    return Engine(step, step.place(loaded), limits, adapters=tuple(source.adapters))
+    drafts = drafter.num_drafts if drafter else 0
+    limits = SchedulerLimits(max_requests=8, token_budget=24, prefix_cache=True, num_drafts=drafts, **sizes)
+    return Engine(step, step.place(loaded), limits, drafter=drafter, adapters=tuple(source.adapters))
 
 
 @pytest.fixture(scope="module")
@@ -104,19 +100,33 @@ def request(prompt, adapter="", **options) -> TokenRequest:
     return TokenRequest(prompt=tuple(prompt), adapter=adapter, **{"max_tokens": NUM_TOKENS, "logprobs": 0, **options})
 
 
-def assert_as_merged(engine: Engine, weights: dict[str, Params]) -> None:
+def answers_of(weights: dict[str, Params]) -> Answers:
+    """The likeliest tokens after each prompt and their log-probabilities, by weights and place of the prompt."""
+    found, logits = {}, jax.jit(logits_fn(LLAMA))
+    for name, params in weights.items():
+        for place, prompt in enumerate(PROMPTS):
+            tokens = likeliest(LLAMA, params, prompt, NUM_TOKENS)
+            padded = np.array([[*prompt, *tokens, *[0] * (MAX_LEN - len(prompt) - NUM_TOKENS)]], np.int32)
+            every = np.asarray(jax.nn.log_softmax(logits(params, padded)[0]))[len(prompt) - 1 :]
+            found[name, place] = tokens, [every[at, token] for at, token in enumerate(tokens)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted() -> Answers:
+    """What each adapter says, merged with its base."""
+    own = {name: merged(lora, adapted_params(lora, seed)) for seed, (name, lora) in enumerate(ADAPTERS.items())}
+    return answers_of({"": float_params(LLAMA)} | own)
+
+
+def assert_as_merged(engine: Engine, wanted: Answers) -> None:
     """Prompts under every adapter in one batch: tokens and log-probabilities of merged weights' forward pass."""
-    asked = [(name, prompt) for prompt in PROMPTS for name in NAMES]
-    answers = {name: [] for name in NAMES}
-    found = engine.run([request(prompt, name) for name, prompt in asked])
-    for (name, prompt), outputs in zip(asked, found, strict=True):
-        tokens = [one.token for one in outputs]
-        assert tokens == likeliest(LLAMA, weights[name], prompt, NUM_TOKENS)
-        every = jax.nn.log_softmax(jax.jit(logits_fn(LLAMA))(weights[name], np.array([prompt + tokens], np.int32))[0])
-        expected = [every[len(prompt) - 1 + place, token] for place, token in enumerate(tokens)]
-        np.testing.assert_allclose([one.logprob.logprob for one in outputs], expected, rtol=0, atol=1e-4)
-        answers[name].append(tokens)
-    assert all(answers[one] != answers[other] for one in NAMES for other in NAMES if one < other)
+    asked = [(name, place) for place in range(len(PROMPTS)) for name in NAMES]
+    found = engine.run([request(PROMPTS[place], name) for name, place in asked])
+    for outputs, (tokens, logprobs) in zip(found, (wanted[each] for each in asked), strict=True):
+        assert [one.token for one in outputs] == tokens
+        np.testing.assert_allclose([one.logprob.logprob for one in outputs], logprobs, rtol=0, atol=1e-4)
+    assert len({tuple(wanted[name, 0][0]) for name in NAMES}) == len(NAMES)
 
 
 def test_every_row_has_the_numbers_of_its_own_adapter(engine, wanted):
@@ -124,15 +134,28 @@ def test_every_row_has_the_numbers_of_its_own_adapter(engine, wanted):
     assert_as_merged(engine, wanted)
 
 
-def test_adapters_are_split_over_devices_as_their_weights_are(folders, wanted):
-    assert_as_merged(engine_of(folders, axes={"tensor": 2}), wanted)
+@pytest.mark.parametrize(
+    "axes", [{"tensor": 2}, pytest.param({"data": 2, "context": 2, "tensor": 2}, marks=pytest.mark.slow)]
+)
+def test_adapters_are_split_over_devices_as_their_weights_are(folders, wanted, axes):
+    assert_as_merged(engine_of(folders, axes=axes), wanted)
+
+
+@pytest.mark.slow
+def test_drafts_are_checked_by_the_adapter_of_their_request(folders, wanted):
+    """The base proposes tokens for all; that of one adapter would be wrong for others."""
+    base = engine_of({"": folders[""]})
+    engine = engine_of(folders, drafter=ModelDrafter(base._step, base._params, 2))
+    assert_as_merged(engine, wanted)
+    state = engine.state()
+    assert 0 < state.accepted < state.drafted
 
 
 def test_adapters_stay_as_they_are_beside_int8_weights(folders):
     """What int8 stands for, plus products of the adapters that are not rounded."""
     base = dequantise_params(LLAMA, quantise_params(LLAMA, float_params(LLAMA)))
     own = (merged(lora, adapted_params(lora, seed) | base) for seed, lora in enumerate(ADAPTERS.values()))
-    assert_as_merged(engine_of(folders, weights="int8"), dict(zip(NAMES, [base, *own], strict=True)))
+    assert_as_merged(engine_of(folders, weights="int8"), answers_of(dict(zip(NAMES, [base, *own], strict=True))))
 
 
 def test_prompts_under_different_adapters_share_no_pages(folders, wanted):
@@ -142,8 +165,12 @@ def test_prompts_under_different_adapters_share_no_pages(folders, wanted):
         for name in NAMES:
             (outputs,) = engine.run([request(prompt, name)])
             assert outputs[0].cached == hits
-            assert [one.token for one in outputs] == likeliest(LLAMA, wanted[name], prompt, NUM_TOKENS)
-    assert len(engine._pages._idle_nodes) == 4 * len(NAMES)
+            assert [one.token for one in outputs] == wanted[name, 3][0]
+    assert [one.tokens for one in engine.snapshot().tree] == 4 * [tuple(prompt[at : at + 4]) for at in range(0, 16, 4)]
+    group = EngineGroup(
+        [engine_of({"": folders[""]}), engine]
+    )  # the engine that knows a prompt of this adapter gets it
+    assert [one.num_known(request(prompt, "sql")) for one in group.engines] == [0, 16]
 
 
 def test_an_adapter_is_the_same_bit_by_bit_in_any_batch(folders):
@@ -219,7 +246,7 @@ def test_requests_choose_an_adapter_by_its_name(folders, wanted):
             answers = await asyncio.gather(*(ask(model=model, prompt=PROMPTS[0]) for model in models))
             for model, (status, answer) in zip(models, answers, strict=True):
                 assert (status, answer["model"]) == (200, model)
-                tokens = likeliest(LLAMA, wanted["" if model == "base" else model], PROMPTS[0], NUM_TOKENS)
+                tokens, _ = wanted["" if model == "base" else model, 0]
                 assert answer["choices"][0]["text"] == "".join(f" {token}" for token in tokens)
             assert (await ask(prompt=PROMPTS[0]))[1]["choices"] == answers[0][1]["choices"]
             status, answer = await ask(model="sq", prompt=[1])

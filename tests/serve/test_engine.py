@@ -279,7 +279,7 @@ def test_engines_on_devices_of_their_own_are_one(step, engine_of, params, expect
     assert [{one.number for one in outputs} for outputs in found] == [{n} for n in range(len(PROMPTS))]
     assert all(engine.state().steps for engine in group.engines)
     # the engine that has the beginning of a prompt gets it, though the other one is first
-    known = [engine.num_known(PROMPTS[3]) for engine in group.engines]
+    known = [engine.num_known(request(PROMPTS[3])) for engine in group.engines]
     assert sorted(known) == [0, 16]
     (outputs,) = group.run([request(PROMPTS[3])])
     assert outputs[0].cached == 16
@@ -318,7 +318,7 @@ def test_pages_of_idle_prefixes_make_room(engine_of, params):
 
 def pages_of(engine: Engine, tokens) -> list[bytes]:
     """The bytes in the cache of the pages that the tree has of a prompt, all layers of keys and values."""
-    found, node = [], engine._pages.root
+    found, node = [], engine._pages.roots[-1]
     for start in range(0, len(tokens) - PAGE_LEN + 1, PAGE_LEN):
         node = node.children[tuple(tokens[start : start + PAGE_LEN])]
         assert node.page >= 0

@@ -214,9 +214,10 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def num_known(self, prompt: Sequence[int]) -> int:
-        """Returns the tokens of a prompt that the prefix cache has."""
-        return self._pages.num_known(prompt) * self.limits.page_len
+    def num_known(self, request: TokenRequest) -> int:
+        """Returns the tokens of a request's prompt that the prefix cache has."""
+        adapter = self._adapters.get(request.adapter, -1)
+        return self._pages.num_known(request.prompt, adapter) * self.limits.page_len
 
     @property
     def has_work(self) -> bool:
@@ -545,7 +546,7 @@ class EngineGroup:
         def order(place: int) -> tuple[bool, int, int]:
             engine, state = self.engines[place], self.engines[place].state()
             load = state.running + state.waiting
-            return load >= engine.limits.max_requests, -engine.num_known(request.prompt), load
+            return load >= engine.limits.max_requests, -engine.num_known(request), load
 
         place = min(range(len(self.engines)), key=order)
         return self.engines[place].submit(request) * len(self.engines) + place

@@ -16,8 +16,8 @@ from meshwright.batching.pages import PagePool
 
 
 class PrefixNode:
-    """A page of the tree: its adapter and tokens, its number (-1 on the host), its children by theirs, how many
-    requests hold it, and what the host has of it."""
+    """A page of the tree: its tokens, its number (-1 on the host), its children by their tokens, how many requests hold
+    it, and what the host has of it."""
 
     __slots__ = ("children", "copy", "page", "parent", "tokens", "users")
 
@@ -67,7 +67,8 @@ class PrefixTree(PagePool):
         self._coming: list[PrefixNode] = []
         self._on_host: OrderedDict[PrefixNode, None] = OrderedDict()
         self.free = list(range(num_pages))[::-1]
-        self.root = PrefixNode((), -1, None)
+        self.roots: dict[int, PrefixNode] = {}  # by adapter, whose keys and values are its own
+        self._roots: dict[int, PrefixNode] = {}  # by request
         self._blocks: dict[int, list[tuple[int, ...]]] = {}
         self._owned: dict[int, Sequence[int]] = {}
         self._held: dict[int, list[PrefixNode]] = {}
@@ -75,15 +76,17 @@ class PrefixTree(PagePool):
         self._idle_nodes: OrderedDict[PrefixNode, None] = OrderedDict()
 
     def enter(self, prefix: int, tokens: Sequence[int], pages: Sequence[int], adapter: int = -1) -> None:
-        """Tells the tokens of a request's prompt, and the list that will have the numbers of its pages. Pages of
-        another ``adapter`` have other keys and values, and so are other nodes."""
+        """Tells the tokens of a request's prompt, and the list that will have the numbers of its pages. Prompts share
+        pages with those of the same ``adapter``."""
         starts = range(0, len(tokens) - self.page_len + 1, self.page_len)
-        self._blocks[prefix] = [(adapter, *tokens[start : start + self.page_len]) for start in starts]
+        self._blocks[prefix] = [tuple(tokens[start : start + self.page_len]) for start in starts]
+        self._roots[prefix] = self.roots.setdefault(adapter, PrefixNode((), -1, None))
         self._owned[prefix] = pages
 
     def leave(self, prefix: int) -> None:
         """Forgets a request, which holds nothing any more."""
         self._blocks.pop(prefix, None)
+        self._roots.pop(prefix, None)
         self._owned.pop(prefix, None)
         self._num_shared.pop(prefix, None)
 
@@ -126,9 +129,9 @@ class PrefixTree(PagePool):
         """Returns how many pages of a request's prompt the tree has."""
         return sum(1 for _ in self._found(prefix))
 
-    def num_known(self, tokens: Sequence[int]) -> int:
+    def num_known(self, tokens: Sequence[int], adapter: int) -> int:
         """Returns how many pages of a prompt the tree has, whether or not it is a request's."""
-        self.enter(-1, tokens, ())
+        self.enter(-1, tokens, (), adapter)
         found = self.kept(-1)
         self.leave(-1)
         return found
@@ -156,7 +159,7 @@ class PrefixTree(PagePool):
         """Makes nodes of the next pages of a request, which are computed; the request holds them."""
         held = self._held.setdefault(prefix, [])
         for _ in range(num_pages):
-            parent, at = held[-1] if held else self.root, len(held)
+            parent, at = held[-1] if held else self._roots[prefix], len(held)
             node = PrefixNode(self._blocks[prefix][at], self._owned[prefix][at], parent)
             node.users = 1
             parent.children[node.tokens] = node
@@ -175,7 +178,7 @@ class PrefixTree(PagePool):
     def tree_pages(self) -> tuple[TreePage, ...]:
         """Returns the pages of the tree, each after its parent and before its next sibling."""
         found, below = list[TreePage](), list[tuple[int | None, PrefixNode]]()
-        below += [(None, child) for child in reversed(self.root.children.values())]
+        below += [(None, child) for root in self.roots.values() for child in reversed(root.children.values())]
         while below:
             parent, node = below.pop()
             found.append(TreePage(parent=parent, tokens=node.tokens, page=node.page, users=node.users))
@@ -184,8 +187,10 @@ class PrefixTree(PagePool):
 
     def _found(self, prefix: int | None) -> Iterator[PrefixNode]:
         """Yields the nodes of a request's prompt that the tree has, from the root on."""
-        node = self.root
-        for block in self._blocks.get(prefix, ()) if prefix is not None else ():
+        if prefix is None or prefix not in self._blocks:
+            return
+        node = self._roots[prefix]
+        for block in self._blocks[prefix]:
             found = node.children.get(block)
             if found is None:
                 return

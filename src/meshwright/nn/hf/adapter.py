@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from meshwright.core.digests import require_intact
 from meshwright.core.errors import CannotRunError, InputError
@@ -49,6 +50,22 @@ def base_folder(folder: Path) -> Path:
 
 def adapted_model(model: Model, folder: Path) -> Model:
     """Returns a base model with the adapter of a folder. Raises CannotRunError for a kind that is not supported."""
+    return replace(model, lora=_lora(model, folder))
+
+
+def model_with_adapters(model: Model, folders: Sequence[Path]) -> Model:
+    """Returns a base model with several adapters as one: each has as many columns of its rank as the largest."""
+    if model.lora:
+        raise InputError(f"{model.name} is an adapter itself. Serve its base, and it beside the other adapters.")
+    if missing := next((folder for folder in folders if not is_adapter(folder)), None):
+        raise InputError(f"{missing} has no {ADAPTER_CONFIG}. Give the folder of an adapter in PEFT's format.")
+    found = [_lora(model, folder) for folder in folders]
+    rank = len(folders) * max(lora.rank for lora in found)
+    targets = tuple(name for name, weight in LORA_TARGETS.items() if any(weight in lora.weights for lora in found))
+    return replace(model, lora=Lora(rank=rank, alpha=rank, targets=targets))
+
+
+def _lora(model: Model, folder: Path) -> Lora:
     keys = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.")
     found = {name: keys.get(name, value) for name, value in _PLAIN.items()}
     wrong = [f"{name}={found[name]!r}" for name, value in _PLAIN.items() if found[name] != value]
@@ -58,7 +75,7 @@ def adapted_model(model: Model, folder: Path) -> Model:
                              f"which this version does not read. Merge the adapter with PEFT.")  # fmt: skip
     lora = {"rank": keys.get("r"), "alpha": keys.get("lora_alpha"), "targets": _targets(model, keys, folder)}
     try:
-        return msgspec.structs.replace(model, lora=msgspec.convert(lora, Lora))
+        return msgspec.convert(lora, Lora)
     except msgspec.ValidationError as error:
         raise InputError(f"{folder / ADAPTER_CONFIG}: {error}. Mend the file.") from None
 
@@ -94,18 +111,6 @@ def _module(model: Model, weight: str) -> str:
     return next((row.hf_name.removesuffix(".weight") for row in table if row.name == f"layers.{weight}"), "")
 
 
-def model_with_adapters(model: Model, folders: Sequence[Path]) -> Model:
-    """Returns a base model with several adapters as one: each has the columns of the largest rank, side by side."""
-    if model.lora:
-        raise InputError(f"{model.name} is an adapter itself. Serve its base, and it beside the other adapters.")
-    if missing := next((folder for folder in folders if not is_adapter(folder)), None):
-        raise InputError(f"{missing} has no {ADAPTER_CONFIG}. Give the folder of an adapter in PEFT's format.")
-    found = [adapted_model(model, folder).lora or Lora() for folder in folders]
-    rank = len(folders) * max(lora.rank for lora in found)
-    targets = tuple(name for name, weight in LORA_TARGETS.items() if any(weight in lora.weights for lora in found))
-    return msgspec.structs.replace(model, lora=Lora(rank=rank, alpha=rank, targets=targets))
-
-
 @contextmanager
 def open_tensors(model: Model, folder: Path, adapters: Sequence[Path] = ()) -> Iterator[Tensors]:
     """Opens the tensors of a checkpoint, of an adapter and its base, or of a base and several ``adapters`` as one."""
@@ -128,11 +133,10 @@ def _side_by_side(model: Model, adapters: Sequence[tuple[Path, Tensors]], base: 
     What an adapter does not have is zeros. Raises InputError for an adapter of another base.
     """
     whole = {name: np.zeros(shape, np.float32) for name, shape in _shapes(model, base).items()}
-    for number, (folder, tensors) in enumerate(adapters):
-        own = adapted_model(frozen_base(model), folder)
-        needed = _shapes(own, base)
-        assert model.lora is not None
-        assert own.lora is not None
+    loras = [_lora(frozen_base(model), folder) for folder, _ in adapters]
+    width = max(lora.rank for lora in loras)
+    for number, (lora, (folder, tensors)) in enumerate(zip(loras, adapters, strict=True)):
+        needed, columns = _shapes(replace(model, lora=lora), base), slice(number * width, number * width + lora.rank)
         for name in sorted(needed.keys() | tensors.keys()):
             shape, wanted = tuple(tensors[name].shape) if name in tensors else (), needed.get(name, ())
             if shape != wanted:
@@ -140,12 +144,11 @@ def _side_by_side(model: Model, adapters: Sequence[tuple[Path, Tensors]], base: 
                     f"{folder}: {name} is {shape or 'not there'}; {model.name} needs {wanted or 'no such tensor'}. "
                     f"Give an adapter of this base."
                 )
-            first = number * model.lora.rank // len(adapters)
-            columns, value = slice(first, first + own.lora.rank), tensors[name][tuple(map(slice, shape))]
+            value = tensors[name][tuple(map(slice, shape))]
             if name.endswith(".lora_A.weight"):
                 whole[name][columns] = value
             else:
-                whole[name][:, columns] = own.lora.scale * value.astype(np.float32)
+                whole[name][:, columns] = lora.scale * value.astype(np.float32)
     return whole
 
 
