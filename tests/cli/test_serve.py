@@ -18,7 +18,7 @@ from meshwright.serve.request import TokenRequest
 from tests.parallel.generate_cases import LLAMA, float_params, likeliest
 
 ONE = {"tensor": 1}
-LIMITS = ["--max-len", "32", "--max-requests", "2", "--token-budget", "16"]
+LIMITS = ["--max-len", "32", "--max-requests", "2", "--token-budget", "16", "--host-cache-bytes", "1MB"]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,7 @@ def test_a_folder_is_opened_with_what_its_pages_hold(folder):
         ({"max_requests": 40, "token_budget": 16}, "token_budget=16 is less than max_requests=40"),
         ({"batch_invariant": True, "token_budget": 64}, "steps of at most 32 tokens"),
         ({"cache_dtype": "fp9"}, "fp9"),
+        ({"max_len": 32, "host_cache_bytes": 10.0}, "host_cache_bytes=10 keep pages of prompts"),
     ],
 )
 def test_options_that_contradict_each_other_are_one_line(folder, options, words):
