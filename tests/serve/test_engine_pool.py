@@ -62,13 +62,13 @@ class CheckedHost:
     def move(self, cache, out, back):
         written, tokens = (array.reshape(-1, PAGE_LEN) for array in (self.step.written, self.step.tokens))
         for node, page in out.items():
-            assert tuple(tokens[page]) == node.tokens
+            assert tuple(tokens[page]) == node.tokens[-PAGE_LEN:]
             node.copy = written[page].copy(), tokens[page].copy()
         for page in out.values():
             written[page] = tokens[page] = -1
         for node, page in back.items():
             (written[page], tokens[page]), node.copy = node.copy, None
-            assert tuple(tokens[page]) == node.tokens
+            assert tuple(tokens[page]) == node.tokens[-PAGE_LEN:]
         return cache
 
 
@@ -108,6 +108,7 @@ def assert_all_there(engine: Engine) -> None:
     assert not pool._leaving
     assert not pool._coming
     assert sorted({page for pages in seen.requests.values() for page in pages} - {*idle, *shared}) == sorted(own)
+    assert all(len(one.tokens) == PAGE_LEN for one in seen.tree)
     assert all(one.parent is None or one.parent < number for number, one in enumerate(seen.tree))
     assert all(length <= len(seen.requests[number]) * PAGE_LEN for number, length in seen.lengths.items())
 
