@@ -87,6 +87,14 @@ def test_an_int8_weight_has_a_byte_an_element_and_its_scales():
     assert counted("q") == (flops, 4 * 4096 * 2 + 2 * 4096 * 4096 + QUERIES)
 
 
+def test_an_int4_weight_has_half_a_byte_an_element_and_scales_of_groups():
+    """On a TPU, as on GPUs, XLA writes the matrix once more in bf16 and reads it; engines with kernels do not."""
+    flops, moved = counted("q", storage=Storage(weights="int4"))
+    assert flops == 2 * 4 * 4096 * 4096
+    scales, widened = 4 * 4096 * 4096 // 64, 2 * 2 * 4096 * 4096
+    assert moved == 4 * 4096 * 2 + 4096 * 4096 // 2 + scales + QUERIES + widened
+
+
 def test_pages_are_read_once():
     """16 pages of 64 hold 1024 slots; the table has 16 numbers a row. Pages of others cost nothing."""
     for num_pages in (0, 1000):
