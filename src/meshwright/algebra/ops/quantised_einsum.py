@@ -45,8 +45,9 @@ def _multiply(
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts factors, scales and result; XLA writes a matrix with groups of inputs widened as well, and reads it."""
-    widened = has_groups(step.inputs[2]) and bool(sizes.on_gpus or sizes.tile_rows)
+    """Counts factors, scales and result. On GPUs XLA also writes a matrix with groups of inputs widened, and reads it;
+    TPUs hold it on chip."""
+    widened = sizes.on_gpus and has_groups(step.inputs[2])
     return stream(step, sizes) + 2 * widened * sizes.width * sizes.elements(step.inputs[1])
 
 
