@@ -18,7 +18,7 @@ from meshwright.spec.chip import chip as catalogue_chip
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration, generation_calibration
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, make_mesh, standard_assignment
 
 LLAMA = load_model("llama3-8b")
 INT8 = Storage(cache_dtype="int8", weights="int8")
@@ -36,11 +36,12 @@ def decode(batch_seqs, seq_len) -> Job:
     return Job(kind="decode", batch_seqs=batch_seqs, seq_len=seq_len)
 
 
-def counted(result, *, storage=None, given=LLAMA, job=None):
+def counted(result, *, storage=None, given=LLAMA, job=None, on="v5e:4x4", assumptions=AS_RUN):
     """(FLOPs, bytes) of the step that makes a result in the decode step of 4 sequences on one device."""
     job, storage = job or decode(4, 1000), storage or Storage()
     derived = derive_job(given, job, strategy_of({}), storage=storage)
-    sizes = Setting(given, parse_cluster("v5e:4x4"), job, storage=storage).sizes(strategy_of({}))
+    setting = Setting(given, parse_cluster(on), job, storage=storage, assumptions=assumptions)
+    sizes = setting.sizes(strategy_of({}))
     step = next(s for b in derived.blocks for s in b.forward if s.result.name == result)
     return op_flops(step, sizes), op_hbm_bytes(step, sizes)
 
@@ -85,6 +86,16 @@ def test_an_int8_weight_has_a_byte_an_element_and_its_scales():
     assert flops == 2 * 4 * 4096 * 4096
     assert moved == 4 * 4096 * 2 + 4096 * 4096 + 4 * 4096 + QUERIES == 16_859_136
     assert counted("q") == (flops, 4 * 4096 * 2 + 2 * 4096 * 4096 + QUERIES)
+
+
+def test_an_int4_weight_has_half_a_byte_an_element_and_scales_of_groups():
+    """On GPUs XLA writes the matrix once more in bf16 and reads it; engines with kernels do not."""
+    flops, moved = counted("q", storage=Storage(weights="int4"))
+    assert flops == 2 * 4 * 4096 * 4096
+    assert moved == 4 * 4096 * 2 + 4096 * 4096 // 2 + 4 * 4096 * 4096 // 64 + QUERIES
+    for assumed, more in ((AS_RUN, 2 * 2 * 4096 * 4096), (Assumptions(software="served", engine="vLLM"), 0)):
+        found = counted("q", storage=Storage(weights="int4"), on="h100:1x1", assumptions=assumed)
+        assert found == (flops, moved + more)
 
 
 def test_pages_are_read_once():

@@ -54,22 +54,23 @@ def dequantise_params(model: Model, dtype: WeightDtype, params: Params) -> Param
     """Float weights that stand for those stored in ``dtype``, by NumPy: every value times the scale of its group."""
     found = {name: np.asarray(array) for name, array in params.items()}
     for name, (weight, scale) in quantised_weights(model, dtype).items():
-        values, factors = _unpaired(found[name]).astype(np.float32), found.pop(scale.name)
+        values, factors = found[name], found.pop(scale.name)
         for axis, dim in enumerate(weight.dims, start=values.ndim - len(weight.dims)):
             if f"{dim}g" in scale.dims:
+                values = unpaired(values, axis, factors.shape[axis])
                 factors = np.repeat(factors, values.shape[axis] // factors.shape[axis], axis)
             elif dim not in scale.dims:
                 factors = np.expand_dims(factors, axis)
-        found[name] = values * factors
+        found[name] = values.astype(np.float32) * factors
     return {name: jnp.asarray(array) for name, array in found.items()}
 
 
-def _unpaired(values: np.ndarray) -> np.ndarray:
-    """Two signed numbers of each byte, the low half first, where values are pairs in bytes."""
-    if values.dtype != np.uint8:
-        return values
-    halves = np.stack([values & 15, values >> 4], axis=-1).astype(np.int8)
-    return np.where(halves > 7, halves - 16, halves).reshape(*values.shape[:-1], -1)
+def unpaired(values: np.ndarray, axis: int, groups: int) -> np.ndarray:
+    """The signed numbers of bytes: of each group the low halves, then the high ones."""
+    halves = np.stack([values & 15, values >> 4]).astype(np.int8)
+    halves = np.where(halves > 7, halves - 16, halves)
+    parts = [part for half in zip(*(np.split(h, groups, axis) for h in halves), strict=True) for part in half]
+    return np.concatenate(parts, axis)
 
 
 def step_of(model: Model, axes: dict[str, int], *, layout: str = "", **options: Any) -> GenerateStep:

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from meshwright.algebra.generation import quantised_weights
+from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.quantisation import stored_params
@@ -166,7 +168,8 @@ def test_quantised_weights_are_products_with_what_they_stand_for(name, dtype):
     for weight, array in placed.items():
         np.testing.assert_array_equal(np.asarray(array), np.asarray(quantised[weight]))
     heads = next(weight for weight in params if weight.startswith("wo"))
-    assert placed[heads].addressable_shards[0].data.nbytes == params[heads].nbytes / {"int4": 8}.get(dtype, 4) / 2
+    width = DTYPE_BYTES[quantised_weights(model, dtype)[heads][0].dtype]
+    assert placed[heads].addressable_shards[0].data.nbytes == width * params[heads].size / 2
 
 
 def test_an_int8_cache_holds_what_a_float_one_holds_but_for_rounding():

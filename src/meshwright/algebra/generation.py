@@ -219,9 +219,9 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
     """Maps each weight that is quantised to its variable, as stored, and that of its scales in float32.
 
     These are matrices of products and the table of tokens, not routers, which choose by small differences, nor tables
-    of positions, nor adapters. Scales have the dims that no product sums, of int4 also groups of inputs:
-    `spec.model.GROUP`. With int4 what is outside the layers, the table of tokens and the head, is in int8, and what has
-    no even last dim. Scales are split as their weight is, but scales over D, Rq or Rkv alone are whole.
+    of positions, nor adapters. Scales have the dims that no product sums; those of int4 are of groups of
+    `spec.model.GROUP` inputs. With int4 the table of tokens and the head are in int8, as are matrices with an odd
+    number of inputs. Scales are split as their weight is, but scales over D, Rq or Rkv alone are whole.
     """
     if not dtype:
         return {}
@@ -237,7 +237,7 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
     for name, names in kept.items():
         weight, stored = table[name], dtype
         dims = tuple(dim for dim in weight.dims if dim in names)
-        if dtype == "int4" and weight.layers and weight.inputs and model.dims[weight.dims[-1]] % 2 == 0:
+        if dtype == "int4" and weight.layers and weight.inputs and model.dims[weight.inputs[-1]] % 2 == 0:
             dims = group_dims(weight.dims, weight.inputs)
         elif dtype == "int4":
             stored = "int8"

@@ -50,12 +50,18 @@ def dequantised(
     values: Array, scale: Float[Array, "..."], dims: tuple[str, ...], of_scale: tuple[str, ...]
 ) -> Float[Array, "..."]:
     """Returns values over ``dims`` times their scales over ``of_scale``, which may have groups of a dim, in float32;
-    both may have a dim of layers in front."""
+    both may have a dim of layers in front. Bytes are `pairs` of int4."""
     layers = ("",) * (values.ndim - len(dims))
     scale = spread(scale, (*layers, *(dim.removesuffix("g") for dim in of_scale)), (*layers, *dims))
-    for axis, (size, groups) in enumerate(zip(values.shape, scale.shape, strict=True)):
-        scale = scale if groups == 1 else jnp.repeat(scale, size // groups, axis)
-    return values.astype(jnp.float32) * scale
+    axis = next((i for i, dim in enumerate(dims, len(layers)) if f"{dim}g" in of_scale), None)
+    if axis is None:
+        return values.astype(jnp.float32) * scale
+    ahead, behind = values.shape[:axis], values.shape[axis + 1 :]
+    groups = values.reshape(*ahead, scale.shape[axis], -1, *behind)
+    if values.dtype == jnp.uint8:
+        signed = groups.astype(jnp.int8)
+        groups = jnp.concatenate([(signed << 4) >> 4, signed >> 4], axis + 1)
+    return (groups.astype(jnp.float32) * jnp.expand_dims(scale, axis + 1)).reshape(*ahead, -1, *behind)
 
 
 def quantised_base(model: Model) -> Quantised:
@@ -104,7 +110,7 @@ def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: C
     if isinstance(lhs, Ragged) or has_groups(step.inputs[2]):
         rows = lhs.rows if isinstance(lhs, Ragged) else lhs
         # else the weights of all products in a loop's iteration are made at its start
-        weight = dequantised(unpaired(values), after(scale, [rows]), of_values, of_scale)
+        weight = dequantised(values, after(scale, [rows]), of_values, of_scale)
         found = product(lhs, weight.astype(rows.dtype))
     else:
         found = product(lhs, values.astype(lhs.dtype)) * spread(scale, of_scale, step.result.dims)
@@ -112,24 +118,27 @@ def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: C
 
 
 def stored_params(model: Model, params: Mapping[str, Array], dtype: WeightDtype) -> Params:
-    """Returns weights as generation stores them: int4 values are pairs in bytes along their last dim.
+    """Returns weights as generation stores them: int4 values are `pairs` in bytes.
 
     Of jaxlib 0.10.2 loops over layers hold a byte for each int4, and programs that are compiled ahead refuse them.
     """
-    found = quantise_params(model, params, quantised_weights(model, dtype))
-    return {name: pairs(array) if array.dtype == jnp.int4 else array for name, array in found.items()}
+    quantised = quantised_weights(model, dtype)
+    found = quantise_params(model, params, quantised)
+    for name, (weight, scale) in quantised.items():
+        if weight.dtype == "int4":
+            axis = next(i for i, dim in enumerate(weight.dims) if f"{dim}g" in scale.dims)
+            groups = model.dims[f"{weight.dims[axis]}g"]
+            found[name] = pairs(found[name], found[name].ndim - len(weight.dims) + axis, groups)
+    return found
 
 
-def pairs(values: Int[Array, "*dims n"]) -> Int[Array, "*dims n/2"]:
-    """Returns int4 values as bytes of two neighbours."""
-    return lax.bitcast_convert_type(values.reshape(*values.shape[:-1], -1, 2), jnp.uint8)
-
-
-def unpaired(values: Array) -> Array:
-    """Returns the int4 values of bytes; other values are unchanged."""
-    if values.dtype != jnp.uint8:
-        return values
-    return lax.bitcast_convert_type(values, jnp.int4).reshape(*values.shape[:-1], -1)
+def pairs(values: Int[Array, "..."], axis: int, groups: int) -> Int[Array, "..."]:
+    """Returns int4 values as bytes: of each group along ``axis`` the first half is in the low bits, the other in the
+    high bits, so that no dim of two entries is made of them, which fills few lanes of a TPU."""
+    ahead, behind = values.shape[:axis], values.shape[axis + 1 :]
+    split = values.astype(jnp.uint8).reshape(*ahead, groups, 2, -1, *behind)
+    low, high = (lax.index_in_dim(split, half, axis + 1, keepdims=False) for half in (0, 1))
+    return ((low & 15) | (high << 4)).reshape(*ahead, -1, *behind)
 
 
 def param_shapes(

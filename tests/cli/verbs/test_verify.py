@@ -229,7 +229,7 @@ def test_both_steps_of_a_service(call, monkeypatch):
     for more in (("--step", "train"), ("--weights", "int8")):
         call("verify", "service.toml", *more).assert_refused(2, "service.toml says how a service is stored")
     call("verify", "service.toml", "--axes", "tensor=4").assert_refused(2, "says all of a service; leave --axes out")
-    assert call(*asked, "--axes", "tensor=2", "--weights", "int4", "--kv", "bf16", "-o", "int4.toml").code == 0
+    assert call(*asked, "--axes", "tensor=1", "--weights", "int4", "--kv", "bf16", "-o", "int4.toml").code == 0
     assert call("verify", "int4.toml", "--depth", "lower").code == 0
     asked = (*asked[:3], "b200:2x1", *asked[4:])
     assert call(*asked, "--weights", "fp4", "-o", "narrow.toml").code == 0

@@ -5,9 +5,11 @@ is frozen: the backward pass makes only the cotangent of the other factor.
 """
 
 from meshwright.algebra.einsum import product_steps
-from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.einsum import flops
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape
 
 
@@ -42,8 +44,15 @@ def _multiply(
     return product.result
 
 
+def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Counts factors, scales and result. On GPUs XLA also writes a matrix with groups of inputs widened, and reads it;
+    TPUs hold it on chip."""
+    widened = sizes.on_gpus and has_groups(step.inputs[2])
+    return stream(step, sizes) + 2 * widened * sizes.width * sizes.elements(step.inputs[1])
+
+
 OP = OpKind(
     forward=forward,
     backward=backward,
-    steps={"quantised_einsum": StepKind(flops=flops, group="contraction", is_einsum=True)},
+    steps={"quantised_einsum": StepKind(flops=flops, hbm_bytes=hbm_bytes, group="contraction", is_einsum=True)},
 )

@@ -181,11 +181,10 @@ def _is_einsum(step: Step) -> bool:
 def _split_alike(step: Step, dim: str, axes: tuple[str, ...]) -> bool:
     """True if every array shards ``dim`` over the same axes, so that a block of one is a block of all.
 
-    False for slots of experts, whose products skip empty blocks instead, and for values in int4, pairs of which are in
-    a byte.
+    False for slots of experts, whose products skip empty blocks instead, and for a dim whose groups have a scale each.
     """
     arrays = (*step.inputs, step.result)
-    if any(a.dtype == "int4" and dim in a.dims for a in arrays):
+    if any(f"{dim}g" in a.dims for a in arrays):
         return False
     return all(a.axes_of(dim) == axes for a in arrays if dim in a.dims) and not any("C" in a.dims for a in arrays)
 
