@@ -28,7 +28,7 @@ class PacedStep:
     """Stands in for a packed step and what draws: a device that runs steps one after the other."""
 
     latest = programs = logits_sharding = None
-    batch_invariant = False
+    batch_invariant, row_parts = False, 1
 
     def __init__(self, limits: SchedulerLimits, clock: EngineClock, max_len: int) -> None:
         self.clock, self.max_len, self.max_seqs = clock, max_len, limits.max_requests
