@@ -1,6 +1,7 @@
 """`meshwright serve` and `compile` as a user calls them: a folder, a request, a signal."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -8,14 +9,17 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
+from meshwright.algebra.generation import Storage
 from meshwright.api.planning import plan_of
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.nn.hf.weights import save_hf
+from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.plan.serving.file import save_service, service_file
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.service import Service
@@ -114,6 +118,17 @@ def test_devices_without_a_plan_share_heads_and_then_requests():
     assert (found.words, found.strategy.assignment) == ("2 engines of tensor 4", LAYOUTS["prompts"])
     Device.device_kind = "an unknown chip"
     assert opening._planned(load_model("llama3.1-70b"), EngineOptions(), [Device()] * 8) is None
+
+
+def test_pages_get_what_the_weights_leave_of_an_accelerator(monkeypatch):
+    model = FAMILIES["deepseek_v3"]
+    strategy = Strategy(mesh=make_mesh({"expert": 2, "tensor": 2}), assignment=LAYOUTS["prompts"], state="fp32")
+    step = PackedStep(model, strategy, max_len=32, max_seqs=2, storage=Storage(page_len=4))
+    held = sum(4 * math.prod(step.param_shardings[n].shard_shape(s.shape)) for n, s in step.param_shapes.items())
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 1e6})
+    monkeypatch.setattr(opening.jax, "devices", lambda: [device])
+    layout = opening._Layout(strategy, 1, EngineOptions())
+    assert opening._free_bytes(model, layout, step.declared)[0] == 0.9e6 - held
 
 
 def test_the_verbs_compile_serve_and_drain(folder, tmp_path):

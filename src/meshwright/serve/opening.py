@@ -40,11 +40,10 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     256, 32 on CPUs. ``token_budget``: rows of a step, by default 2,048, 256 on CPUs. ``page_len``: positions of a page,
     by default 32 on CPUs, 128 on TPUs, 16 on GPUs. ``cache_bytes`` of each device hold pages: by default 90% of what
     the weights leave of an accelerator's memory, or half of a machine's free memory, but no more than all requests need
-    at their longest. ``weights`` is "int8" or "". ``plan`` is a file of `plan --serve`, which says the mesh, and what
-    is not given of these. ``mesh`` has an engine for each of ``data``; by default see `_usual`, on the first
-    ``num_devices`` (0: all). ``prefix_cache``: see
-    `batching.limits.SchedulerLimits`. ``batch_invariant``: see `PackedStep`; up to 32 requests then run at once, in
-    steps of 32 tokens.
+    at their longest. ``weights`` is "int8" or "". ``mesh`` has an engine for each of ``data``; it is planned by default
+    for the first ``num_devices`` (0: all). ``plan`` is a file of `plan --serve`, which says the mesh and what is not
+    given of these. ``prefix_cache``: see `batching.limits.SchedulerLimits`. ``batch_invariant``: see `PackedStep`; up
+    to 32 requests then run at once, in steps of 32 tokens.
     """
 
     max_len: int = 0
@@ -308,6 +307,7 @@ def _free_bytes(model: Model, layout: _Layout, declared: Mapping[str, ShardedArr
         return free / 2 / (layout.strategy.num_chips * layout.num_engines), "half of the free memory"
     stats: Any = device.memory_stats() or {}
     sizes = held_dims(model.dims, mesh)
-    own = (repeat * local_elements(declared[n], sizes, mesh) for n, (_, repeat) in weight_variables(model).items())
-    weights = sum(own) * (4 if layout.strategy.state_dtype == "fp32" else 2)
+    repeats = {name: repeat for name, (_, repeat) in weight_variables(model).items() if name in declared}
+    own = sum(repeat * local_elements(declared[name], sizes, mesh) for name, repeat in repeats.items())
+    weights = own * (4 if layout.strategy.state_dtype == "fp32" else 2)
     return max(0.0, 0.9 * stats.get("bytes_limit", 0) - weights), "90% of the device's memory without the weights"
