@@ -46,7 +46,7 @@ def ragged(q, k, v, pages, lengths):
     call = RaggedCall(
         scale=WIDTH**-0.5, first=jnp.arange(len(ones)), counts=ones, lengths=lengths, pages=pages, longest=1
     )
-    return ragged_attention(call, [PagedPart(q, k)], v)
+    return ragged_attention(call, [PagedPart(q, k)], v)[0]
 
 
 @jax.jit

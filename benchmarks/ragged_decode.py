@@ -39,7 +39,7 @@ def paged(heads_first, longest, q, pages, first, counts, lengths, slots, keys, v
         kept[0].append(k)
         kept[1].append(v)
         k, v = (jnp.swapaxes(x, 1, 2) if heads_first else x for x in (k, v))
-        q = q + ragged_attention(call, [PagedPart(q, k)], v)
+        q = q + ragged_attention(call, [PagedPart(q, k)], v)[0]
     return q, *kept
 
 

@@ -1,6 +1,7 @@
 """`meshwright serve` and `compile` as a user calls them: a folder, a request, a signal."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -8,11 +9,12 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import weight_bytes
+from meshwright.algebra.generation import Storage, weight_bytes
 from meshwright.api.planning import plan_of
 from meshwright.cli.verb import Options
 from meshwright.cli.verbs.bench_serve import command as bench_serve
@@ -23,11 +25,12 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes
 from meshwright.cost.setting import Setting
 from meshwright.nn.hf.weights import save_hf
+from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.plan.serving.file import save_service, service_file
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
-from meshwright.serve import layout
+from meshwright.serve import layout, opening
 from meshwright.serve.layout import usual_mesh
 from meshwright.serve.opening import EngineOptions, open_engine
 from meshwright.serve.request import TokenRequest
@@ -154,6 +157,17 @@ def test_a_folder_is_opened_with_quantised_weights(folder, weights):
     assert f"{format_bytes(weight_bytes(LLAMA, weights, 4))} of weights" in opened.lines[0]
     with pytest.raises(CannotRunError, match="weights in fp4 are planned, not executed"):
         EngineOptions(weights="fp4")
+
+
+def test_pages_get_what_the_weights_leave_of_an_accelerator(monkeypatch):
+    model = FAMILIES["deepseek_v3"]
+    strategy = Strategy(mesh=make_mesh({"expert": 2, "tensor": 2}), assignment=LAYOUTS["prompts"], state="fp32")
+    step = PackedStep(model, strategy, max_len=32, max_seqs=2, storage=Storage(page_len=4))
+    held = sum(4 * math.prod(step.param_shardings[n].shard_shape(s.shape)) for n, s in step.param_shapes.items())
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 1e6})
+    monkeypatch.setattr(opening.jax, "devices", lambda: [device])
+    own = layout.EngineLayout(strategy, 1, EngineOptions())
+    assert opening._free_bytes(model, own, step.declared, step.storage)[0] == 0.9e6 - held
 
 
 def test_the_verbs_compile_serve_and_drain(folder, tmp_path):

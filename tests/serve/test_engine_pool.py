@@ -23,6 +23,7 @@ class CheckedStep:
     def __init__(self, num_pages: int, batch_invariant: bool) -> None:
         self.storage, self.model = SimpleNamespace(page_len=PAGE_LEN, adapters=0), SimpleNamespace(vocab_size=50)
         self.cache_sizes = {"Pg": num_pages, "Bp": MAX_LEN // PAGE_LEN}
+        self.row_parts = 1 if batch_invariant else 3
         self.batch_invariant, self.programs = batch_invariant, ProgramStore(None, None)
         self.written = np.full(num_pages * PAGE_LEN, -1)
         self.tokens = np.full(num_pages * PAGE_LEN, -1)
@@ -31,6 +32,7 @@ class CheckedStep:
         return None
 
     def step(self, params, cache, latest, rows, longest):
+        assert len(rows.tokens) % self.row_parts == 0
         real = rows.slots < len(self.written)
         slots = rows.slots[real]
         assert len(set(slots.tolist())) == len(slots)  # no two rows write one slot

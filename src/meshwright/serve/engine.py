@@ -9,7 +9,6 @@ tokens are drawn. An engine that drafts reads a step before it plans the next on
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -583,10 +582,7 @@ class EngineGroup:
     def warm_up(self, on_shape: Callable[[int, int], None] = lambda done, all: None) -> None:
         """Compiles every shape of every engine, see `Engine.warm_up`."""
         for place, engine in enumerate(self.engines):
-            engine.warm_up(partial(self._tell, on_shape, place))
-
-    def _tell(self, on_shape: Callable[[int, int], None], place: int, done: int, all: int) -> None:
-        on_shape(place * all + done, len(self.engines) * all)
+            engine.warm_up(lambda done, all, before=place: on_shape(before * all + done, len(self.engines) * all))  # type: ignore[misc]
 
     @property
     def is_compiled(self) -> bool:

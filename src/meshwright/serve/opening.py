@@ -225,5 +225,6 @@ def _free_bytes(
         repeat * local_elements(declared[each.name], sizes, mesh) * DTYPE_BYTES.get(each.dtype, width)
         for name, (weight, repeat) in weight_variables(model).items()
         for each in quantised.get(name, (weight,))
+        if each.name in declared
     )
     return max(0.0, 0.9 * stats.get("bytes_limit", 0) - weights), "90% of the device's memory without the weights"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.nn.attention import ragged
-from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention, ragged_rows
+from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
 from meshwright.nn.cache import LayerCache, cache_layout, own_pages, write_pages, write_slots
 from meshwright.nn.quantisation import absmax_scale, quantise
 from meshwright.spec.cluster import parse_cluster
@@ -119,7 +119,7 @@ def attended(call, *arrays):
 
     def run(given, parts, values, value_scale):
         values = parts[0].keys if latent else values
-        return ragged_attention(dataclasses.replace(call, **given), parts, values, value_scale)
+        return ragged_attention(dataclasses.replace(call, **given), parts, values, value_scale)[0]
 
     return jax.jit(run)(given, *arrays)
 
@@ -148,7 +148,7 @@ def test_pages_that_are_spread_over_devices_are_attended_in_parts(platform, wind
         given = dataclasses.replace(call, pages=pages, starts=starts, sinks=sinks, platform=platform)
         here = [PagedPart(p.queries, p.keys[rank::3], p.scale[rank::3]) for p in parts]
         rest = values[rank::3], value_scale[rank::3]
-        found.append(jax.jit(lambda: ragged_rows(given, here, *rest))())  # noqa: B023
+        found.append(jax.jit(lambda: ragged_attention(given, here, *rest))())  # noqa: B023
     out, peak, total = (np.stack(rows) for rows in zip(*found, strict=True))
     share = total * np.exp(peak - peak.max(0))
     whole = (out * (share / share.sum(0))[..., None]).sum(0)
@@ -228,7 +228,7 @@ def test_rows_of_one_layer_are_written_and_attended_with_heads_first():
         values = write_slots(LayerCache(values[None], jnp.int32(0), heads_first), new, slots).stack[0]
         view = functools.partial(jnp.swapaxes, axis1=1, axis2=2) if heads_first else (lambda x: x)
         call = dataclasses.replace(call, heads_first=heads_first)
-        return ragged_attention(call, [parts[0]._replace(keys=view(keys))], view(values)), values
+        return ragged_attention(call, [parts[0]._replace(keys=view(keys))], view(values))[0], values
 
     pools = parts[0].keys, values
     plain, written = run(call, False, *pools)
@@ -275,7 +275,7 @@ def test_compiled_programs_copy_no_pool(on, dtype):
             pages=caches[0].in_pool(pages),
             longest=1,
         )
-        return ragged_attention(call, [PagedPart(q, k, key_scale)], v, value_scale), [one.stack for one in caches]
+        return ragged_attention(call, [PagedPart(q, k, key_scale)], v, value_scale)[0], [one.stack for one in caches]
 
     def decode(q, pages, positions, *stacks):
         def step(carry, number):

@@ -2,8 +2,10 @@
 
 from meshwright.cli.output import say
 from meshwright.cli.verb import verb
+from meshwright.cli.verbs.generate import devices_of
 from meshwright.cli.verbs.serve import EngineGiven, open_given
 from meshwright.core.errors import CannotRunError
+from meshwright.core.files import cache_folder
 
 
 class Given(EngineGiven):
@@ -16,12 +18,15 @@ def command(given: Given) -> None:
 
     Give the options that `serve` is given: programs depend on them, and on the devices and versions of this machine.
     """
-    opened = open_given(given, in_background=False)
-    stores = [engine.programs for engine in opened.engine.engines]
-    if stores[0].folder is None:
+    devices_of(given.on, given.axes)
+    from meshwright.parallel.generation.program_store import ProgramStore
+
+    if ProgramStore(cache_folder(), None).folder is None:
         raise CannotRunError(
             "programs on several CPU devices, and of a JAX that keeps compiled programs itself, are not kept. Use one "
             "device, and unset JAX_COMPILATION_CACHE_DIR."
         )
+    opened = open_given(given, in_background=False)
+    stores = [engine.programs for engine in opened.engine.engines]
     compiled, loaded = (sum(getattr(one, name) for one in stores) for name in ("num_compiled", "num_loaded"))
     say(f"{compiled} programs compiled, {loaded} were there: {', '.join(str(one.folder) for one in stores)}")

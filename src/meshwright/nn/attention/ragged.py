@@ -100,13 +100,6 @@ RaggedRows = tuple[Array, ...]
 
 def ragged_attention(
     call: RaggedCall, parts: Sequence[PagedPart], values: Array, value_scale: Float[Array, "Pg Pl K"] | None = None
-) -> Float[Array, "R N Hv"]:
-    """Returns the results of `ragged_rows`."""
-    return ragged_rows(call, parts, values, value_scale)[0]
-
-
-def ragged_rows(
-    call: RaggedCall, parts: Sequence[PagedPart], values: Array, value_scale: Float[Array, "Pg Pl K"] | None = None
 ) -> RaggedRows:
     """Returns the values[Pg, Pl, K, Hv], weighted by the softmax of the sum of the parts; 0 in rows of no sequence.
 

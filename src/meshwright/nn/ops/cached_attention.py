@@ -13,7 +13,7 @@ from meshwright.algebra.ops.cached_attention import split_slots
 from meshwright.algebra.steps import Step
 from meshwright.masks.names import mask_named
 from meshwright.nn import cache
-from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_rows
+from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
 from meshwright.nn.cache import LayerCache, OwnAttention, OwnSlots, ScorePart
 from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context
@@ -88,7 +88,7 @@ def paged_attention(
 ) -> Float[Array, "B T N Hv"] | OwnAttention:
     """Returns attention on the pages of all layers, of which the call names those of one; see `LayerCache.entries`."""
     packed = [PagedPart(part.queries.reshape(-1, *part.queries.shape[2:]), part.keys, part.scale) for part in parts]
-    rows = ragged_rows(call, packed, values, value_scale)
+    rows = ragged_attention(call, packed, values, value_scale)
     found, *more = (each.reshape(*parts[0].queries.shape[:2], *each.shape[1:]) for each in rows)
     return OwnAttention(found, *more) if more else found
 
