@@ -4,7 +4,7 @@ from beside_one_device import MODEL, print_steps
 
 from meshwright.nn.weights import init_params
 from meshwright.parallel.generation.generate_step import GenerateStep
-from meshwright.serve.generate import generate
+from meshwright.serve.offline.generate import generate
 from meshwright.spec.strategy import Strategy, make_mesh
 
 PROMPTS = [[5, 9, 60, 2, 7], [3], [11, 12, 13], [200, 100]]

@@ -19,7 +19,7 @@ from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.weights import read_params, save_hf
 from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.parallel.train_step import State, TrainStep
-from meshwright.serve.generate import generate
+from meshwright.serve.offline.generate import generate
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import FAMILIES, Model
 from meshwright.spec.strategy import Strategy, held_dims, make_mesh

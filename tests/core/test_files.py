@@ -52,7 +52,7 @@ WRITERS = {
     "masks.user": "a child's answer in a temporary folder",
     "nn.hf.files": "writes into the part that it is given",
     "profile.run": "the text of a program beside its trace, read at once",
-    "serve.bulk": "lines that are added one by one",
+    "serve.offline.bulk": "lines that are added one by one",
     "train.record.run_folder": "lines that are added one by one",
     "train.data.store": "files that grow, with a journal",
     "verify.running": "a request in a temporary folder",

@@ -19,8 +19,9 @@ from meshwright.nn.quantisation import quantise_params
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.serve.drawing.drafts import ModelDrafter
-from meshwright.serve.engine import Engine, EngineGroup
+from meshwright.serve.engine import Engine
 from meshwright.serve.frontend import Frontend
+from meshwright.serve.group import EngineGroup
 from meshwright.serve.http.app import make_app
 from meshwright.serve.http.served import served_model
 from meshwright.serve.model_folder import open_model

@@ -19,8 +19,9 @@ from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drawer import OutputRow, TokenDrawer
 from meshwright.serve.drawing.sampling import Sampling
-from meshwright.serve.engine import Engine, EngineGroup
-from meshwright.serve.generate import generate
+from meshwright.serve.engine import Engine
+from meshwright.serve.group import EngineGroup
+from meshwright.serve.offline.generate import generate
 from meshwright.serve.request import TokenRequest
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest, with_groups

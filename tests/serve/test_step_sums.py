@@ -9,7 +9,8 @@ import pytest
 from meshwright.batching.limits import POLICIES, SchedulerLimits
 from meshwright.batching.request import GenerationRequest
 from meshwright.batching.scheduler import Scheduler
-from meshwright.serve.engine import Engine, EngineGroup
+from meshwright.serve.engine import Engine
+from meshwright.serve.group import EngineGroup
 from meshwright.serve.request import TokenRequest
 from meshwright.serve.step_sums import StepSums, SummedSteps, held_step
 from tests.serve.test_engine_pool import PAGE_LEN, SLOTS, CheckedStep

@@ -115,7 +115,7 @@ AS_TRAINED = TextOptions()
 
 
 class GeneratedText(msgspec.Struct, frozen=True, kw_only=True):
-    """The continuation of each prompt as text; ``generated`` has tokens and times (`serve.generate.Generated`)."""
+    """The continuation of each prompt as text; ``generated`` has tokens and times (`serve.offline.generate.Generated`)."""
 
     model: str
     mesh: dict[str, int]
@@ -139,8 +139,8 @@ def generate_text(
     import jax
 
     from meshwright.serve.drawing.sampling import LIKELIEST
-    from meshwright.serve.generate import generate
     from meshwright.serve.model_folder import TextStream, open_model
+    from meshwright.serve.offline.generate import generate
 
     source = open_model(Path(folder))
     tokens = [source.text.encode(text) for text in prompts]
@@ -182,7 +182,7 @@ def _loaded(
     from meshwright.nn.hf.weights import load_params
     from meshwright.parallel.generation.generate_step import GenerateStep
     from meshwright.parallel.mesh import keep_compiled_programs
-    from meshwright.serve.generate import require_prompts
+    from meshwright.serve.offline.generate import require_prompts
 
     keep_compiled_programs(cache_folder())
     longest, there, more = max(map(len, prompts)), source.model.max_positions, options.max_tokens

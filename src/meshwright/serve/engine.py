@@ -11,7 +11,6 @@ tokens are drawn. An engine that drafts reads a step before it plans the next on
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from meshwright.batching.limits import SchedulerLimits
@@ -33,8 +32,17 @@ from meshwright.serve.drawing.drafts import Drafter, Drafting
 from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjusts
 from meshwright.serve.drawing.grammar import MaskedRow, TokenMasks
 from meshwright.serve.prefix_tree import CacheSnapshot, PrefixTree
-from meshwright.serve.request import EngineState, Finish, TokenOutput, TokenRequest
+from meshwright.serve.request import EngineState, Finish, TokenEngine, TokenOutput, TokenRequest
 from meshwright.serve.step_sums import HeldStep, StepKey, StepSums, SummedSteps, held_step
+
+
+def run_requests(engine: TokenEngine, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
+    """Runs requests to their ends and returns the outputs of each."""
+    found: dict[int, list[TokenOutput]] = {engine.submit(request): [] for request in requests}
+    while engine.has_work:
+        for output in engine.step():
+            found[output.number].append(output)
+    return list(found.values())
 
 
 class _Live:
@@ -251,13 +259,9 @@ class Engine:
             tree=self._pages.tree_pages(),
         )
 
-    def run(self: "Engine | EngineGroup", requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
+    def run(self, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
         """Runs requests to their ends and returns the outputs of each."""
-        found: dict[int, list[TokenOutput]] = {self.submit(request): [] for request in requests}
-        while self.has_work:
-            for output in self.step():
-                found[output.number].append(output)
-        return list(found.values())
+        return run_requests(self, requests)
 
     # -- shapes ------------------------------------------------------------------------------------
 
@@ -522,72 +526,6 @@ class Engine:
             self._pages.free += reversed(live.pages[live.num_shared :])
         live.pages.clear()
         live.slot, live.computed, live.num_shared = -1, 0, 0
-
-
-class EngineGroup:
-    """Engines of one model, each on devices of its own, as one engine.
-
-    A request goes to the engine that has most of its prompt in pages, among those that have a slot if any has, and of
-    these to the one with the fewest requests. The n engines number its requests from their own place on, n apart.
-    """
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self.engines, self.max_len, self.vocab_size = tuple(engines), engines[0].max_len, engines[0].vocab_size
-        own, count = engines[0].limits, len(engines)
-        self.limits = msgspec.structs.replace(
-            own, max_requests=count * own.max_requests, num_pages=count * own.num_pages
-        )
-        self.check, self._sums = engines[0].check, engines[0].share_sums(*engines[1:])
-
-    def submit(self, request: TokenRequest) -> int:
-        """Queues a request at an engine and returns its number. Raises InputError if it could never run."""
-
-        def order(place: int) -> tuple[bool, int, int]:
-            engine, state = self.engines[place], self.engines[place].state()
-            load = state.running + state.waiting
-            return load >= engine.limits.max_requests, -engine.num_known(request), load
-
-        place = min(range(len(self.engines)), key=order)
-        return self.engines[place].submit(request) * len(self.engines) + place
-
-    def cancel(self, number: int) -> None:
-        """Ends a request at once, see `Engine.cancel`."""
-        own, place = divmod(number, len(self.engines))
-        self.engines[place].cancel(own)
-
-    def step(self) -> list[TokenOutput]:
-        """Dispatches a step of every engine with work, and returns what the steps before these made."""
-        busy = [(place, engine) for place, engine in enumerate(self.engines) if engine.has_work]
-        for _, engine in busy:
-            engine.dispatch()
-        return [
-            msgspec.structs.replace(output, number=output.number * len(self.engines) + place)
-            for place, engine in busy
-            for output in engine.read()
-        ]
-
-    @property
-    def has_work(self) -> bool:
-        """True while requests wait or run in any engine, or outputs are to come."""
-        return any(engine.has_work for engine in self.engines)
-
-    def state(self) -> EngineState:
-        """Returns the sums of the engines' states."""
-        *names, _ = EngineState.__struct_fields__
-        states = [msgspec.structs.astuple(engine.state())[:-1] for engine in self.engines]
-        return EngineState(**dict(zip(names, np.sum(states, axis=0).tolist(), strict=True)), sums=self._sums)
-
-    run = Engine.run
-
-    def warm_up(self, on_shape: Callable[[int, int], None] = lambda done, all: None) -> None:
-        """Compiles every shape of every engine, see `Engine.warm_up`."""
-        for place, engine in enumerate(self.engines):
-            engine.warm_up(lambda done, all, before=place: on_shape(before * all + done, len(self.engines) * all))  # type: ignore[misc]
-
-    @property
-    def is_compiled(self) -> bool:
-        """True if the programs of all engines are kept in files."""
-        return all(engine.is_compiled for engine in self.engines)
 
 
 def _whole(sizes: Sequence[int], parts: int) -> list[int]:

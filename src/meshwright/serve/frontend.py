@@ -11,32 +11,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 from meshwright.core.errors import CannotRunError, InputError, as_sentence, first_line
-from meshwright.serve.request import EngineState, TokenOutput, TokenRequest
+from meshwright.serve.request import EngineState, TokenEngine, TokenOutput, TokenRequest
 
 MOST_QUEUED = 1_024
 LONGEST_RETRY_S = 60
 MOST_TAKEN = 256
 """Outputs that a consumer gets at once, some 5 ms of work, so that one who had fallen behind stalls nobody."""
 _LOGGER = logging.getLogger(__name__)
-
-
-class TokenEngine(Protocol):
-    """Runs requests step by step. All calls come from one thread; `submit` raises InputError for a request that can
-    never run; after `cancel` no output of a request follows; `step` waits for the step before its own."""
-
-    @property
-    def max_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def has_work(self) -> bool: ...
-    def submit(self, request: TokenRequest) -> int: ...
-    def cancel(self, number: int) -> None: ...
-    def step(self) -> list[TokenOutput]: ...
-    def state(self) -> EngineState: ...
 
 
 class BusyError(CannotRunError):

@@ -26,7 +26,8 @@ from meshwright.nn.weights import Params
 from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedStep
 from meshwright.parallel.mesh import in_order
 from meshwright.serve.drawing.drafts import Drafter, ModelDrafter, NgramDrafter
-from meshwright.serve.engine import Engine, EngineGroup
+from meshwright.serve.engine import Engine
+from meshwright.serve.group import EngineGroup
 from meshwright.serve.layout import PAGE_LENS, USUAL_ENGINE, EngineLayout, EngineOptions, engine_layout
 from meshwright.serve.model_folder import ModelFolder, open_model
 from meshwright.spec.model import Model
@@ -99,7 +100,7 @@ def open_engine(
             small = PackedStep(drafting.model, Strategy(mesh=make_mesh({}), state=strategy.state), **sizes)
             small = small.on(list(own.mesh.devices.flat[:1]))
             drafter = ModelDrafter(small, _loaded(drafting, small), options.num_drafts)
-        more: Any = {"adapters": tuple(source.adapters), "host_cache_bytes": options.host_cache_bytes}
+        more: Any = {"adapters": tuple(source.adapters), "host_cache_bytes": options.host_cache_bytes / len(parts)}
         engines.append(Engine(own, params, limits, drafter=drafter, **more))
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
     if in_background and engine.is_compiled:

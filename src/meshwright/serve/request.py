@@ -1,6 +1,6 @@
 """What an engine is asked for, and what it says of each token."""
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -91,3 +91,19 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     accepted: int = 0
     host_hits: int = 0
     sums: dict[StepKey, StepSums] = {}
+
+
+class TokenEngine(Protocol):
+    """Runs requests step by step. All calls come from one thread; `submit` raises InputError for a request that can
+    never run; after `cancel` no output of a request follows; `step` waits for the step before its own."""
+
+    @property
+    def max_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def has_work(self) -> bool: ...
+    def submit(self, request: TokenRequest) -> int: ...
+    def cancel(self, number: int) -> None: ...
+    def step(self) -> list[TokenOutput]: ...
+    def state(self) -> EngineState: ...

@@ -15,7 +15,7 @@ from meshwright.core.errors import CannotRunError
 from meshwright.nn.hf.weights import save_hf
 from meshwright.report.answer import as_text
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
-from meshwright.serve.generate import Completion, Generated, GenerationPace
+from meshwright.serve.offline.generate import Completion, Generated, GenerationPace
 from meshwright.spec.cluster import parse_cluster
 from tests.parallel.generate_cases import LLAMA, float_params, likeliest
 from tests.serve.test_model_folder import byte_tokenizer

@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 
 from meshwright.cost.formulas.serving import expected_tokens
-from meshwright.serve.engine import Engine, EngineGroup
+from meshwright.serve.engine import Engine
+from meshwright.serve.group import EngineGroup
 from meshwright.serve.request import TokenRequest
 
 

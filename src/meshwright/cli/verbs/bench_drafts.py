@@ -40,8 +40,8 @@ def command(given: Given) -> Answer:
         raise InputError(f"--counts {given.counts} must be whole numbers of at least 1, such as 1,2,4.")
     from meshwright.bench.serving.drafts import measure_drafts, predicted_speedups
     from meshwright.report.machine.serving import load_figure
-    from meshwright.serve.bulk import USUAL, read_prompts
     from meshwright.serve.drawing.sampling import Sampling
+    from meshwright.serve.offline.bulk import USUAL, read_prompts
 
     sampling = Sampling(temperature=given.temperature)
     usual = msgspec.structs.replace(USUAL, max_tokens=given.max_tokens, sampling=sampling)

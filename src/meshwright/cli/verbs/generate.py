@@ -88,8 +88,8 @@ def bulk(given: Given) -> Answer:
     mesh = devices_of(given.on, given.axes)
     from msgspec.structs import replace
 
-    from meshwright.serve.bulk import USUAL, generate_file
     from meshwright.serve.drawing.sampling import Sampling
+    from meshwright.serve.offline.bulk import USUAL, generate_file
     from meshwright.serve.opening import EngineOptions, open_engine
 
     dtype = "int8" if given.cache_dtype == "int8" else ""

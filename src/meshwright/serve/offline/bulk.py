@@ -11,7 +11,8 @@ import msgspec
 from meshwright.core.errors import InputError
 from meshwright.core.files import read_text
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
-from meshwright.serve.engine import Engine, EngineGroup
+from meshwright.serve.engine import Engine
+from meshwright.serve.group import EngineGroup
 from meshwright.serve.model_folder import ModelFolder
 from meshwright.serve.request import TokenOutput, TokenRequest
 

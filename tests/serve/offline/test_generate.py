@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.serve.drawing.sampling import Sampling, draw
-from meshwright.serve.generate import generate, padded
+from meshwright.serve.offline.generate import generate, padded
 from tests.parallel.generate_cases import LLAMA, float_params, likeliest, step_of
 
 PROMPTS = [[5, 9, 60, 2, 7, 7, 1, 8, 30], [3], [11, 12, 13]]

@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.core.errors import InputError
-from meshwright.serve.bulk import USUAL, generate_file
 from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.model_folder import ModelFolder, NumberedText
+from meshwright.serve.offline.bulk import USUAL, generate_file
 from tests.parallel.generate_cases import LLAMA, float_params, likeliest
 from tests.serve.test_engine import PROMPTS, engine_on, step_of
 

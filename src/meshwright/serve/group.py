@@ -1,0 +1,77 @@
+"""Several engines of one model as one."""
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from meshwright.serve.engine import Engine, run_requests
+from meshwright.serve.request import EngineState, TokenOutput, TokenRequest
+
+
+class EngineGroup:
+    """Engines of one model, each on devices of its own, as one engine.
+
+    A request goes to the engine that has most of its prompt in pages, among those that have a slot if any has, and of
+    these to the one with the fewest requests. The n engines number its requests from their own place on, n apart.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines, self.max_len, self.vocab_size = tuple(engines), engines[0].max_len, engines[0].vocab_size
+        own, count = engines[0].limits, len(engines)
+        self.limits = msgspec.structs.replace(
+            own, max_requests=count * own.max_requests, num_pages=count * own.num_pages
+        )
+        self.check, self._sums = engines[0].check, engines[0].share_sums(*engines[1:])
+
+    def submit(self, request: TokenRequest) -> int:
+        """Queues a request at an engine and returns its number. Raises InputError if it could never run."""
+
+        def order(place: int) -> tuple[bool, int, int]:
+            engine, state = self.engines[place], self.engines[place].state()
+            load = state.running + state.waiting
+            return load >= engine.limits.max_requests, -engine.num_known(request), load
+
+        place = min(range(len(self.engines)), key=order)
+        return self.engines[place].submit(request) * len(self.engines) + place
+
+    def cancel(self, number: int) -> None:
+        """Ends a request at once, see `Engine.cancel`."""
+        own, place = divmod(number, len(self.engines))
+        self.engines[place].cancel(own)
+
+    def step(self) -> list[TokenOutput]:
+        """Dispatches a step of every engine with work, and returns what the steps before these made."""
+        busy = [(place, engine) for place, engine in enumerate(self.engines) if engine.has_work]
+        for _, engine in busy:
+            engine.dispatch()
+        return [
+            msgspec.structs.replace(output, number=output.number * len(self.engines) + place)
+            for place, engine in busy
+            for output in engine.read()
+        ]
+
+    @property
+    def has_work(self) -> bool:
+        """True while requests wait or run in any engine, or outputs are to come."""
+        return any(engine.has_work for engine in self.engines)
+
+    def state(self) -> EngineState:
+        """Returns the sums of the engines' states."""
+        *names, _ = EngineState.__struct_fields__
+        states = [msgspec.structs.astuple(engine.state())[:-1] for engine in self.engines]
+        return EngineState(**dict(zip(names, np.sum(states, axis=0).tolist(), strict=True)), sums=self._sums)
+
+    def run(self, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
+        """Runs requests to their ends and returns the outputs of each."""
+        return run_requests(self, requests)
+
+    def warm_up(self, on_shape: Callable[[int, int], None] = lambda done, all: None) -> None:
+        """Compiles every shape of every engine, see `Engine.warm_up`."""
+        for place, engine in enumerate(self.engines):
+            engine.warm_up(lambda done, all, before=place: on_shape(before * all + done, len(self.engines) * all))  # type: ignore[misc]
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if the programs of all engines are kept in files."""
+        return all(engine.is_compiled for engine in self.engines)
