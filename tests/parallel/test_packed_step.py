@@ -2,12 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from meshwright.algebra.generation import Storage
 from meshwright.algebra.sizes import OpSizes
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.nn import cache
 from meshwright.nn.quantisation import stored_params
 from meshwright.parallel.generation.packed_step import PackedRows, PackedStep
 from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
@@ -110,6 +112,21 @@ def test_what_a_plan_splits_gives_the_same(split):
     model = FAMILIES[name]
     params = float_params(model)
     assert_close(run(packed_step(model, axes, layout), params), reference(model, params))
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("deepseek_v2", marks=pytest.mark.slow)])
+def test_pages_in_fp8_have_what_numpy_rounds(name, monkeypatch):
+    """Against pages in float32 of values that were rounded before; those beyond the range are its ends."""
+    model = FAMILIES[name]
+    params = float_params(model)
+    found = run(packed_step(model, cache_dtype="fp8"), params)
+    narrow = ml_dtypes.float8_e4m3fn
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "stored", lambda values, dtype: values.astype(narrow).astype(dtype))
+        rounded = run(packed_step(model, cache_dtype="fp32"), params)
+    assert_close(found, rounded)
+    assert np.abs(found - reference(model, params)).max() > 1e-3
+    np.testing.assert_array_equal(cache.stored(jnp.array([1e4, -1e4]), narrow).astype(np.float32), [448, -448])
 
 
 @pytest.mark.slow

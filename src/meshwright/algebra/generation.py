@@ -40,29 +40,25 @@ PHASES: tuple[GenerationPhase, ...] = ("prefill", "decode")
 """The phases of sequences of one length."""
 
 Attributes = tuple[tuple[str, str], ...]
-CacheDtype = Literal["bf16", "fp32", "int8"]
-PlannedCacheDtype = CacheDtype | Literal["fp8"]
+CacheDtype = Literal["bf16", "fp32", "int8", "fp8"]
 WeightDtype = Literal["", "int8", "fp8", "int4", "fp4"]
 WeightStorage = Literal["as they are", "int8", "fp8", "int4"]
 """Dtype of weights that is executed, "as they are" for ""."""
-
-CACHE_DTYPES: tuple[str, ...] = (*get_args(CacheDtype), "fp8")
-"""Dtypes of caches that are planned; all but fp8 are executed."""
 
 
 class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """How generation stores weights and caches.
 
     ``weights`` is the dtype of matrices, see `quantised_weights` ("": the state's own); all but fp4 are executed in
-    this version, and of caches all but fp8, which has no scales. A cache is contiguous, position p of a sequence in
-    slot p of S; where the layer has a window it is a ring, p in slot p mod S with S at most the window. With a
-    ``page_len`` the other layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for p // Pl. All
-    devices have ``num_pages`` together (0: enough for every sequence; unused without ``page_len``); sequences of one
-    device share its pages. ``adapters`` is the number of adapters that share the rank of the model's own; a row has one
-    of them.
+    this version. Of caches int8 has scales, fp8 has none: larger values are its largest. A cache is contiguous,
+    position p of a sequence in slot p of S; where the layer has a window it is a ring, p in slot p mod S with S at most
+    the window. With a ``page_len`` the other layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for
+    p // Pl. All devices have ``num_pages`` together (0: enough for every sequence; unused without ``page_len``);
+    sequences of one device share its pages. ``adapters`` is the number of adapters that share the rank of the model's
+    own; a row has one of them.
     """
 
-    cache_dtype: PlannedCacheDtype = "bf16"
+    cache_dtype: CacheDtype = "bf16"
     weights: WeightDtype = ""
     page_len: int = 0
     num_pages: int = 0
@@ -70,7 +66,7 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for what, dtype, known in (
-            ("cache", self.cache_dtype, CACHE_DTYPES),
+            ("cache", self.cache_dtype, get_args(CacheDtype)),
             ("weight", self.weights, get_args(WeightDtype)),
         ):
             if dtype not in known:
@@ -82,8 +78,6 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def executed(self) -> tuple[CacheDtype, WeightStorage]:
         """The dtypes of caches and weights as `GenerateStep` takes them. Raises CannotRunError for others."""
-        if self.cache_dtype == "fp8":
-            raise CannotRunError("caches in fp8 are planned, not executed, in this version. Use int8, bf16 or fp32.")
         if self.weights == "fp4":
             raise CannotRunError("weights in fp4 are planned, not executed, in this version. Use int4, fp8 or int8.")
         return self.cache_dtype, self.weights or "as they are"

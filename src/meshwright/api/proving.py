@@ -65,16 +65,14 @@ def prove_service(
 ) -> "Mapping[GenerationPhase, Proof]":
     """Proves the steps of a planned service one after the other, each on one engine's part of the cluster.
 
-    Caches in fp8, which no program of this version has, are proved in int8, which is as wide. Raises CannotRunError for
-    weights in fp4.
+    Raises CannotRunError for weights in fp4.
     """
     if file.weights == "fp4":
         raise CannotRunError(
             "weights in fp4 are planned but not executed in this version. Plan the service with --weights int4 or fp8 "
             "to prove it."
         )
-    cache = "int8" if file.cache == "fp8" else file.cache
-    executed = msgspec.structs.replace(file, cache=cache, assumptions=AS_RUN)
+    executed = msgspec.structs.replace(file, assumptions=AS_RUN)
     steps = {phase: executed.phase(phase) for phase in phases}
     return {
         phase: prove_strategy(setting, msgspec.structs.replace(strategy, precision=""), options)

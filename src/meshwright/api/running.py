@@ -115,7 +115,7 @@ AS_TRAINED = TextOptions()
 
 
 class GeneratedText(msgspec.Struct, frozen=True, kw_only=True):
-    """The continuation of each prompt as text; ``generated`` has tokens and times (`serve.offline.generate.Generated`)."""
+    """The continuation of each prompt as text; ``generated`` has tokens and times, see `serve.offline.generate`."""
 
     model: str
     mesh: dict[str, int]

@@ -100,8 +100,16 @@ def write_prompt(cache: LayerCache, values: Array, last: Int[Array, " B"], slots
         index = jnp.maximum(held, 0).reshape(*held.shape, *(1,) * (values.ndim - 2))
         values = jnp.take_along_axis(values, index, axis=1)
     start: list[Any] = [cache.layer, *[0] * values.ndim]
-    values = values[None].astype(cache.stack.dtype)
+    values = stored(values[None], cache.stack.dtype)
     return LayerCache(jax.lax.dynamic_update_slice(cache.stack, values, start), cache.layer)
+
+
+def stored(values: Array, dtype: Any) -> Array:
+    """Returns values in the dtype of a cache; beyond the range of 8-bit floats they are its ends, not NaN."""
+    if dtype == jnp.float8_e4m3fn:
+        largest = float(jnp.finfo(dtype).max)
+        values = jnp.clip(values, -largest, largest)
+    return values.astype(dtype)
 
 
 def write_position(
@@ -112,7 +120,7 @@ def write_position(
     own = positions[:, 0] % slots.total
     if num_slots < slots.total:
         own, _ = own_entries(own, slots.first, num_slots, elsewhere=num_slots)
-    stack = cache.stack.at[cache.layer, rows, own].set(values[:, 0].astype(cache.stack.dtype), mode="drop")
+    stack = cache.stack.at[cache.layer, rows, own].set(stored(values[:, 0], cache.stack.dtype), mode="drop")
     return LayerCache(stack, cache.layer)
 
 
@@ -126,7 +134,7 @@ def write_pages(cache: LayerCache, values: Array, positions: Int[Array, "B T"], 
         # scales of heads, whose slots are in the lanes: written head by head, else XLA copies all scales
         index = [*(each[..., None] for each in index), jnp.arange(cache.stack.shape[3])[None, None]]
     at = cache.stack.at[cache.layer, *index]
-    return LayerCache(at.set(values.astype(cache.stack.dtype), mode="drop"), cache.layer)
+    return LayerCache(at.set(stored(values, cache.stack.dtype), mode="drop"), cache.layer)
 
 
 def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"], axes: tuple[str, ...] = ()) -> LayerCache:
@@ -137,7 +145,7 @@ def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"], axes:
         page = jnp.where(page % lax.axis_size(axes) == lax.axis_index(axes), page // lax.axis_size(axes), num_pages)
     # past the last page of a layer is past the last of all, not the next layer's first
     page = jnp.minimum(page, num_pages)
-    values = values.astype(cache.stack.dtype)
+    values = stored(values, cache.stack.dtype)
     at = cache.stack.at[cache.layer, page, :, slot] if cache.heads_first else cache.stack.at[cache.layer, page, slot]
     return LayerCache(at.set(values, mode="drop"), cache.layer, cache.heads_first)
 

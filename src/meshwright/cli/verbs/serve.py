@@ -42,7 +42,7 @@ class EngineGiven(Options):
     host_cache_bytes: Bytes = option(
         "Memory of the host for pages of prompts that lost their room on the devices, such as 16GB.", default=0
     )
-    cache_dtype: Literal["auto", "bf16", "fp32", "int8"] = option(
+    cache_dtype: Literal["auto", "bf16", "fp32", "int8", "fp8"] = option(
         "Dtype of keys and values; auto: the weights'.", "--cache-dtype", "--kv-cache-dtype", default="auto"
     )
     weights: WeightStorage = option("How weights are stored.", "--weights", "--quantization", default="as they are")

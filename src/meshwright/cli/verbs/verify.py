@@ -92,8 +92,6 @@ def _service_answer(file: ServiceFile, given: Given) -> Answer:
     kinds: Mapping[str | None, Sequence[GenerationPhase]] = {None: PHASES, "prefill": ("prefill",)}
     proofs = prove_service(file, kinds.get(given.step, ("decode",)), _options(given, {}))
     pieces: list[Piece] = []
-    if file.cache == "fp8":
-        pieces.append("caches planned in fp8, which no program of this version has, are proved in int8, as wide")
     rows = []
     for phase, proof in proofs.items():
         pieces += [*proof_text(proof), ""]

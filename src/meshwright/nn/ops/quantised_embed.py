@@ -8,7 +8,7 @@ from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context
 from meshwright.nn.ops.embed import embed, embed_scale
 
-DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8}
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 
 def quantised_embed(context: Context, step: Step, tokens: Array, values: Array, scale: Array) -> Array:
