@@ -15,7 +15,7 @@ from meshwright.batching.limits import SchedulerLimits
 from meshwright.core.errors import InputError
 from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.weights import load_params, save_adapter, save_hf, source_of
-from meshwright.nn.quantisation import quantise_params
+from meshwright.nn.quantisation import stored_params
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.serve.drawing.drafts import ModelDrafter
@@ -152,11 +152,12 @@ def test_drafts_are_checked_by_the_adapter_of_their_request(folders, wanted):
     assert 0 < state.accepted < state.drafted
 
 
-def test_adapters_stay_as_they_are_beside_int8_weights(folders):
-    """What int8 stands for, plus products of the adapters that are not rounded."""
-    base = dequantise_params(LLAMA, quantise_params(LLAMA, float_params(LLAMA)))
+@pytest.mark.parametrize("dtype", ["int8", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int4", "fp8"))])
+def test_adapters_stay_as_they_are_beside_narrow_weights(folders, dtype):
+    """What the narrow weights stand for, plus products of the adapters that are not rounded."""
+    base = dequantise_params(LLAMA, dtype, stored_params(LLAMA, float_params(LLAMA), dtype))
     own = (merged(lora, adapted_params(lora, seed) | base) for seed, lora in enumerate(ADAPTERS.values()))
-    assert_as_merged(engine_of(folders, weights="int8"), answers_of(dict(zip(NAMES, [base, *own], strict=True))))
+    assert_as_merged(engine_of(folders, weights=dtype), answers_of(dict(zip(NAMES, [base, *own], strict=True))))
 
 
 def test_prompts_under_different_adapters_share_no_pages(folders, wanted):

@@ -321,8 +321,7 @@ def pages_of(engine: Engine, tokens) -> list[bytes]:
     """The bytes in the cache of the pages that the tree has of a prompt, all layers of keys and values."""
     found, node = [], engine._pages.roots[-1]
     for start in range(0, len(tokens) - PAGE_LEN + 1, PAGE_LEN):
-        block = tuple(tokens[start : start + PAGE_LEN])
-        (node,) = (child for key, child in node.children.items() if key[-PAGE_LEN:] == block)
+        node = node.children[tuple(tokens[start : start + PAGE_LEN])]
         assert node.page >= 0
         found.append(b"".join(np.asarray(layer[node.page]).tobytes() for layer in jax.tree.leaves(engine._cache)))
     return found

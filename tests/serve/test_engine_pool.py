@@ -64,13 +64,13 @@ class CheckedHost:
     def move(self, cache, out, back):
         written, tokens = (array.reshape(-1, PAGE_LEN) for array in (self.step.written, self.step.tokens))
         for node, page in out.items():
-            assert tuple(tokens[page]) == node.tokens[-PAGE_LEN:]
+            assert tuple(tokens[page]) == node.tokens
             node.copy = written[page].copy(), tokens[page].copy()
         for page in out.values():
             written[page] = tokens[page] = -1
         for node, page in back.items():
             (written[page], tokens[page]), node.copy = node.copy, None
-            assert tuple(tokens[page]) == node.tokens[-PAGE_LEN:]
+            assert tuple(tokens[page]) == node.tokens
         return cache
 
 

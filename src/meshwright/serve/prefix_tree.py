@@ -181,9 +181,7 @@ class PrefixTree(PagePool):
         below += [(None, child) for root in self.roots.values() for child in reversed(root.children.values())]
         while below:
             parent, node = below.pop()
-            found.append(
-                TreePage(parent=parent, tokens=node.tokens[-self.page_len :], page=node.page, users=node.users)
-            )
+            found.append(TreePage(parent=parent, tokens=node.tokens, page=node.page, users=node.users))
             below += [(len(found) - 1, child) for child in reversed(node.children.values())]
         return tuple(found)
 
