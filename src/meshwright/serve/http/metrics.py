@@ -184,6 +184,8 @@ class ServerMetrics(Collector):
             "prefix_cache_queries": (state.prefix_queries, "Tokens of prompts looked up in the prefix cache."),
             "prefix_cache_hits": (state.prefix_hits, "Tokens of prompts found in the prefix cache."),
             "external_prefix_cache_hits": (state.host_hits, "Tokens of prompts found in the host's memory."),
+            "spec_decode_num_draft_tokens": (state.drafted, "Tokens drafted."),
+            "spec_decode_num_accepted_tokens": (state.accepted, "Drafted tokens that were right."),
             "prompt_tokens": (self.prompt_tokens, "Tokens of prompts of requests with a first output."),
             "generation_tokens": (self.generation_tokens, "Tokens generated."),
         }
