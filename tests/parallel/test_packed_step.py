@@ -11,7 +11,7 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn import cache
 from meshwright.nn.quantisation import stored_params
-from meshwright.parallel.generation.packed_step import PackedRows, PackedStep
+from meshwright.parallel.generation.packed_step import NO_SLOT, PackedRows, PackedStep, ring_pages
 from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
 from tests.parallel.generate_cases import (
     DEFAULT,
@@ -26,6 +26,7 @@ from tests.parallel.generate_cases import (
 )
 
 PAGE_LEN, NUM_SEQS = 4, 3
+WINDOWED = ("mistral", "gpt_oss", "gemma3")
 STEPS = (
     [(0, 0, 7), (1, 0, 1)],
     [(1, 1, 2), (0, 7, 12), (2, 0, 9)],
@@ -67,6 +68,12 @@ def run(step, params):
         size = 16 if any(end - start > 1 for _, start, end in parts) else 4
         longest = 16 if size == 16 else 1
         given = packed(step, parts, rows, pages, size)
+        if step.has_rings:
+            owner, num_rows = np.repeat(np.arange(size), given.counts), given.counts.sum()
+            own = [*(sequence for sequence, *_ in parts), *[0] * (size - len(parts))]
+            ringed = step.with_rings(given._replace(positions=given.positions[:num_rows]), own, owner)
+            given = given._replace(window_slots=np.full(size, NO_SLOT, np.int32), window_pages=ringed.window_pages)
+            given.window_slots[:num_rows] = ringed.window_slots
         logits, cache = step.step(placed, cache, jnp.zeros(NUM_SEQS, jnp.int32), given, longest)
         found.append(np.asarray(logits)[: len(parts)])
     return np.concatenate(found)
@@ -86,6 +93,19 @@ def test_every_family_has_the_logits_of_the_forward_pass(name):
     model = FAMILIES[name]
     params = float_params(model)
     assert_close(run(packed_step(model), params), reference(model, params))
+
+
+@pytest.mark.parametrize("name", ["gemma2", *(pytest.param(x, marks=pytest.mark.slow) for x in WINDOWED)])
+def test_layers_with_a_window_keep_their_window(name):
+    """Rings of fewer pages than sequences have."""
+    model = FAMILIES[name]
+    ring = ring_pages(model.sliding_window, 9, PAGE_LEN)
+    step = packed_step(model, ring_pages=ring)
+    assert step.has_rings
+    shapes = {row.shape[0] for row in step.table}
+    assert shapes == ({NUM_SEQS * ring} if name == "mistral" else {40, NUM_SEQS * ring})
+    params = float_params(model)
+    assert_close(run(step, params), reference(model, params))
 
 
 SPLITS = {

@@ -15,7 +15,7 @@ from meshwright.batching.limits import POLICIES, SchedulerLimits
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.forward import logits_fn
 from meshwright.parallel.generation.generate_step import GenerateStep
-from meshwright.parallel.generation.packed_step import PackedStep
+from meshwright.parallel.generation.packed_step import PackedStep, ring_pages
 from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drawer import OutputRow, TokenDrawer
 from meshwright.serve.drawing.sampling import Sampling
@@ -36,8 +36,8 @@ def params():
     return float_params(LLAMA)
 
 
-def step_of(model=LLAMA, *, batch_invariant=False, axes=None, weights="") -> PackedStep:
-    storage = Storage(cache_dtype="fp32", weights=weights, page_len=PAGE_LEN, num_pages=NUM_PAGES)
+def step_of(model=LLAMA, *, batch_invariant=False, axes=None, **stored) -> PackedStep:
+    storage = Storage(cache_dtype="fp32", page_len=PAGE_LEN, num_pages=NUM_PAGES, **stored)
     strategy = Strategy(mesh=make_mesh(axes or {}), state="fp32")
     return PackedStep(model, strategy, max_len=MAX_LEN, max_seqs=4, storage=storage, batch_invariant=batch_invariant)
 
@@ -410,6 +410,21 @@ def test_log_probabilities_of_many_tokens_are_the_same_bits_in_any_number_of_row
         drawn = drawer.draw(jax.numpy.asarray(logits[:size]), [OutputRow(s, 0) for s in range(size)], adjusted=True)
         found.append([np.asarray(each)[:2].tolist() for each in drawn])
     assert found[1:] == found[:1] * 4
+
+
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("mistral", marks=pytest.mark.slow)])
+def test_rings_of_windows_come_round(name):
+    """Of three pages, for sequences of up to seven; slots are used by one request after the other."""
+    model, prompts = FAMILIES[name], [*PROMPTS, *PROMPTS[::-1]]
+    params, ring = float_params(model), ring_pages(model.sliding_window, 5, PAGE_LEN)
+    assert ring < max(len(prompt) + NUM_TOKENS for prompt in prompts) // PAGE_LEN
+    step = step_of(model, ring_pages=ring)
+    engine = engine_on(step, step.place(params), token_budget=5, watermark=0.0)
+    found = engine.run([request(prompt) for prompt in prompts])
+    assert list(map(tokens_of, found)) == [likeliest(model, params, prompt, NUM_TOKENS) for prompt in prompts]
+    assert_whole(engine)
+    with pytest.raises(InputError, match="rings of pages hold no prompts for others"):
+        engine_on(step, engine._params, prefix_cache=True)
 
 
 @pytest.mark.parametrize(

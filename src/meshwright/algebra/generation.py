@@ -51,17 +51,19 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
 
     ``weights`` is the dtype of matrices, see `quantised_weights` ("": the state's own); all but fp4 are executed in
     this version. Of caches int8 has scales, fp8 has none: larger values are its largest. A cache is contiguous,
-    position p of a sequence in slot p of S; where the layer has a window it is a ring, p in slot p mod S with S at most
-    the window. With a ``page_len`` the other layers keep p in slot p mod Pl of the page that ``pages[B, Bp]`` names for
-    p // Pl. All devices have ``num_pages`` together (0: enough for every sequence; unused without ``page_len``);
-    sequences of one device share its pages. ``adapters`` is the number of adapters that share the rank of the model's
-    own; a row has one of them.
+    position p of a sequence in slot p of S; where the layer has a window it is a ring, p in slot p mod S with S at
+    most the window. With a ``page_len`` the other layers keep p in slot p mod Pl of the page that ``pages[B, Bp]``
+    names for p // Pl. All devices have ``num_pages`` together (0: enough for every sequence; unused without
+    ``page_len``); sequences of one device share its pages. In packed steps layers with a window have pages of their
+    own, a ring of ``ring_pages`` for each sequence (0: these have pages as others do). ``adapters`` is the number of
+    adapters that share the rank of the model's own; a row has one of them.
     """
 
     cache_dtype: CacheDtype = "bf16"
     weights: WeightDtype = ""
     page_len: int = 0
     num_pages: int = 0
+    ring_pages: int = 0
     adapters: int = 0
 
     def __post_init__(self) -> None:
@@ -399,9 +401,12 @@ class _Writer:
         if packed:
             place = ("first", "counts", "lengths")
             self.variables |= {name: Variable(name, ("Q",), "position") for name in place}
-            self.variables |= {"slots": Variable("slots", ("B", "T"), "position")}
-            self.variables[PAGES] = Variable(PAGES, ("Q", "Bp"), "position")
-        where = ("slots",) if packed else ("last" if self.phase == "prefill" else "positions", *index)
+            has_ring = bool(self.storage.ring_pages) and window_of(block) is not None
+            index = (WINDOW_PAGES if has_ring else PAGES,)
+            slots = "window_slots" if has_ring else "slots"
+            self.variables |= {slots: Variable(slots, ("B", "T"), "position")}
+            self.variables |= {name: Variable(name, ("Q", "Bp"), "position") for name in index}
+        where = (slots,) if packed else ("last" if self.phase == "prefill" else "positions", *index)
         cached, cached_scales = list[str](), list[str]()
         for letter, source in sources.items():
             array, *its_scales = self._write(f"cache_{letter}{suffix}", source, where, paged)
@@ -446,6 +451,8 @@ class _Writer:
 
 PAGES = "pages"
 """The variable of the page table: for each sequence the numbers of its pages, in the pool of its own devices."""
+WINDOW_PAGES = "window_pages"
+"""The page table of layers with a window, if these have rings."""
 
 
 class CacheArray(msgspec.Struct, frozen=True):
@@ -514,7 +521,10 @@ def cache_table(
     sizes |= cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
     rows = []
     for block in program.blocks:
-        own = sizes | {"S": int(slots_kept(max_len, window_of(block)))}
+        window = window_of(block)
+        own = sizes | {"S": int(slots_kept(max_len, window))}
+        if storage.ring_pages and window is not None and phase == "packed":
+            own["Pg"] = batch_seqs * storage.ring_pages
         for array in (program.variables[name] for name in caches_of(block)):
             shape = tuple(own[dim] for dim in array.dims)
             rows.append(CacheArray(array.name, array.dims, shape, array.dtype, block.repeat))

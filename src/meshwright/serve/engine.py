@@ -114,6 +114,8 @@ class Engine:
             )
         if len(adapters) != storage.adapters:
             raise InputError(f"the step has {storage.adapters} adapters, and {len(adapters)} names are given.")
+        if limits.prefix_cache and step.has_rings:
+            raise InputError("rings of pages hold no prompts for others. Give limits without a prefix cache.")
         self._adapters = {"": -1} | {name: number for number, name in enumerate(adapters)}
         self.limits, self.max_len, self.vocab_size = limits, step.max_len, step.model.vocab_size
         self._step, self._params, self._cache = step, params, step.init_cache()
@@ -424,11 +426,13 @@ class Engine:
                 outputs += [OutputRow(live.slot, live.produced + at) for at in range(len(following))]
                 last += range(row + end - start - len(following), row + end - start)
                 live.produced += 1
-        tables, page_len = self._table[[live.slot for live, _, _ in parts]], self.limits.page_len
+        own, page_len = [live.slot for live, _, _ in parts], self.limits.page_len
+        tables = self._table[own]
         slots = slots_of(positions, tables, owner, page_len)
         rows = PackedRows(tokens, sources, positions, slots, first, counts, ends, tables, last)
         if self._step.storage.adapters:
             rows = rows._replace(adapters=np.array([self._adapters[live.request.adapter] for live, *_ in parts])[owner])
+        rows = self._step.with_rings(rows, own, owner)
         if num_decoding == len(parts) or self._step.batch_invariant:
             size = _fitting(self._decode_sizes, num_rows)
             rows, shape = rows.each_alone(owner), PackedShape(size, size, size, 1)
@@ -436,7 +440,7 @@ class Engine:
             size = _fitting(self._chunk_sizes, num_rows)
             most = min(self.limits.max_requests, size)
             shape = PackedShape(size, most, most if len(last) <= most else size, size)
-        return rows.padded(shape, self.limits.num_pages * page_len), expected, outputs, shape.longest
+        return rows.padded(shape), expected, outputs, shape.longest
 
     def _take_pages(self, live: _Live, end: int) -> None:
         """Gives a request the pages of its first ``end`` positions. The scheduler has counted them."""

@@ -23,7 +23,7 @@ from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.units import format_bytes
 from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import Params
-from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedStep
+from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedStep, ring_pages
 from meshwright.parallel.mesh import in_order
 from meshwright.serve.drawing.drafts import Drafter, ModelDrafter, NgramDrafter
 from meshwright.serve.engine import Engine
@@ -77,6 +77,11 @@ def open_engine(
         adapters=len(source.adapters),
     )
     drafting = None if options.draft in ("", NGRAM) else _draft_model(Path(options.draft), source.model)
+    window, longest = source.model.sliding_window, options.max_len or source.model.max_positions
+    if window and not options.prefix_cache and options.policy == "chunked":
+        windows = [window, (drafting and drafting.model.sliding_window) or 0]
+        ring = ring_pages(max(windows), budget, storage.page_len)
+        storage = replace(storage, ring_pages=ring if ring * storage.page_len < longest else 0)
     found = _pages(source.model, options, layout, storage, max_requests, drafting)
     storage = replace(storage, num_pages=found.num_pages)
     sizes: dict[str, Any] = {"max_len": found.max_len, "max_seqs": max_requests, "storage": storage}
@@ -117,6 +122,7 @@ def open_engine(
         f"{without_mtp_words(source.model)}{adapted}",
         f"cache: {found.num_pages:,} pages of {storage.page_len} positions, {format_bytes(found.bytes)} of "
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}"
+        + (f"; rings of {storage.ring_pages} pages for windows" if storage.ring_pages else "")
         + (f"; {format_bytes(options.host_cache_bytes)} on the host" if options.host_cache_bytes else ""),
         f"up to {max_requests} requests at once of {found.max_len:,} positions at most; {budget} rows a step"
         + " of each engine" * (len(engines) > 1),
@@ -183,32 +189,37 @@ def _pages(
         )
     longest, page_len = options.max_len or model.max_positions, storage.page_len
     one, strategy = replace(storage, num_pages=1), strategy_of_heads(layout.strategy, model.num_kv_heads)
-    table = cache_table(model, batch_seqs=1, max_len=page_len, storage=one, strategy=strategy, phase="packed")
+    sizes: dict[str, Any] = {"batch_seqs": max_requests, "max_len": page_len, "phase": "packed"}
+    table = cache_table(model, storage=one, strategy=strategy, **sizes)
     declared = derive_phase(model, "packed", strategy, one).declared
     spread = product(strategy.mesh[axis] for axis in declared[table[0].name].axes_of("Pg"))
-    # bytes of a page on each of the devices over which pages are spread: a device has one of so many
-    page_bytes = sum(row.num_bytes / product(strategy.mesh[a] for a in declared[row.name].spread) for row in table)
+    # bytes of a page on each of the devices over which pages are spread: a device has one of so many; and of all rings
+    own = [(row, row.num_bytes / product(strategy.mesh[a] for a in declared[row.name].spread)) for row in table]
+    if drafting:  # on one of the devices, with all its pages
+        own += [(row, row.num_bytes) for row in cache_table(drafting.model, storage=replace(one, adapters=0), **sizes)]
+    page_bytes = sum(size for row, size in own if row.shape[0] == 1)
+    ring_bytes = sum(size for row, size in own if row.shape[0] > 1)
     there, limited_by = (options.cache_bytes, "cache_bytes")
     if not options.cache_bytes:
         there, limited_by = _free_bytes(model, layout, declared, storage)
-    if drafting:  # on one of the devices, with all its pages
-        small = replace(one, adapters=0)
-        rows = cache_table(drafting.model, batch_seqs=1, max_len=page_len, storage=small, phase="packed")
-        page_bytes += sum(row.num_bytes for row in rows)
-        own = weight_bytes(drafting.model, storage.weights, int(STATE_BYTES[layout.strategy.state]["weights"]))
-        there -= 0 if options.cache_bytes else own
+    if drafting and not options.cache_bytes:
+        there -= weight_bytes(drafting.model, storage.weights, int(STATE_BYTES[layout.strategy.state]["weights"]))
+    there -= ring_bytes
     drafts = options.num_drafts if options.draft else 0
     each = -(-(longest + drafts) // page_len)
-    most, wanted = int(there // page_bytes) // spread * spread, -(-max_requests * each // spread) * spread
+    wanted = -(-max_requests * each // spread) * spread
+    most = int(there // page_bytes) // spread * spread if page_bytes else wanted * (there >= 0)
     if wanted <= most:
-        return _FoundPages(wanted, longest, wanted * page_bytes, f"{max_requests} requests of {longest:,} positions")
+        held = wanted * page_bytes + ring_bytes
+        return _FoundPages(wanted, longest, held, f"{max_requests} requests of {longest:,} positions")
     if most < 1 or (options.max_len and most < each):
         raise InputError(
             f"{format_bytes(there)} ({limited_by}) hold {most:,} pages of {page_len} positions; one request of "
             f"{longest:,} positions needs {each:,}, {format_bytes(each * page_bytes)}. Give a smaller max_len, more "
             f"cache_bytes, or a cache in int8."
         )
-    return _FoundPages(most, min(longest, most * page_len - drafts), most * page_bytes, limited_by)
+    held = most * page_bytes + ring_bytes
+    return _FoundPages(most, min(longest, most * page_len - drafts), held, limited_by)
 
 
 def _free_bytes(

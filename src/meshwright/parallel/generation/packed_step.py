@@ -15,7 +15,7 @@ from jaxtyping import Array
 from msgspec.structs import replace
 
 from meshwright.algebra.generation import (
-    PAGES,
+    WINDOW_PAGES,
     Storage,
     cache_sizes,
     cache_table,
@@ -54,14 +54,9 @@ class PackedShape(NamedTuple):
     outputs: int
     longest: int
 
-    def parts(self, pages: int, *, adapters: bool) -> list[tuple[int, ...]]:
-        """Returns the shape of each field of `PackedRows` that is read, with so many pages of a sequence."""
-        table, own = (self.sequences, pages), [(self.rows,)] * adapters
-        return [*[(self.rows,)] * 4, *[(self.sequences,)] * 3, table, (self.outputs,), *own]
-
 
 class PackedRows(NamedTuple):
-    """Arrays that a step reads, on the host; see `PackedStep.step`."""
+    """Arrays that a step reads, on the host; see `PackedStep.step`. The last ones are there if the step has them."""
 
     tokens: Any
     sources: Any
@@ -73,21 +68,45 @@ class PackedRows(NamedTuple):
     pages: Any
     last: Any
     adapters: Any = None
+    window_slots: Any = None
+    window_pages: Any = None
 
     def each_alone(self, owner: Sequence[int] | np.ndarray) -> "PackedRows":
         """Returns the rows as sequences of their own; ``owner`` [R] are the present ones."""
-        count = np.arange(len(self.tokens))
-        lengths = np.asarray(self.positions) + 1
-        return self._replace(first=count, counts=np.ones_like(count), lengths=lengths, pages=self.pages[owner])
+        count, lengths = np.arange(len(self.tokens)), np.asarray(self.positions) + 1
+        tables = {name: getattr(self, name) for name in TABLES if getattr(self, name) is not None}
+        own = {name: table[owner] for name, table in tables.items()}
+        return self._replace(first=count, counts=np.ones_like(count), lengths=lengths, **own)
 
-    def padded(self, shape: PackedShape, num_slots: int) -> "PackedRows":
-        """Returns the rows with others that change nothing, up to a shape; the pool has ``num_slots`` slots."""
-        fill, adapters = PackedRows(0, -1, 0, num_slots, len(self.tokens), 0, 0, 0, 0, -1), self.adapters is not None
-        found = []
-        for one, value, size in zip(self, fill, shape.parts(self.pages.shape[1], adapters=adapters), strict=False):
-            found.append(np.full(size, value, np.int32))
-            found[-1][: len(one)] = one
-        return PackedRows(*found)
+    def padded(self, shape: PackedShape) -> "PackedRows":
+        """Returns the rows with others that change nothing, up to a shape."""
+        fill = {"sources": -1, "adapters": -1, "slots": NO_SLOT, "window_slots": NO_SLOT, "first": len(self.tokens)}
+        found = {}
+        for name, given in zip(self._fields, self, strict=True):
+            if given is not None:
+                size = field_shape(name, shape, self.pages.shape[1])
+                found[name] = np.full(size, fill.get(name, 0), np.int32)
+                found[name][: len(given)] = given
+        return PackedRows(**found)
+
+
+TABLES = ("pages", "window_pages")
+"""Fields of `PackedRows` that have a row of pages for each sequence."""
+NO_SLOT = 2**30
+"""A slot beyond every pool: what goes there is dropped."""
+
+
+def field_shape(name: str, shape: PackedShape, num_pages: int) -> tuple[int, ...]:
+    """Returns the shape of a field of `PackedRows`, with so many pages of a sequence."""
+    if name in TABLES:
+        return shape.sequences, num_pages
+    sizes = {"first": shape.sequences, "counts": shape.sequences, "lengths": shape.sequences, "last": shape.outputs}
+    return (sizes.get(name, shape.rows),)
+
+
+def ring_pages(window: int, most_rows: int, page_len: int) -> int:
+    """Returns the pages of a ring that keeps a window while a step writes up to ``most_rows`` positions."""
+    return (window + most_rows - 2) // page_len + 2
 
 
 def slots_of(positions: np.ndarray, tables: np.ndarray, owner: Sequence[int] | np.ndarray, page_len: int) -> np.ndarray:
@@ -98,9 +117,10 @@ def slots_of(positions: np.ndarray, tables: np.ndarray, owner: Sequence[int] | n
 class PackedStep(HeldArrays):
     """Steps of a model under a strategy, of up to ``max_seqs`` sequences of at most ``max_len`` positions.
 
-    Keys and values of all sequences are in ``num_pages`` pages of ``page_len`` slots. On CPUs weights and caches are
-    tuples of layers and the loops over layers are unrolled. With ``batch_invariant`` what is computed of a row depends,
-    to the last bit, on its own sequence alone, in steps of 2 to `ALIKE_ROWS` rows that are sequences of their own for
+    Keys and values of all sequences are in ``num_pages`` pages of ``page_len`` slots; those of layers with a window, if
+    the storage has ``ring_pages``, in a ring for each sequence, see `ring_pages`. On CPUs weights and caches are tuples
+    of layers and the loops over layers are unrolled. With ``batch_invariant`` what is computed of a row depends, to the
+    last bit, on its own sequence alone, in steps of 2 to `ALIKE_ROWS` rows that are sequences of their own for
     attention (``longest`` is 1); float32 on one CPU device.
     """
 
@@ -137,10 +157,11 @@ class PackedStep(HeldArrays):
             model, batch_seqs=max_seqs, max_len=max_len, storage=storage, strategy=self.strategy, phase="packed"
         )
         self.cache_sizes = cache_sizes(batch_seqs=max_seqs, max_len=max_len, storage=storage)
-        sizes = {**held_dims(model.dims, strategy.mesh), **self.cache_sizes}
+        sizes = held_dims(model.dims, strategy.mesh)
+        own = {row.name: dict(zip(row.dims, row.shape, strict=True)) for row in self.table}
         for name, array in self.declared.items():
-            if self.derived.program.variables[name].role in ("weight", "vector", "cache"):
-                check(array, sizes, strategy.mesh)
+            if name in own or self.derived.program.variables[name].role in ("weight", "vector"):
+                check(array, own.get(name, sizes), strategy.mesh)
         self.mesh = strategy_mesh(strategy)
         self.compiler = compiler_options(self.mesh)
         self.unrolled = platform_of(self.mesh.devices.flat[0]) == "cpu"
@@ -195,13 +216,13 @@ class PackedStep(HeldArrays):
         """Returns logits [O, V] of rows ``last``, and the cache.
 
         A row is a token at a position of its sequence: ``tokens``[R], or with ``sources``[R] >= 0 that entry of
-        ``latest``[max_seqs], which is on the devices. Its key goes to ``slots``[R] of the pool, beyond it for padding.
-        Sequences have ``counts``[Q] rows from ``first``[Q] on, at most ``longest``, their last ones of ``lengths``[Q]
-        positions, in ``pages``[Q, Bp]. If the storage has adapters, a row has that of ``adapters``[R], -1: none. Each
-        shape is compiled once.
+        ``latest``[max_seqs], which is on the devices. Its key goes to ``slots``[R] of the pool, beyond it for
+        padding. Sequences have ``counts``[Q] rows from ``first``[Q] on, at most ``longest``, their last ones of
+        ``lengths``[Q] positions, in ``pages``[Q, Bp]; with rings also ``window_slots`` and ``window_pages``. If the
+        storage has adapters, a row has that of ``adapters``[R], -1: none. Each shape is compiled once.
         """
         shape = PackedShape(len(rows.tokens), len(rows.first), len(rows.last), longest)
-        flat = np.concatenate([part.ravel() for part in rows[: len(self._parts(shape))]], dtype=np.int32)
+        flat = np.concatenate([getattr(rows, name).ravel() for name in self.fields], dtype=np.int32)
         return self.compiled(shape)(params, cache, latest, flat)
 
     def compiled(self, shape: PackedShape) -> jax.stages.Compiled:
@@ -223,13 +244,32 @@ class PackedStep(HeldArrays):
 
     # -- the programs ------------------------------------------------------------------------------
 
+    def with_rings(self, rows: PackedRows, own: Sequence[int], owner: Sequence[int] | np.ndarray) -> PackedRows:
+        """Returns rows with the pages of layers that have a window: sequences are in the slots ``own`` [Q], and each
+        has its ring again and again. Rows stay as they are if no layer has a ring."""
+        ring, page_len = self.storage.ring_pages, self.storage.page_len
+        if not self.has_rings:
+            return rows
+        tables = np.asarray(own)[:, None] * ring + np.arange(self.cache_sizes["Bp"]) % ring
+        slots = slots_of(np.asarray(rows.positions), tables, owner, page_len)
+        return rows._replace(window_slots=slots, window_pages=tables)
+
+    @cached_property
+    def fields(self) -> list[str]:
+        """The fields of `PackedRows` that the step reads."""
+        return [name for name in PackedRows._fields if name == "sources" or name in self.declared]
+
+    @property
+    def has_rings(self) -> bool:
+        """True if layers with a window keep a ring of pages for each sequence."""
+        return WINDOW_PAGES in self.declared
+
     def _parts(self, shape: PackedShape) -> list[tuple[int, ...]]:
-        return shape.parts(self.cache_sizes["Bp"], adapters=bool(self.storage.adapters))
+        return [field_shape(name, shape, self.cache_sizes["Bp"]) for name in self.fields]
 
     def _program(self, shape: PackedShape) -> Any:
         """Returns the jitted function (weights, cache, latest, rows) -> (logits, cache)."""
-        of_rows = ("tokens", "positions", "slots", *["adapters"] * bool(self.storage.adapters))
-        names = (*of_rows, "first", "counts", "lengths", PAGES, "last")
+        names = [name for name in self.fields if name != "sources"]
         params, cache = (self._by_layer(specs) for specs in (self.param_specs, self.cache_specs))
         whole = NamedSharding(self.mesh, PartitionSpec())
         mapped = jax.shard_map(
@@ -244,9 +284,10 @@ class PackedStep(HeldArrays):
             parts = self._parts(shape)
             ends = np.cumsum([math.prod(part) for part in parts]).tolist()
             fields = (flat[end - math.prod(part) : end].reshape(part) for part, end in zip(parts, ends, strict=True))
-            rows = PackedRows(*fields)
-            rows = rows._replace(tokens=jnp.where(rows.sources >= 0, latest[jnp.maximum(rows.sources, 0)], rows.tokens))
-            given = {name: getattr(rows, name)[:, None] if name in of_rows else getattr(rows, name) for name in names}
+            given = dict(zip(self.fields, fields, strict=True))
+            sources = given.pop("sources")
+            given["tokens"] = jnp.where(sources >= 0, latest[jnp.maximum(sources, 0)], given["tokens"])
+            given |= {name: given[name][:, None] for name in names if self.declared[name].dims == ("B", "T")}
             logits, cache = mapped(params, cache, given)
             return logits[:, : self.model.vocab_size], cache
 

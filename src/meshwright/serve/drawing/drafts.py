@@ -91,7 +91,6 @@ class ModelDrafter:
         self.num_drafts = num_drafts
         self._step, self._params, self._cache = step, params, step.init_cache()
         self._drawer = TokenDrawer(step.max_seqs, step.model.vocab_size, step.logits_sharding, step.programs)
-        self._num_slots = step.cache_sizes["Pg"] * step.storage.page_len
         self._sizes = sizes_up_to(2 * step.max_seqs, halves_from=8)
         self._ends = np.zeros(step.max_seqs, int)  # positions of each slot that the cache has, if the tokens are right
 
@@ -121,9 +120,10 @@ class ModelDrafter:
             last.append(len(positions) - 1)
         size = next(size for size in self._sizes if size >= len(tokens))
         at = slots_of(np.array(positions), table, slots, self._step.storage.page_len)
-        rows = PackedRows(tokens, sources, positions, at, [], [], [], table, last).each_alone(slots)
+        rows = PackedRows(tokens, sources, positions, at, [], [], [], table, last)
+        rows = self._step.with_rings(rows, range(len(table)), slots).each_alone(slots)
         outputs = [OutputRow(one.slot, one.num_before + number) for one in asked]
-        return rows.padded(PackedShape(size, size, size, 1), self._num_slots), outputs
+        return rows.padded(PackedShape(size, size, size, 1)), outputs
 
     def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
         """Gives a slot to a request."""
