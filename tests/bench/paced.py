@@ -28,7 +28,7 @@ class PacedStep:
     """Stands in for a packed step and what draws: a device that runs steps one after the other."""
 
     latest = programs = logits_sharding = None
-    batch_invariant, row_parts = False, 1
+    batch_invariant, has_rings, row_parts = False, False, 1
 
     def __init__(self, limits: SchedulerLimits, clock: EngineClock, max_len: int) -> None:
         self.clock, self.max_len, self.max_seqs = clock, max_len, limits.max_requests
@@ -36,6 +36,9 @@ class PacedStep:
         self.cache_sizes = {"Pg": limits.num_pages, "Bp": -(-max_len // limits.page_len)}
         self.model = SimpleNamespace(vocab_size=VOCAB)
         self.free_s = 0.0
+
+    def with_rings(self, rows, *_):
+        return rows
 
     def init_cache(self):
         return None

@@ -412,6 +412,16 @@ def test_log_probabilities_of_many_tokens_are_the_same_bits_in_any_number_of_row
     assert found[1:] == found[:1] * 4
 
 
+def test_an_answer_is_known_when_the_chat_goes_on(engine_of, params, expected):
+    """Of 17 tokens and 9 more all but the last are computed: six pages of four."""
+    engine = engine_of(prefix_cache=True)
+    engine.run([request(PROMPTS[3])])
+    prompt = [*PROMPTS[3], *expected[3], 1, 2]
+    (found,) = engine.run([request(prompt, max_tokens=4)])
+    assert (found[0].cached, tokens_of(found)) == (24, likeliest(LLAMA, params, prompt, 4))
+    assert_whole(engine)
+
+
 @pytest.mark.parametrize("name", ["gemma2", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_rings_of_windows_come_round(name):
     """Of three pages, for sequences of up to seven; slots are used by one request after the other."""

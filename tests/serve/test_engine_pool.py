@@ -18,6 +18,7 @@ PAGE_LEN, MAX_LEN, SLOTS = 4, 40, 5
 class CheckedStep:
     """Stands in for a packed step and what draws; a slot of the pool that is written has one owner, who reads it."""
 
+    has_rings = False
     latest, logits_sharding, unrolled, max_len, max_seqs, row_parts = None, None, True, MAX_LEN, SLOTS, 1
 
     def __init__(self, num_pages: int, batch_invariant: bool) -> None:
@@ -27,6 +28,10 @@ class CheckedStep:
         self.batch_invariant, self.programs = batch_invariant, ProgramStore(None, None)
         self.written = np.full(num_pages * PAGE_LEN, -1)
         self.tokens = np.full(num_pages * PAGE_LEN, -1)
+        self.drawn = np.zeros(SLOTS + 1, int)
+
+    def with_rings(self, rows, *_):
+        return rows
 
     def init_cache(self):
         return None
@@ -37,7 +42,7 @@ class CheckedStep:
         slots = rows.slots[real]
         assert len(set(slots.tolist())) == len(slots)  # no two rows write one slot
         self.written[slots] = rows.positions[real]
-        self.tokens[slots] = rows.tokens[real]
+        self.tokens[slots] = np.where(rows.sources >= 0, self.drawn[rows.sources], rows.tokens)[real]
         for first, count, length, pages in zip(rows.first, rows.counts, rows.lengths, rows.pages, strict=True):
             if count:
                 at = np.arange(length)
@@ -50,7 +55,9 @@ class CheckedStep:
         pass
 
     def draw(self, logits, outputs, *, adjusted, allowed):
-        return Drawn(np.array([one.num_before % 7 for one in outputs], np.int32))
+        tokens = np.array([one.num_before % 7 for one in outputs], np.int32)
+        self.drawn[[one.slot for one in outputs]] = tokens
+        return Drawn(tokens)
 
 
 class CheckedHost:
@@ -103,6 +110,10 @@ def assert_all_there(engine: Engine) -> None:
     assert len(own) == len(set(own))
     assert sorted([*pool.free, *idle, *shared, *own]) == list(range(engine.limits.num_pages))
     assert len(pool.free) >= pool.num_free
+    for live in engine._live.values():
+        known = np.arange(min(live.computed, len(live.tokens)))
+        slots = np.array(live.pages, int)[known // PAGE_LEN] * PAGE_LEN + known % PAGE_LEN
+        assert engine._step.tokens[slots].tolist() == live.tokens[: len(known)]
     seen = engine.snapshot()
     assert sorted(one.page for one in seen.tree if one.page >= 0) == sorted({*idle, *shared})
     assert sum(one.page < 0 for one in seen.tree) == len(pool._on_host) <= pool.num_on_host

@@ -367,7 +367,7 @@ class Engine:
         for active in ended:
             if ending := self._live.get(active.request.number):
                 ending.is_done = True
-                self._vacate(ending)
+                self._vacate(ending, stays=True)
         return _Dispatched(expected, drawn, held)
 
     def _draft(self, decoding: Sequence[_Live]) -> None:
@@ -518,16 +518,17 @@ class Engine:
         del self._live[live.number]
         if not live.is_done:
             self._scheduler.stop(live.active)
-            self._vacate(live)
+            self._vacate(live, stays=True)
         self._pages.leave(live.number)
         if self._drafter:
             self._drafter.leave(live.number)
 
-    def _vacate(self, live: _Live) -> None:
-        """Frees the slot and the pages of a request. Steps that are dispatched already write there before others do."""
+    def _vacate(self, live: _Live, *, stays: bool = False) -> None:
+        """Frees the slot and the pages of a request, of which full ones stay in the tree if asked for. Steps that are
+        dispatched already write there before others do."""
         if live.slot >= 0:
             self._free_slots.append(live.slot)
-            self._pages.free += reversed(live.pages[live.num_shared :])
+            self._pages.release(live.number, live.pages, live.tokens[: live.computed] if stays else ())
         live.pages.clear()
         live.slot, live.computed, live.num_shared = -1, 0, 0
 

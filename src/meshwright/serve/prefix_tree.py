@@ -166,6 +166,28 @@ class PrefixTree(PagePool):
             held.append(node)
         self._num_shared[prefix] = len(held)
 
+    def release(self, prefix: int, pages: Sequence[int], tokens: Sequence[int] = ()) -> None:
+        """Frees the pages of a request beyond those that the tree has; full ones of ``tokens`` become idle nodes. The
+        scheduler has given all of them back."""
+        node, path, own = self._roots.get(prefix), list[PrefixNode](), list(pages[self.num_shared(prefix) :])
+        for at in range(min(len(pages), len(tokens) // self.page_len) if node else 0):
+            block = tuple(tokens[at * self.page_len : (at + 1) * self.page_len])
+            assert node is not None
+            child = node.children.get(block)
+            if child is None and pages[at] in own:
+                own.remove(pages[at])
+                child = node.children[block] = PrefixNode(block, pages[at], node)
+                self._idle_nodes[child] = None
+                self.num_free -= 1
+            if child is None or child.page < 0:
+                break
+            path.append(child)
+            node = child
+        for child in reversed(path):
+            if not child.users:
+                self._idle_nodes.move_to_end(child)
+        self.free += reversed(own)
+
     def moves(self) -> tuple[dict[PrefixNode, int], dict[PrefixNode, int]]:
         """Returns the pages, by node, to copy to the host and, after that, from there, before others are written."""
         leaving, self._leaving = self._leaving, {}
