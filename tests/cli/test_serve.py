@@ -146,7 +146,7 @@ def test_adapters_are_given_as_vllm_takes_them(verb):
 )
 def test_an_adapter_without_a_name_of_its_own_is_one_line(pairs, words, call):
     flags = [word for pair in pairs for word in ("--adapters", pair)]
-    call("compile", "tiny", *flags).assert_refused(2, words)
+    call("serve", "tiny", "--port", "0", *flags).assert_refused(2, words)
 
 
 @pytest.mark.parametrize("weights", ["fp8", pytest.param("int4", marks=pytest.mark.slow)])

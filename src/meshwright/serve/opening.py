@@ -233,10 +233,10 @@ def _free_bytes(
     stats: Any = device.memory_stats() or {}
     sizes, width = held_dims(model.dims, mesh), int(STATE_BYTES[layout.strategy.state]["weights"])
     quantised = quantised_weights(model, storage.weights)
-    weights = sum(
-        repeat * local_elements(declared[each.name], sizes, mesh) * DTYPE_BYTES.get(each.dtype, width)
-        for name, (weight, repeat) in weight_variables(model).items()
-        for each in quantised.get(name, (weight,))
-        if each.name in declared
-    )
+    weights = 0.0
+    for name, (weight, repeat) in weight_variables(model).items():
+        stored = {each.name: each.dtype for each in quantised.get(name, ())} or {name: weight.dtype}
+        for own, dtype in stored.items():
+            if own in declared:
+                weights += repeat * local_elements(declared[own], sizes, mesh) * DTYPE_BYTES.get(dtype, width)
     return max(0.0, 0.9 * stats.get("bytes_limit", 0) - weights), "90% of the device's memory without the weights"
