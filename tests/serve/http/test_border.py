@@ -185,6 +185,7 @@ async def test_figures():
     async with bench() as b:
         await b.complete("abc", max_tokens=5)
         await b.complete("abc", max_tokens=5, stop="e")
+        await b.rest()  # the engine hears of a stop string later than the client
         answer = await b.client.get("/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         found = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))
