@@ -126,7 +126,8 @@ class Bench:
     async def rest(self, most_s: float = 2.0) -> None:
         """Waits until the engine holds nothing and the front end neither."""
         until = time.perf_counter() + most_s
-        while (self.engine.live or self.frontend.in_system) and time.perf_counter() < until:
+        front = self.frontend
+        while (self.engine.live or front.in_system or front.state.running) and time.perf_counter() < until:
             await asyncio.sleep(0.002)
         assert not self.engine.live
         assert not self.frontend.in_system
