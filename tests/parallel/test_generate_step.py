@@ -211,7 +211,7 @@ def test_lengths_of_prompts_are_few():
         ({"tensor": 6}, {}, InputError, r"N=8 of .* does not divide by tensor=6"),
         ({"pipeline": 2}, {}, CannotRunError, "pipeline=2 trains but does not generate"),
         ({"data": 8}, {}, InputError, "B=4 of .* does not divide by data=8"),
-        ({}, {"cache_dtype": "fp8"}, InputError, "cache_dtype is 'fp8'. Give bf16, fp32 or int8"),
+        ({}, {"cache_dtype": "fp9"}, InputError, "cache_dtype is 'fp9'. Give bf16, fp32, int8 or fp8"),
         ({}, {"weights": "int5"}, InputError, "weights is 'int5'. Give as they are, int8, fp8 or int4"),
     ],
 )

@@ -412,6 +412,24 @@ def test_log_probabilities_of_many_tokens_are_the_same_bits_in_any_number_of_row
     assert found[1:] == found[:1] * 4
 
 
+def test_a_prompt_is_scored_once_whatever_is_preempted(engine_of):
+    """Chunks of 4 tokens; three prompts of 17 need more than the eight pages that are left."""
+    requests = [request([1 + number, *PROMPTS[3]], echo=True, logprobs=0, max_tokens=9) for number in range(4)]
+    alone = [engine_of().run([one])[0] for one in requests]
+    engine = engine_of(watermark=0.0, token_budget=4)
+    taken = [engine._pages.free.pop() for _ in range(14)]
+    engine._pages.take(14)
+    found = engine.run(requests)
+    assert engine.state().preemptions > 0
+    for outputs, expected in zip(found, alone, strict=True):
+        assert tokens_of(outputs) == tokens_of(expected)
+        scored = [one for output in outputs for one in output.prompt]
+        assert [one.token for one in scored] == [one.token for one in expected[0].prompt]
+    engine._pages.free += taken
+    engine._pages.give(14)
+    assert_whole(engine)
+
+
 def test_an_answer_is_known_when_the_chat_goes_on(engine_of, params, expected):
     """Of 17 tokens and 9 more all but the last are computed: six pages of four."""
     engine = engine_of(prefix_cache=True)

@@ -123,8 +123,8 @@ class Engine:
         num_on_host = int(host_cache_bytes // self._host_pages.page_bytes) if self._host_pages else 0
         if self._host_pages and not (num_on_host and limits.prefix_cache):
             raise InputError(
-                f"host_cache_bytes={host_cache_bytes:,.0f} keep pages of prompts, of {self._host_pages.page_bytes:,} "
-                "bytes each. Give room for one at least, and the prefix cache."
+                f"host_cache_bytes={host_cache_bytes:,.0f} is for pages of shared prompts, "
+                f"{self._host_pages.page_bytes:,} bytes each. Give room for one at least, and keep the prefix cache on."
             )
         self._pages = PrefixTree(limits.num_pages, limits.page_len, num_on_host)
         self._scheduler = Scheduler(limits, self._pages)
@@ -324,8 +324,9 @@ class Engine:
         start_s, drafted = self._times.now(), self._num_drafted
         for active in planned.admitted:
             live = self._live[active.request.number]
-            if live.produced > len(live.output):
+            if live.admitted_s and (live.request.echo or live.produced > len(live.output)):
                 self._read()  # what was drawn before a preemption is prefilled again
+            live.prompt_logprobs = []
             live.slot, live.admitted_s = self._free_slots.pop(), live.admitted_s or start_s
             live.computed = active.cached
             live.pages += self._pages.admitted(live.number)
@@ -415,7 +416,7 @@ class Engine:
             tokens += known or [0]
             live.computed = end - len(drafts)
             prompt = live.request.prompt
-            if live.request.echo:
+            if live.request.echo and not live.produced:
                 for at in range(start, min(end, len(prompt) - 1)):
                     expected.append(_Expected(live, prompt[at + 1]))
                     outputs.append(OutputRow(self.limits.max_requests, 0, prompt[at + 1]))

@@ -111,6 +111,17 @@ def test_a_text_that_is_cut_off_is_a_beginning(step, params, reader):
     assert (TOKENIZER.decode(tokens_of(found)), found[-1].finish) == ("abababa", "length")
 
 
+@pytest.mark.parametrize(
+    ("kind", "form"), [("json_schema", {"const": "a</s>b<pad>"}), ("choice", ["</s>", "<pad>q"]), ("regex", "ab</s>cd")]
+)
+def test_the_name_of_a_special_token_is_text(step, params, reader, kind, form):
+    one = asked("x", 1, read(reader, kind, form))
+    (found,) = engine_on(step, step.place(params)).run([one])
+    text = TOKENIZER.decode(tokens_of(found))
+    assert text in {"json_schema": ['"a</s>b<pad>"'], "choice": form, "regex": ["ab</s>cd"]}[kind]
+    assert found[-1].finish == "stop"
+
+
 def test_masks_have_the_tokens_that_may_follow(reader):
     state = read(reader, "regex", "ab|cd").start()
     a, b, c = (TOKENIZER.token_to_id(letter) for letter in "abc")
@@ -126,7 +137,10 @@ def test_masks_have_the_tokens_that_may_follow(reader):
         ("regex", "(a", "the regex is not valid"),
         ("json_schema", {"type": "strin"}, "the json schema is not valid"),
         ("json_schema", "{", "the json schema is not valid"),
-        ("lark", "start: nobody", "the lark is not valid"),
+        ("lark", "start: nobody", "the grammar is not valid"),
+        ("lark", "start: start", "the grammar is not valid: no text matches"),
+        ("regex", "[^\\s\\S]", "the regex is not valid"),
+        ("regex", "(?=a)b", "look-around"),
     ],
 )
 def test_forms_that_are_not_valid(reader, kind, form, words):

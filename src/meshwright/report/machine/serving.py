@@ -31,7 +31,9 @@ def _panel(name: str, of: tuple[str, Points, Points], capacity: float | None, x_
     values = [y for _, y in (*predicted, *measured) if y == y and y > 0] or [1.0]
     scale, unit_name = si_scale(max(values), unit) if unit else (1.0, "")
     least, most, title = min(values) / scale / 1.3, max(values) / scale * 1.3, name.format(unit_name)
-    x = alt.X("x:Q", title=x_title, scale=alt.Scale(zero=True), axis=alt.Axis(grid=False, format="~g"))
+    whole = all(float(x).is_integer() for x, _ in (*predicted, *measured))
+    ticks = {"tickMinStep": 1} if whole else {}
+    x = alt.X("x:Q", title=x_title, scale=alt.Scale(zero=True), axis=alt.Axis(grid=False, format="~g", **ticks))
     y = alt.Y("y:Q", title=title, scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=5))
     if unit and most > LOG_FROM * least:
         y = log_axis(alt.Y, "y", (least, most), title)

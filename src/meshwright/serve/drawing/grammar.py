@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import (
     allocate_token_bitmask,
     fill_next_token_bitmask_par,
@@ -14,7 +14,7 @@ from llguidance.numpy import (
 )
 from tokenizers import Tokenizer
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, one_line
 
 MOST_KEPT = 64
 """Grammars that are kept after their requests."""
@@ -39,7 +39,7 @@ class GrammarReader:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]) -> None:
         ends = sorted(end_tokens) or None
-        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=ends)
+        self._tokenizer = LLTokenizer(_plain(tokenizer), n_vocab=vocab_size, eos_token=ends)
         self.read = lru_cache(MOST_KEPT)(self._read)
         """Returns a grammar, given its kind and text: a schema, a list of choices in JSON, an expression in Rust's
         syntax, a grammar in Lark's. Takes 0.1 to 100 ms. Raises InputError for one that is not valid."""
@@ -55,15 +55,35 @@ class GrammarReader:
                 found = LLMatcher.grammar_from_lark("start: " + " | ".join(choices) if choices else text)
         except ValueError as error:
             raise _invalid(kind, str(error)) from None
-        matcher = LLMatcher(self._tokenizer, found, log_level=0)
-        if matcher.is_error():
-            raise _invalid(kind, matcher.get_error())
+        matcher = LLMatcher(self._tokenizer, found, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        # the first mask makes the most work, for which no step should wait, and shows what can never match
+        can_begin = not matcher.is_error() and any(matcher.compute_bitmask())
+        if not can_begin or matcher.is_error():
+            why = matcher.get_error().removesuffix("<non-verbose/>").strip()
+            raise _invalid(kind, why if why and not why.startswith("NoExtension") else "no text matches")
         return Grammar(matcher)
 
 
 def _invalid(kind: GrammarKind, why: str) -> InputError:
-    words = kind.replace("_", " ")
-    return InputError(f"the {words} is not valid: {why.strip().splitlines()[0]}. Mend it, or ask for any text.")
+    words = {"json_schema": "json schema", "lark": "grammar"}.get(kind, kind)
+    return InputError(f"the {words} is not valid: {one_line(why)[:400]}. Correct it, or leave it out.")
+
+
+def _plain(tokenizer: Tokenizer) -> str:
+    """Returns a tokenizer, as JSON, whose special tokens have names that no text has: a text with the name of one is
+    made of other tokens."""
+    found = json.loads(tokenizer.to_str())
+    names = {one["content"]: f"\ufdd0{one['id']}\ufdd1" for one in found["added_tokens"] if one["special"]}
+    for one in found["added_tokens"]:
+        one["content"] = names.get(one["content"], one["content"])
+    model = found["model"]
+    if isinstance(model.get("vocab"), dict):
+        model["vocab"] = {names.get(name, name): number for name, number in model["vocab"].items()}
+    elif "vocab" in model:
+        model["vocab"] = [[names.get(name, name), score] for name, score in model["vocab"]]
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    return json.dumps(found | {"post_processor": None})
 
 
 class MaskedRow(NamedTuple):
