@@ -64,7 +64,7 @@ def test_a_folder_is_opened_with_what_its_pages_hold(folder):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_len": 32, "host_cache_bytes": 10.0}, "host_cache_bytes=10 keep pages of prompts"),
+        ({"max_len": 32, "host_cache_bytes": 10.0}, "host_cache_bytes=10 is for pages of shared prompts"),
         ({"max_len": 4096}, "has 2,048 positions"),
         ({"max_len": 64, "cache_bytes": 1000.0}, "one request of 64 positions needs"),
         ({"max_requests": 40, "token_budget": 16}, "token_budget=16 is less than max_requests=40"),

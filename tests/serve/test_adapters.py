@@ -168,7 +168,8 @@ def test_prompts_under_different_adapters_share_no_pages(folders, wanted):
             (outputs,) = engine.run([request(prompt, name)])
             assert outputs[0].cached == hits
             assert [one.token for one in outputs] == wanted[name, 3][0]
-    assert [one.tokens for one in engine.snapshot().tree] == 4 * [tuple(prompt[at : at + 4]) for at in range(0, 16, 4)]
+    pages = [tuple(prompt[at : at + 4]) for at in range(0, 16, 4)]
+    assert [one.tokens for one in engine.snapshot().tree if one.tokens in pages] == 4 * pages
     group = EngineGroup(
         [engine_of({"": folders[""]}), engine]
     )  # the engine that knows a prompt of this adapter gets it
