@@ -24,7 +24,7 @@ from meshwright.cli.verbs.serve import engine_options
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes
 from meshwright.cost.setting import Setting
-from meshwright.nn.hf.weights import save_hf
+from meshwright.nn.hf.weights import save_adapter, save_hf, source_of
 from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.plan.serving.file import save_service, service_file
 from meshwright.plan.serving.planner import plan_service, service_setting
@@ -37,6 +37,7 @@ from meshwright.serve.request import TokenRequest
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
+from meshwright.spec.model import Lora
 from meshwright.spec.plan_file import save_plan
 from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
 from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest
@@ -147,6 +148,28 @@ def test_adapters_are_given_as_vllm_takes_them(verb):
 def test_an_adapter_without_a_name_of_its_own_is_one_line(pairs, words, call):
     flags = [word for pair in pairs for word in ("--adapters", pair)]
     call("serve", "tiny", "--port", "0", *flags).assert_refused(2, words)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--max-model-len", "4096"], "--max-len 4,096, but tiny has 2,048 positions"),
+        (["--max-requests", "40", "--token-budget", "16"], "--token-budget 16 is less than --max-requests 40"),
+        (["--max-len", "64", "--cache-bytes", "1kB"], "Give a smaller --max-len, more --cache-bytes, or a cache"),
+        (["--adapters", "tiny=x"], "x has no adapter_config.json"),
+    ],
+)
+def test_a_verb_speaks_of_its_own_options(folder, given, words, call):
+    call("serve", str(folder), "--port", "0", "--axes", "tensor=1", *given).assert_refused(2, words)
+
+
+def test_names_are_compared_before_anything_compiles(folder, call, monkeypatch):
+    model = replace(LLAMA, lora=Lora(rank=2))
+    save_adapter(model, *source_of(float_params(model)), folder.parent / "own", base="not there")
+    monkeypatch.setattr("meshwright.cli.verbs.serve.open_given", None)
+    call("serve", str(folder), "--port", "0", "--adapters", f"tiny={folder.parent / 'own'}").assert_refused(
+        2, "the base and an adapter are both called 'tiny'"
+    )
 
 
 @pytest.mark.parametrize("weights", ["fp8", pytest.param("int4", marks=pytest.mark.slow)])

@@ -268,7 +268,7 @@ def test_requests_choose_an_adapter_by_its_name(folders, wanted):
     "family", ["phi3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama-biases", "gpt2"))]
 )
 def test_adapters_have_the_logits_of_peft(family, tmp_path):
-    """PEFT wrote both; one has dropout, which only training uses."""
+    """PEFT wrote both; one has dropout, which only training uses, the other is scaled by the root of its rank."""
     torch = pytest.importorskip("torch", reason="torch is not installed: make test installs it")
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft", reason="peft is not installed: make test installs it")
@@ -285,7 +285,7 @@ def test_adapters_have_the_logits_of_peft(family, tmp_path):
     both = {"task_type": "CAUSAL_LM", "fan_in_fan_out": family == "gpt2"}
     settings = {
         "one": peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.1, **both),
-        "two": peft.LoraConfig(r=2, lora_alpha=2, target_modules=attention, **both),
+        "two": peft.LoraConfig(r=2, lora_alpha=2, target_modules=attention, use_rslora=True, **both),
     }
     theirs = peft.get_peft_model(theirs, settings["one"], adapter_name="one")
     theirs.add_adapter("two", settings["two"])

@@ -1,6 +1,7 @@
 """A verb of the command line: its options declared as a class, its answer printed in one place."""
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from types import NoneType
@@ -12,7 +13,7 @@ from click.core import ParameterSource
 
 from meshwright.cli.fields import dim_sizes, parse_mesh
 from meshwright.cli.output import answer_markdown, emit_json, say, width
-from meshwright.core.errors import InputError
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import LARGEST
 from meshwright.core.units import parse_bytes, parse_count
 from meshwright.plan.serving.service import parse_load, parse_target
@@ -147,7 +148,10 @@ def verb(
                 if needs and on_line and not any(getattr(asked, other) for other in needs):
                     words = " or ".join(needs.values())
                     raise InputError(f"{param.opts[0]} changes nothing here: it is for {words}.")
-            answer = function(asked)
+            try:
+                answer = function(asked)
+            except (InputError, CannotRunError) as error:
+                raise type(error)(_with_flags(str(error), params)) from error
             if answer is not None:
                 emit(answer, asked.form)
                 if answer.error is not None:
@@ -159,6 +163,15 @@ def verb(
         )
 
     return decorate
+
+
+def _with_flags(text: str, params: Sequence[click.Parameter]) -> str:
+    """Returns a message with the options of a verb in place of the names that Python has for them."""
+    for param in params:
+        if param.name and "_" in param.name and isinstance(param, click.Option):
+            text = re.sub(rf"(?<![\w.-]){param.name}=", f"{param.opts[0]} ", text)
+            text = re.sub(rf"(?<![\w.-]){param.name}(?![\w.(])", param.opts[0], text)
+    return text
 
 
 def emit(answer: Answer, form: str) -> None:

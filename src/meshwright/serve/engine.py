@@ -11,6 +11,7 @@ tokens are drawn. An engine that drafts reads a step before it plans the next on
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from meshwright.batching.limits import SchedulerLimits
@@ -249,6 +250,11 @@ class Engine:
             host_hits=self._pages.num_came * self.limits.page_len,
             sums=self._times.sums,
         )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights on each device."""
+        return sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(self._params))
 
     def snapshot(self) -> CacheSnapshot:
         """Returns whose each page of the cache is, for `report.machine.cache_pages`."""

@@ -12,6 +12,7 @@ from meshwright.algebra.generation import Storage
 from meshwright.batching.limits import Policy
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import Checked, check_figures
+from meshwright.parallel.generation.packed_step import ALIKE_ROWS
 from meshwright.parallel.mesh import in_order
 from meshwright.serve.model_folder import ModelFolder
 from meshwright.spec.model import Model
@@ -59,6 +60,11 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
         check_figures(self, "EngineOptions", may_be_zero=zero)
         _ = Storage(cache_dtype=self.cache_dtype or "bf16", weights=self.weights).executed  # type: ignore[arg-type]
 
+    @property
+    def drafts(self) -> int:
+        """Tokens that are drafted for each step of a request."""
+        return self.num_drafts if self.draft else 0
+
 
 PAGE_LENS = {"cpu": 32, "tpu": 128}
 """Positions of a page by platform: what its attention reads at once."""
@@ -67,7 +73,8 @@ USUAL_ENGINE = EngineOptions()
 
 
 class EngineLayout(NamedTuple):
-    """The strategy of each of some engines, the options with what a plan says, and how many engines it has."""
+    """The strategy of each of some engines; the options, with what a plan says and what suits the devices in place of 0
+    and ""; and how many engines the plan has."""
 
     strategy: Strategy
     num_engines: int
@@ -104,7 +111,21 @@ def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence
             f"{found.words}: {needed} devices are needed, and there are {len(devices)}. Plan for these, use smaller "
             f"axes, or emulate them: --on cpu:{needed}."
         )
-    return found._replace(strategy=strategy)
+    return found._replace(strategy=strategy, options=_with_usual(found.options, devices[0].platform, source.dtype))
+
+
+def _with_usual(options: EngineOptions, platform: str, dtype: str) -> EngineOptions:
+    """Returns options with what suits a platform and weights in place of 0 and ""."""
+    on_cpu, each = platform == "cpu", 1 + options.drafts
+    most, rows = (ALIKE_ROWS // each, ALIKE_ROWS) if options.batch_invariant else (32, 256) if on_cpu else (256, 2048)
+    max_requests = options.max_requests or most
+    return msgspec.structs.replace(
+        options,
+        max_requests=max_requests,
+        token_budget=options.token_budget or max(rows, max_requests * each),
+        page_len=options.page_len or PAGE_LENS.get(platform, 16),
+        cache_dtype=options.cache_dtype or dtype,
+    )
 
 
 def usual_mesh(model: Model, num_devices: int) -> dict[str, int]:

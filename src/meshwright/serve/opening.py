@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread, main_thread
 from typing import Any, NamedTuple
@@ -23,12 +23,12 @@ from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.units import format_bytes
 from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import Params
-from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedStep, ring_pages
+from meshwright.parallel.generation.packed_step import PackedStep, ring_pages
 from meshwright.parallel.mesh import in_order
 from meshwright.serve.drawing.drafts import Drafter, ModelDrafter, NgramDrafter
 from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
-from meshwright.serve.layout import PAGE_LENS, USUAL_ENGINE, EngineLayout, EngineOptions, engine_layout
+from meshwright.serve.layout import USUAL_ENGINE, EngineLayout, EngineOptions, engine_layout
 from meshwright.serve.model_folder import ModelFolder, open_model
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, make_mesh
@@ -44,91 +44,108 @@ class OpenedEngine(NamedTuple):
 
 
 def open_engine(
-    folder: Path | str,
+    folder: Path | str | ModelFolder,
     options: EngineOptions = USUAL_ENGINE,
     *,
     on_shape: Callable[[int, int], None] | None = None,
     in_background: bool = True,
 ) -> OpenedEngine:
-    """Loads a folder, a finished run or a Hugging Face model, and compiles every shape of its steps.
+    """Loads a folder, a finished run or a Hugging Face model, and compiles every shape of its steps; a folder that is
+    open already has its adapters.
 
     ``on_shape`` is told how many shapes are compiled, of how many. Programs that are in files are read while the engine
     runs already, if that may be done ``in_background``. Raises InputError for options that contradict the
     model or the memory, CannotRunError for a model that cannot be served.
     """
     keep_freed_memory()
-    source = open_model(Path(folder), options.adapters or {})
+    source = folder if isinstance(folder, ModelFolder) else open_model(Path(folder), options.adapters or {})
     devices = jax.devices()[: options.num_devices or None]
     layout = engine_layout(source, options, devices)
-    strategy, options, parts = layout.strategy, layout.options, list[Sequence[Any] | None]([None])
-    if layout.num_engines > 1:
-        each, ordered = strategy.num_chips, in_order(devices) or devices
-        parts = [ordered[number * each : (number + 1) * each] for number in range(layout.num_engines)]
-    on_cpu = devices[0].platform == "cpu"
-    checked = 1 + (options.num_drafts if options.draft else 0)
-    most = ALIKE_ROWS // checked if options.batch_invariant else 32 if on_cpu else 256
-    max_requests = options.max_requests or most
-    usual = ALIKE_ROWS if options.batch_invariant else 256 if on_cpu else 2048
-    budget = options.token_budget or max(usual, max_requests * checked)
-    storage = Storage(
-        cache_dtype=options.cache_dtype or source.dtype,  # type: ignore[arg-type]
-        weights=options.weights,  # type: ignore[arg-type]
-        page_len=options.page_len or PAGE_LENS.get(devices[0].platform, 16),
-        adapters=len(source.adapters),
-    )
-    drafting = None if options.draft in ("", NGRAM) else _draft_model(Path(options.draft), source.model)
-    window, longest = source.model.sliding_window, options.max_len or source.model.max_positions
-    if window and not options.prefix_cache and options.policy == "chunked":
-        windows = [window, (drafting and drafting.model.sliding_window) or 0]
-        ring = ring_pages(max(windows), budget, storage.page_len)
-        storage = replace(storage, ring_pages=ring if ring * storage.page_len < longest else 0)
-    found = _pages(source.model, options, layout, storage, max_requests, drafting)
-    storage = replace(storage, num_pages=found.num_pages)
-    sizes: dict[str, Any] = {"max_len": found.max_len, "max_seqs": max_requests, "storage": storage}
-    step = PackedStep(source.model, strategy, **sizes, batch_invariant=options.batch_invariant)
+    options, strategy = layout.options, layout.strategy
+    draft = None if options.draft in ("", NGRAM) else _draft_model(Path(options.draft), source.model)
+    storage = _storage(source, draft, options)
+    found = _pages(source.model, draft, layout, storage)
     limits = SchedulerLimits(
         policy=options.policy,
-        max_requests=max_requests,
-        token_budget=budget,
-        page_len=storage.page_len,
+        max_requests=options.max_requests,
+        token_budget=options.token_budget,
+        page_len=options.page_len,
         num_pages=found.num_pages,
         prefix_cache=options.prefix_cache,
-        num_drafts=checked - 1,
+        num_drafts=options.drafts,
     )
-    engines = list[Engine]()
-    for part in parts:
-        own = step.on(part) if part else step
-        params = _loaded(source, own)
-        drafter: Drafter | None = NgramDrafter(options.num_drafts) if options.draft == NGRAM else None
-        if drafting:
-            sizes["storage"] = replace(storage, adapters=0)
-            small = PackedStep(drafting.model, Strategy(mesh=make_mesh({}), state=strategy.state), **sizes)
-            small = small.on(list(own.mesh.devices.flat[:1]))
-            drafter = ModelDrafter(small, _loaded(drafting, small), options.num_drafts)
-        more: Any = {"adapters": tuple(source.adapters), "host_cache_bytes": options.host_cache_bytes / len(parts)}
-        engines.append(Engine(own, params, limits, drafter=drafter, **more))
+    step = PackedStep(
+        source.model,
+        strategy,
+        max_len=found.max_len,
+        max_seqs=options.max_requests,
+        storage=replace(storage, num_pages=found.num_pages),
+        batch_invariant=options.batch_invariant,
+    )
+    steps, each = [step], strategy.num_chips
+    if layout.num_engines > 1:
+        ordered = in_order(devices) or devices
+        steps = [step.on(ordered[number * each : (number + 1) * each]) for number in range(layout.num_engines)]
+    engines = [_engine(source, draft, layout, own, limits) for own in steps]
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
     if in_background and engine.is_compiled:
         # programs are read while the first requests run; a process that ends waits for one of them at most
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
     else:
         engine.warm_up(on_shape or (lambda done, all: None))
-    adapted = ""
+    return OpenedEngine(source, engine, _lines(source, layout, storage, found, engines[0].weight_bytes))
+
+
+def _storage(source: ModelFolder, draft: ModelFolder | None, options: EngineOptions) -> Storage:
+    """Returns how weights and caches are stored, but for the number of pages."""
+    storage = Storage(
+        cache_dtype=options.cache_dtype,  # type: ignore[arg-type]
+        weights=options.weights,  # type: ignore[arg-type]
+        page_len=options.page_len,
+        adapters=len(source.adapters),
+    )
+    if not source.model.sliding_window or options.prefix_cache or options.policy != "chunked":
+        return storage
+    window = max(source.model.sliding_window, (draft and draft.model.sliding_window) or 0)
+    ring = ring_pages(window, options.token_budget, options.page_len)
+    longest = options.max_len or source.model.max_positions
+    return replace(storage, ring_pages=ring if ring * options.page_len < longest else 0)
+
+
+def _engine(
+    source: ModelFolder, draft: ModelFolder | None, layout: EngineLayout, step: PackedStep, limits: SchedulerLimits
+) -> Engine:
+    """Returns the engine of a step, with its weights on the devices."""
+    options, params = layout.options, _loaded(source, step)
+    drafter: Drafter | None = NgramDrafter(options.num_drafts) if options.draft == NGRAM else None
+    if draft:
+        alone = Strategy(mesh=make_mesh({}), state=layout.strategy.state)
+        storage = replace(step.storage, adapters=0)
+        small = PackedStep(draft.model, alone, max_len=step.max_len, max_seqs=step.max_seqs, storage=storage)
+        small = small.on(list(step.mesh.devices.flat[:1]))
+        drafter = ModelDrafter(small, _loaded(draft, small), options.num_drafts)
+    adapters, host_bytes = tuple(source.adapters), options.host_cache_bytes / layout.num_engines
+    return Engine(step, params, limits, drafter=drafter, adapters=adapters, host_cache_bytes=host_bytes)
+
+
+def _lines(
+    source: ModelFolder, layout: EngineLayout, storage: Storage, found: "_FoundPages", weight_bytes: int
+) -> tuple[str, ...]:
+    """Returns what an engine says of itself."""
+    options, model, adapted = layout.options, source.model, ""
     if count := len(source.adapters):
-        adapted = f", {count} adapters of up to rank {source.model.dims['Ra'] // count}"
-    held = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(params))
-    lines = (
-        f"{source.model.name}: {layout.words}, {format_bytes(held)} of weights on each device"
-        f"{without_mtp_words(source.model)}{adapted}",
+        adapted = f", {count} adapter{'s' * (count > 1)} of up to rank {model.dims['Ra'] // count}"
+    return (
+        f"{model.name}: {layout.words}, {format_bytes(weight_bytes)} of weights on each device"
+        f"{without_mtp_words(model)}{adapted}",
         f"cache: {found.num_pages:,} pages of {storage.page_len} positions, {format_bytes(found.bytes)} of "
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}"
         + (f"; rings of {storage.ring_pages} pages for windows" if storage.ring_pages else "")
         + (f"; {format_bytes(options.host_cache_bytes)} on the host" if options.host_cache_bytes else ""),
-        f"up to {max_requests} requests at once of {found.max_len:,} positions at most; {budget} rows a step"
-        + " of each engine" * (len(engines) > 1),
+        f"up to {options.max_requests} requests at once of {found.max_len:,} positions at most; "
+        f"{options.token_budget} rows a step" + " of each engine" * (layout.num_engines > 1),
         *([f"{options.num_drafts} drafts a step and request, by {options.draft}"] if options.draft else []),
     )
-    return OpenedEngine(source, engine, lines)
 
 
 NGRAM = "ngram"
@@ -174,44 +191,37 @@ class _FoundPages(NamedTuple):
     limited_by: str
 
 
-def _pages(
-    model: Model,
-    options: EngineOptions,
-    layout: EngineLayout,
-    storage: Storage,
-    max_requests: int,
-    drafting: ModelFolder | None,
-) -> _FoundPages:
+def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storage: Storage) -> _FoundPages:
     """Returns how many pages there are, and how long a request may be."""
+    options = layout.options
     if options.max_len > model.max_positions:
         raise InputError(
             f"max_len={options.max_len:,}, but {model.name} has {model.max_positions:,} positions. Give at most that."
         )
     longest, page_len = options.max_len or model.max_positions, storage.page_len
     one, strategy = replace(storage, num_pages=1), strategy_of_heads(layout.strategy, model.num_kv_heads)
-    sizes: dict[str, Any] = {"batch_seqs": max_requests, "max_len": page_len, "phase": "packed"}
+    sizes: dict[str, Any] = {"batch_seqs": options.max_requests, "max_len": page_len, "phase": "packed"}
     table = cache_table(model, storage=one, strategy=strategy, **sizes)
     declared = derive_phase(model, "packed", strategy, one).declared
     spread = product(strategy.mesh[axis] for axis in declared[table[0].name].axes_of("Pg"))
     # bytes of a page on each of the devices over which pages are spread: a device has one of so many; and of all rings
     own = [(row, row.num_bytes / product(strategy.mesh[a] for a in declared[row.name].spread)) for row in table]
-    if drafting:  # on one of the devices, with all its pages
-        own += [(row, row.num_bytes) for row in cache_table(drafting.model, storage=replace(one, adapters=0), **sizes)]
+    if draft:  # on one of the devices, with all its pages
+        own += [(row, row.num_bytes) for row in cache_table(draft.model, storage=replace(one, adapters=0), **sizes)]
     page_bytes = sum(size for row, size in own if row.shape[0] == 1)
     ring_bytes = sum(size for row, size in own if row.shape[0] > 1)
     there, limited_by = (options.cache_bytes, "cache_bytes")
     if not options.cache_bytes:
         there, limited_by = _free_bytes(model, layout, declared, storage)
-    if drafting and not options.cache_bytes:
-        there -= weight_bytes(drafting.model, storage.weights, int(STATE_BYTES[layout.strategy.state]["weights"]))
+    if draft and not options.cache_bytes:
+        there -= weight_bytes(draft.model, storage.weights, int(STATE_BYTES[layout.strategy.state]["weights"]))
     there -= ring_bytes
-    drafts = options.num_drafts if options.draft else 0
-    each = -(-(longest + drafts) // page_len)
-    wanted = -(-max_requests * each // spread) * spread
+    each = -(-(longest + options.drafts) // page_len)
+    wanted = -(-options.max_requests * each // spread) * spread
     most = int(there // page_bytes) // spread * spread if page_bytes else wanted * (there >= 0)
     if wanted <= most:
         held = wanted * page_bytes + ring_bytes
-        return _FoundPages(wanted, longest, held, f"{max_requests} requests of {longest:,} positions")
+        return _FoundPages(wanted, longest, held, f"{options.max_requests} requests of {longest:,} positions")
     if most < 1 or (options.max_len and most < each):
         raise InputError(
             f"{format_bytes(there)} ({limited_by}) hold {most:,} pages of {page_len} positions; one request of "
@@ -219,7 +229,7 @@ def _pages(
             f"cache_bytes, or a cache in int8."
         )
     held = most * page_bytes + ring_bytes
-    return _FoundPages(most, min(longest, most * page_len - drafts), held, limited_by)
+    return _FoundPages(most, min(longest, most * page_len - options.drafts), held, limited_by)
 
 
 def _free_bytes(

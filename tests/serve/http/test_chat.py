@@ -44,10 +44,11 @@ async def test_messages_as_the_template_reads_them():
             {"role": "system", "content": parts},
             {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None, "audio": None},
             {"role": "tool", "content": "3", "tool_call_id": "1"},
+            {"role": "user"},
         ]
         answer = await b.post(PATH, messages=messages, max_tokens=1, tools=[{"é": "<a>"}], tool_choice="auto")
         assert answer.status_code == 200, answer.text
-        assert prompt_of(b) == '<|system|>one\ntwo<|assistant|><|tool|>3[{"é": "<a>"}]<|assistant|>'
+        assert prompt_of(b) == '<|system|>one\ntwo<|assistant|><|tool|>3<|user|>[{"é": "<a>"}]<|assistant|>'
         await b.post(PATH, messages=HI, max_tokens=1, add_generation_prompt=False, add_special_tokens=True)
         assert prompt_of(b) == "<|user|>hi a"
 

@@ -15,6 +15,7 @@ from meshwright.spec.cluster import Cluster
 
 if TYPE_CHECKING:
     from meshwright.serve.engine import Engine
+    from meshwright.serve.model_folder import ModelFolder
     from meshwright.serve.opening import EngineOptions, OpenedEngine
     from meshwright.simulate.step_prices import StepPrices
 
@@ -94,13 +95,16 @@ def command(given: Given) -> None:
 
     listening = Listening(host=given.host, port=given.port, uds=given.uds, drain_s=given.drain)
     listening.bind().close()  # an address that is taken is said before minutes of compiling
-    opened = open_given(given)
+    from meshwright.serve.http.served import served_model
+    from meshwright.serve.model_folder import open_model
+
+    source = open_model(given.what, _folders_by_name(given.adapters))
+    served = served_model(source, given.name)
+    opened = open_given(given, source)
     from meshwright.serve.frontend import Frontend
     from meshwright.serve.http.app import HttpOptions, make_app
-    from meshwright.serve.http.served import served_model
 
     frontend = Frontend(opened.engine, max_queued=given.max_queued, deadline_s=given.deadline)
-    served = served_model(opened.source, given.name)
     app = make_app(frontend, served, HttpOptions(api_keys=given.api_key, log=given.log_requests))
     metrics = app.state.metrics
     metrics.load_prices = partial(_prices, opened.engine.engines)
@@ -118,8 +122,8 @@ def _prices(engines: "Sequence[Engine]") -> "StepPrices":
     return step_prices(engines)
 
 
-def open_given(given: EngineGiven, **more: bool) -> "OpenedEngine":
-    """Opens the engine that was asked for, and says what it has."""
+def open_given(given: EngineGiven, source: "ModelFolder | None" = None, **more: bool) -> "OpenedEngine":
+    """Opens the engine that was asked for, of a folder that may be open, and says what it has."""
     from meshwright.cli.verbs.generate import devices_of
 
     if given.plan and given.axes:
@@ -127,7 +131,7 @@ def open_given(given: EngineGiven, **more: bool) -> "OpenedEngine":
     devices_of(given.on, given.axes)
     from meshwright.serve.opening import open_engine
 
-    opened = open_engine(given.what, engine_options(given, given.axes), on_shape=compiling(), **more)
+    opened = open_engine(source or given.what, engine_options(given, given.axes), on_shape=compiling(), **more)
     for line in opened.lines:
         say(line)
     return opened

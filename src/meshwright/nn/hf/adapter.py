@@ -1,6 +1,7 @@
 """Adapters in PEFT's format: ``adapter_config.json``, which names the folder of the base weights, and
 ``adapter_model.safetensors``."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,7 @@ from meshwright.spec.weights import adapted, frozen_base, weight_table
 
 ADAPTER_CONFIG, ADAPTER_MODEL = "adapter_config.json", "adapter_model.safetensors"
 
-_PLAIN = {"bias": "none", "use_rslora": False, "use_dora": False}
+_PLAIN = {"bias": "none", "use_dora": False}
 _ABSENT = ("modules_to_save", "rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication")
 """Keys of PEFT that may have this value only, and keys that must be absent or empty."""
 
@@ -75,9 +76,11 @@ def _lora(model: Model, folder: Path) -> Lora:
                              f"which this version does not read. Merge the adapter with PEFT.")  # fmt: skip
     lora = {"rank": keys.get("r"), "alpha": keys.get("lora_alpha"), "targets": _targets(model, keys, folder)}
     try:
-        return msgspec.convert(lora, Lora)
+        read = msgspec.convert(lora, Lora)
     except msgspec.ValidationError as error:
         raise InputError(f"{folder / ADAPTER_CONFIG}: {error}. Mend the file.") from None
+    # rank-stabilised (Kalajdzievski 2023): products are scaled by alpha over the root of the rank
+    return replace(read, alpha=read.alpha * math.sqrt(read.rank)) if keys.get("use_rslora") is True else read
 
 
 def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, ...]:

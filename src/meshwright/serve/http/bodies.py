@@ -13,6 +13,7 @@ from meshwright.serve.request import MOST_LOGPROBS
 Tokens = list[Annotated[int, Meta(ge=0, lt=2**31)]]
 _Positive32 = Annotated[int, Meta(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_ONE_FIELD = Meta(extra_json_schema={"minProperties": 1, "maxProperties": 1})
 _StopString = Annotated[str, Meta(min_length=1, max_length=1_000)]
 
 
@@ -88,7 +89,7 @@ class GenerationBody(Harmless, kw_only=True, forbid_unknown_fields=True):
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: Annotated[StructuredOutputs, _ONE_FIELD] | None = None
     prompt_logprobs: None = None
 
 

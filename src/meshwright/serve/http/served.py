@@ -126,8 +126,11 @@ def served_model(found: ModelFolder, name: str | None = None) -> ServedModel:
 
 
 def _as_template_reads(message: ChatMessage, number: int) -> dict[str, Any]:
-    """Returns a message for a template: one text as content, arguments of calls as tables."""
+    """Returns a message for a template: one text as content, empty if there are no calls either, and arguments of calls
+    as tables."""
     given = as_templates_read(msgspec.to_builtins(message))
+    if not message.tool_calls:
+        given.setdefault("content", "")
     if isinstance(message.content, list):
         texts = [part.text for part in message.content if part.type == "text" and part.text is not None]
         if len(texts) < len(message.content):
