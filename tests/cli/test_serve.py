@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from meshwright.algebra.generation import Storage, weight_bytes
 from meshwright.api.planning import plan_of
+from meshwright.cli.engine import engine_options
 from meshwright.cli.verb import Options
 from meshwright.cli.verbs.bench_serve import command as bench_serve
 from meshwright.cli.verbs.compile import command as compile_verb
 from meshwright.cli.verbs.serve import command as serve
-from meshwright.cli.verbs.serve import engine_options
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes
 from meshwright.cost.setting import Setting

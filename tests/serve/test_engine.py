@@ -449,7 +449,7 @@ def test_rings_of_windows_come_round(name):
     found = engine.run([request(prompt) for prompt in prompts])
     assert list(map(tokens_of, found)) == [likeliest(model, params, prompt, NUM_TOKENS) for prompt in prompts]
     assert_whole(engine)
-    with pytest.raises(InputError, match="rings of pages hold no prompts for others"):
+    with pytest.raises(InputError, match="rings of pages cannot share prompts"):
         engine_on(step, engine._params, prefix_cache=True)
 
 

@@ -98,13 +98,13 @@ def require_devices(plan: Plan) -> None:
 
 class TextOptions(Checked, frozen=True, kw_only=True):
     """How text is generated. The defaults are all devices on tensor and the likeliest tokens (``sampling`` takes a
-    `Sampling`); ``weights`` is their dtype, and ``cache_int8`` stores caches as int8."""
+    `Sampling`); ``weights`` is their dtype, and ``cache_dtype`` that of keys and values, by default the weights'."""
 
     max_tokens: int = 128
     sampling: Any = None
     mesh: dict[str, int] | None = None
     weights: WeightStorage = "as they are"
-    cache_int8: bool = False
+    cache_dtype: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,7 +199,7 @@ def _loaded(
         strategy,
         max_len=max(1, *map(len, prompts)) + max(1, options.max_tokens),
         batch_seqs=-(-len(prompts) // parts) * parts,
-        cache_dtype="int8" if options.cache_int8 else source.dtype,  # type: ignore[arg-type]
+        cache_dtype=options.cache_dtype or source.dtype,  # type: ignore[arg-type]
         weights=options.weights,
     )
     require_prompts(step, prompts, max_tokens=options.max_tokens)

@@ -127,6 +127,7 @@ def verb(
     answer as they say; a verb that prints for itself returns None. With ``passes_on`` unknown options are arguments.
     """
     hints = get_type_hints(options, include_extras=True)
+    hints = {name: hints[name] for name in [*options.__annotations__, *hints]}  # its own before those it shares
     params = [_parameter(name, hint, getattr(options, name)) for name, hint in hints.items()]
     printed: list[click.Parameter] = [
         click.Option(["--format", "form"], type=click.Choice(FORMATS), help="How to print: text by default."),

@@ -116,7 +116,7 @@ class Engine:
         if len(adapters) != storage.adapters:
             raise InputError(f"the step has {storage.adapters} adapters, and {len(adapters)} names are given.")
         if limits.prefix_cache and step.has_rings:
-            raise InputError("rings of pages hold no prompts for others. Give limits without a prefix cache.")
+            raise InputError("rings of pages cannot share prompts. Give limits without a prefix cache.")
         self._adapters = {"": -1} | {name: number for number, name in enumerate(adapters)}
         self.limits, self.max_len, self.vocab_size = limits, step.max_len, step.model.vocab_size
         self._step, self._params, self._cache = step, params, step.init_cache()

@@ -30,7 +30,7 @@ from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
 from meshwright.serve.layout import USUAL_ENGINE, EngineLayout, EngineOptions, engine_layout
 from meshwright.serve.model_folder import ModelFolder, open_model
-from meshwright.spec.model import Model
+from meshwright.spec.model import GROUP, GROUPED, Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, make_mesh
 from meshwright.spec.weights import without_mtp_words
 
@@ -132,12 +132,14 @@ def _lines(
     source: ModelFolder, layout: EngineLayout, storage: Storage, found: "_FoundPages", weight_bytes: int
 ) -> tuple[str, ...]:
     """Returns what an engine says of itself."""
-    options, model, adapted = layout.options, source.model, ""
+    options, model, more = layout.options, source.model, without_mtp_words(source.model)
     if count := len(source.adapters):
-        adapted = f", {count} adapter{'s' * (count > 1)} of up to rank {model.dims['Ra'] // count}"
+        more += f", {count} adapter{'s' * (count > 1)} of up to rank {model.dims['Ra'] // count}"
+    groups = {model.dims[dim] // model.dims[f"{dim}g"] for dim in GROUPED if model.dims.get(f"{dim}g")}
+    if options.weights == "int4" and min(groups) < GROUP:
+        more += f", a scale for each {min(groups)} to {max(groups)} inputs"
     return (
-        f"{model.name}: {layout.words}, {format_bytes(weight_bytes)} of weights on each device"
-        f"{without_mtp_words(model)}{adapted}",
+        f"{model.name}: {layout.words}, {format_bytes(weight_bytes)} of weights on each device{more}",
         f"cache: {found.num_pages:,} pages of {storage.page_len} positions, {format_bytes(found.bytes)} of "
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}"
         + (f"; rings of {storage.ring_pages} pages for windows" if storage.ring_pages else "")

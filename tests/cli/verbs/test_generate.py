@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.api.running import GeneratedText
-from meshwright.cli.verbs import generate
+from meshwright.cli.engine import devices_of
 from meshwright.cli.verbs.generate import answer
 from meshwright.core.errors import CannotRunError
 from meshwright.nn.hf.weights import save_hf
@@ -102,11 +102,12 @@ def test_several_texts_are_numbered(capsys):
         (["--prompt", "a", "--on", "cpu:4", "--axes", "tensor=2"], 2, "tensor=2 is 2 devices and --on cpu:4 is 4"),
         (["--prompt", "a", "--on", "cpu:3"], 2, "does not divide by tensor=3"),
         (["--prompt", "a", "--axes", "pipeline=2"], 3, "pipeline=2 trains but does not generate"),
-        (["--prompt", "a", "--top-p", "0"], 2, "top_p=0.0 must be more than 0"),
+        (["--prompt", "a", "--top-p", "0"], 2, "--top-p 0.0 must be more than 0"),
         (["--prompt", "a", "--on", "h200:1"], 3, "h200:1x1 is not this machine"),
         (["--prompt", "", "--on", "cpu:1"], 2, "prompt 1 is empty"),
         (["--prompt", "a", "--on", "cpu:1", "--max-tokens", "5000"], 2, "need 5,001 positions, but "),
         (["--prompt", "a\udc80"], 2, "prompt 1 is not UTF-8"),
+        (["--prompt", "a", "--max-requests", "4"], 2, "--max-requests changes nothing here: it is for -o"),
         (["--prompt", "a", "--axes", "tensor=64"], 3, "emulate them: --on cpu:64"),
     ],
 )
@@ -117,7 +118,7 @@ def test_what_cannot_be_done_is_said_in_one_line(call, folder, options, code, me
 def test_too_few_accelerators_are_refused_by_the_option_that_was_given(monkeypatch):
     monkeypatch.setattr("jax.devices", lambda: [SimpleNamespace(platform="gpu")])
     with pytest.raises(CannotRunError, match=r"^--on h100:8x1 is 8 devices and this machine has 1"):
-        generate.devices_of(parse_cluster("h100:8x1"), None)
+        devices_of(parse_cluster("h100:8x1"), None)
 
 
 def test_a_folder_without_a_model_is_refused(call, tmp_path):

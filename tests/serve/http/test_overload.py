@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from contextlib import AsyncExitStack
 
@@ -16,7 +17,7 @@ from tests.clients.server import Server
 
 pytestmark = pytest.mark.slow
 RUNNING, QUEUED = 4, 16
-SECONDS = 20
+SECONDS = int(os.environ.get("OVERLOAD_SECONDS", "20"))
 OPTIONS = ("--max-requests", str(RUNNING), "--max-queued", str(QUEUED), "--max-len", "256", "--token-budget", "64")
 
 

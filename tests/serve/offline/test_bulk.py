@@ -79,6 +79,7 @@ def test_a_line_has_settings_of_its_own(opened, tmp_path):
         ('{"prompt": [1]}\n{"prompt": [999]}\n', r"in.jsonl:2: .*outside of V"),
         ('{"prompt": [1], "colour": 1}\n', r"in.jsonl:1: .*colour"),
         ('{"prompt": []}\n', r"in.jsonl:1: the prompt is empty"),
+        ('{"prompt": [1], "adapter": "sql"}\n', r"in.jsonl:1: this engine has no adapter 'sql'"),
         ('{"prompt": [1], "max_tokens": 99}\n', r"in.jsonl:1: .*positions"),
         ("nothing\n", r"in.jsonl:1: .*malformed"),
         ("\n", "has no prompts"),

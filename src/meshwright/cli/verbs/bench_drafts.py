@@ -4,9 +4,9 @@ from pathlib import Path
 
 import msgspec
 
+from meshwright.cli.engine import EngineGiven, open_given
 from meshwright.cli.output import say, three_digits
 from meshwright.cli.verb import PNG, Count, argument, option, verb
-from meshwright.cli.verbs.serve import EngineGiven, open_given
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_seconds
 from meshwright.report.answer import Answer, Fact, Heading, Piece, Table

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from meshwright.batching.record import LatencyTargets, ServingSummary
 from meshwright.batching.trace import load_trace
 from meshwright.batching.traffic import RequestTraffic, parse_lengths
+from meshwright.cli.engine import EngineGiven, engine_options
 from meshwright.cli.output import say, three_digits, width
 from meshwright.cli.verb import PNG, Count, TargetTime, argument, option, verb
-from meshwright.cli.verbs.serve import EngineGiven, engine_options
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_seconds
 from meshwright.plan.serving.service import parse_load

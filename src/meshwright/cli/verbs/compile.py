@@ -1,9 +1,8 @@
 """`meshwright compile`: the programs of a server, compiled ahead of its start."""
 
+from meshwright.cli.engine import EngineGiven, devices_of, open_given
 from meshwright.cli.output import say
 from meshwright.cli.verb import verb
-from meshwright.cli.verbs.generate import devices_of
-from meshwright.cli.verbs.serve import EngineGiven, open_given
 from meshwright.core.errors import CannotRunError
 from meshwright.core.files import cache_folder
 
@@ -23,8 +22,8 @@ def command(given: Given) -> None:
 
     if ProgramStore(cache_folder(), None).folder is None:
         raise CannotRunError(
-            "programs on several CPU devices, and of a JAX that keeps compiled programs itself, are not kept. Use one "
-            "device, and unset JAX_COMPILATION_CACHE_DIR."
+            "compiled programs cannot be kept for several CPU devices, or while JAX keeps them itself. Use one device, "
+            "and unset JAX_COMPILATION_CACHE_DIR."
         )
     opened = open_given(given, in_background=False)
     stores = [engine.programs for engine in opened.engine.engines]

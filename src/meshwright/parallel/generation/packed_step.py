@@ -169,13 +169,13 @@ class PackedStep(HeldArrays):
         self.batch_invariant = batch_invariant
         if batch_invariant and not (self.unrolled and strategy.num_chips == 1 and self.dtype == jnp.float32):
             raise CannotRunError(
-                "rows are the same bits in any batch in float32 on one CPU device, in this version. Leave "
-                "batch_invariant out, or serve float32 weights on one device."
+                "this version keeps the bits of a row in any batch in float32 on one CPU device alone. Turn "
+                "batch_invariant off, or serve float32 weights on one device."
             )
         if batch_invariant and model.moe_layers:
             raise CannotRunError(
-                f"{model.name} has experts, whose products have as many rows as tokens choose them: these are not the "
-                "same bits in any batch in this version. Leave batch_invariant out."
+                f"{model.name} has experts: the rows of their products, and so their bits, depend on the batch in this "
+                "version. Turn batch_invariant off."
             )
         self.programs = ProgramStore(None, None)
         self._compiled: dict[PackedShape, jax.stages.Compiled] = {}

@@ -1,6 +1,7 @@
 """Bodies of requests. A field that is null is as one that is not given; an unknown one is refused."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -181,15 +182,20 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body], most
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
-        raise _misfit(str(error)) from None
+        raise _misfit(str(error), decoder.type) from None
     except DAMAGED_JSON as error:
         raise RequestError(f"the body is not JSON in UTF-8: {error}. Send a JSON object.") from None
 
 
-def _misfit(said: str) -> RequestError:
-    """Returns the error for what msgspec says: "Expected `int`, got `str` - at `$.n`"."""
+def _misfit(said: str, kind: Any) -> RequestError:
+    """Returns the error for what msgspec says of a body: "Expected `int`, got `str` - at `$.n`"."""
     what, _, path = said.partition(" - at `")
     path = path.removesuffix("`").removeprefix("$").removeprefix(".")
+    if what.startswith("Invalid enum value"):
+        for name in path.split("."):
+            hint = get_type_hints(kind)[name]
+            kind = next(one for one in (*get_args(hint), hint) if one is not NoneType and not isinstance(one, str))
+        what += f": give one of {', '.join(get_args(kind))}"
     if what.startswith("Object contains unknown field"):
         name = what.split("`")[1]
         where = f"{path}.{name}" if path else name

@@ -21,6 +21,10 @@ SWITCH_S = 0.0005
 LINE_S = 10
 """Seconds from a line of the log to the next."""
 
+KEEP_ALIVE_S = 75
+"""How long a connection may be idle: longer than clients keep theirs (httpx and openai's package: 5 s), which would
+otherwise send requests into connections that the server closes."""
+
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
     """Where to listen: ``host`` and ``port``, 0 for a free one, or the Unix socket ``uds``. ``drain_s``: how long what
@@ -74,6 +78,7 @@ class DrainingServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=listening.drain_s,
+                timeout_keep_alive=KEEP_ALIVE_S,
             )
         )
         self.frontend, self.on_ready, self.on_line = frontend, on_ready, on_line

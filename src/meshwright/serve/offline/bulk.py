@@ -27,6 +27,7 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     id: Any = None
     max_tokens: int | None = None
     sampling: Sampling | None = None
+    adapter: str = ""
 
 
 class CompletionLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +120,7 @@ def read_prompts(
                 max_tokens=usual.max_tokens if given.max_tokens is None else given.max_tokens,
                 sampling=given.sampling or usual.sampling,
                 stop_tokens=source.end_tokens,
+                adapter=given.adapter,
             )
             engine.check(request)
         except (msgspec.DecodeError, InputError) as error:

@@ -1,0 +1,154 @@
+"""Options of every verb that opens an engine, and the engine that they ask for."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from meshwright.algebra.generation import WeightStorage, weight_dtype
+from meshwright.cli.output import compiling, say
+from meshwright.cli.verb import Bytes, Count, MeshSizes, Options, argument, option
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.spec.cluster import Cluster
+
+if TYPE_CHECKING:
+    from meshwright.serve.model_folder import ModelFolder
+    from meshwright.serve.opening import EngineOptions, OpenedEngine
+
+
+class EngineGiven(Options):
+    """Options of every verb that opens an engine; those of vLLM are other names of ours."""
+
+    what: Path = argument(metavar="FOLDER")
+    on: Cluster | None = option("Devices: cpu:4 is this machine as 4 emulated ones. Default: those that it has.")
+    plan: Path | None = option("A plan of plan --serve -o, which says the mesh and what is not given here.")
+    axes: MeshSizes | None = option("Mesh axes, such as tensor=2; data has an engine each. Default: planned.")
+    max_len: Count | None = option("Most positions of a request. Default: the model's.", "--max-len", "--max-model-len")
+    max_requests: Count | None = option(
+        "Requests that run at once. Default: 256, 32 on CPUs.", "--max-requests", "--max-num-seqs"
+    )
+    token_budget: Count | None = option(
+        "Tokens of a step. Default: 2,048, 256 on CPUs.", "--token-budget", "--max-num-batched-tokens"
+    )
+    page_len: Count | None = option(
+        "Positions of a page of the cache. Default: 32 on CPUs, 128 on TPUs, 16 on GPUs.", "--page-len", "--block-size"
+    )
+    cache_bytes: Bytes | None = option(
+        "Memory of the cache on each device, such as 4GB. Default: what is left.", "--cache-bytes", "--kv-cache-memory"
+    )
+    host_cache_bytes: Bytes = option(
+        "Memory of the host for pages of prompts that lost their room on the devices, such as 16GB.", default=0
+    )
+    cache_dtype: Literal["auto", "bf16", "fp32", "int8", "fp8"] = option(
+        "Dtype of keys and values; auto: the weights'.", "--cache-dtype", "--kv-cache-dtype", default="auto"
+    )
+    weights: WeightStorage = option("How weights are stored.", "--weights", "--quantization", default="as they are")
+    draft: str | None = option(
+        "What proposes tokens, checked together in a step: ngram, or a folder with a smaller model of the same tokens.",
+        "--draft", "--speculative-model",
+    )  # fmt: skip
+    num_drafts: Count = option(
+        "Tokens that --draft proposes for each step.",
+        "--num-drafts",
+        "--num-speculative-tokens",
+        default=4,
+        needs={"draft": "--draft"},
+    )
+    policy: Literal["chunked", "interleaved", "static"] = option("How requests share steps.", default="chunked")
+    batch_invariant: bool = option("The same tokens and log-probabilities, bit for bit, whatever else runs.")
+    adapters: tuple[str, ...] = option(
+        "Adapters in PEFT's format, which requests choose by name as their model.",
+        "--adapters",
+        "--lora-modules",
+        metavar="NAME=FOLDER ...",
+    )
+    no_prefix_cache: bool = option(
+        "Compute the beginnings that prompts share again.", "--no-prefix-cache", "--no-enable-prefix-caching"
+    )
+
+
+def open_given(given: EngineGiven, source: "ModelFolder | None" = None, **more: bool) -> "OpenedEngine":
+    """Opens the engine that was asked for, of a folder that may be open, and says what it has."""
+    if given.plan and given.axes:
+        raise InputError(f"{given.plan} says the axes. Leave --axes out, or --plan.")
+    devices_of(given.on, given.axes)
+    from meshwright.serve.opening import open_engine
+
+    opened = open_engine(source or given.what, engine_options(given, given.axes), on_shape=compiling(), **more)
+    for line in opened.lines:
+        say(line)
+    return opened
+
+
+def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> "EngineOptions":
+    """Returns the options of an engine."""
+    from meshwright.serve.opening import EngineOptions
+
+    if given.cache_bytes == 0:
+        raise InputError("a cache of 0 bytes holds no page. Give --cache-bytes such as 4GB, or leave it out.")
+    return EngineOptions(
+        max_len=given.max_len or 0,
+        max_requests=given.max_requests or 0,
+        token_budget=given.token_budget or 0,
+        page_len=given.page_len or 0,
+        cache_bytes=given.cache_bytes or 0,
+        host_cache_bytes=given.host_cache_bytes,
+        cache_dtype="" if given.cache_dtype == "auto" else given.cache_dtype,
+        weights=weight_dtype(given.weights),
+        policy=given.policy,
+        prefix_cache=not given.no_prefix_cache and given.policy != "static",
+        batch_invariant=given.batch_invariant,
+        mesh=mesh,
+        draft=given.draft or "",
+        num_drafts=given.num_drafts,
+        num_devices=given.on.num_chips if given.on else 0,
+        plan=given.plan,
+        adapters=folders_by_name(given.adapters),
+    )
+
+
+def folders_by_name(pairs: Sequence[str]) -> dict[str, Path]:
+    """Returns the folders of adapters by name. Raises InputError for a pair without a name, and a name that is given
+    twice."""
+    found = dict[str, Path]()
+    for pair in pairs:
+        name, _, folder = pair.partition("=")
+        if not name or not folder or name in found:
+            wrong = "is there twice" if name in found else "is not NAME=FOLDER"
+            raise InputError(f"--adapters {pair} {wrong}. Give each adapter a name of its own, such as sql=./sql-lora.")
+        found[name] = Path(folder).expanduser()
+    return found
+
+
+def devices_of(cluster: Cluster | None, axes: dict[str, int] | None) -> dict[str, int] | None:
+    """Returns the mesh asked for, None for the default, and emulates devices for ``--on cpu:N``.
+
+    Raises InputError if ``--axes`` and ``--on`` differ, CannotRunError if this machine has too few devices.
+    """
+    wanted = math.prod(axes.values()) if axes else None
+    words = f"--on {cluster.short_name}" if cluster else ""
+    if axes:
+        words = f"--axes {','.join(f'{axis}={size}' for axis, size in axes.items())}"
+    if cluster is not None:
+        if wanted is not None and wanted != cluster.num_chips:
+            raise InputError(
+                f"{words} is {wanted} devices and --on {cluster.short_name} is {cluster.num_chips}. Make the two agree."
+            )
+        wanted = cluster.num_chips
+        if cluster.kind == "host":
+            from meshwright.parallel.mesh import emulate_devices
+
+            emulate_devices(wanted)
+    import jax
+
+    there = len(jax.devices())
+    if cluster is not None and cluster.kind != "host" and jax.devices()[0].platform == "cpu":
+        raise CannotRunError(
+            f"{cluster.short_name} is not this machine, which has {there} of platform cpu. Use --on cpu:8 to emulate."
+        )
+    if wanted is not None and wanted > there:
+        raise CannotRunError(
+            f"{words} is {wanted} devices and this machine has {there}. Use smaller axes, or emulate them: "
+            f"--on cpu:{wanted}."
+        )
+    return axes or ({"tensor": wanted} if wanted else None)
