@@ -318,12 +318,6 @@ def test_a_cache_split_over_positions_merges_what_devices_attend_to():
     ]
 
 
-def test_pages_do_not_split_over_positions():
-    strategy = Strategy(mesh=make_mesh({"context": 4}), assignment=cache_assignment("positions"))
-    with pytest.raises(InputError, match="a cache in pages is not split over positions"):
-        derive_forward(generation_program(LLAMA, "decode", Storage(page_len=16)), one_position(strategy))
-
-
 def test_weights_in_two_dims_stay_where_they_are():
     """How to Scale Your Model, section 7.6.2: a gather over F's axis before the first product and a scatter over D's
     after it, then the other way round; no weight moves."""

@@ -98,15 +98,6 @@ def test_an_int4_weight_has_half_a_byte_an_element_and_scales_of_groups():
         assert found == (flops, moved + more)
 
 
-def test_pages_are_read_once():
-    """16 pages of 64 hold 1024 slots; the table has 16 numbers a row. Pages of others cost nothing."""
-    for num_pages in (0, 1000):
-        flops, moved = counted("o", storage=Storage(page_len=64, num_pages=num_pages))
-        assert flops == 2 * 4 * 32 * 1024 * (128 + 128) == 67_108_864
-        assert moved == 2 * QUERIES + 2 * 2 * (4 * 1024 * 8 * 128) + 4 * 4 + 4 * 16 * 4 == 16_843_024
-    assert counted("cache_k'", storage=Storage(page_len=64)) == (0.0, 2 * 4 * 8 * 128 * 2 + 4 * 4 + 4 * 16 * 4)
-
-
 def test_a_ring_has_the_slots_of_its_window():
     """mistral-7b: windows of 4096 in 32 Ki positions; with fewer positions than that there are as many slots."""
     given = load_model("mistral-7b")
@@ -186,7 +177,7 @@ def test_training_alone_has_gradients_and_an_optimizer():
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "gemma2-9b", "mistral-7b", "gpt-oss-20b", "deepseek-v3"])
-@pytest.mark.parametrize("storage", [Storage(), Storage(cache_dtype="int8"), Storage(page_len=256)])
+@pytest.mark.parametrize("storage", [Storage(), Storage(cache_dtype="int8")])
 def test_the_cache_of_an_estimate_is_that_of_the_table(name, storage):
     given = load_model(name)
     for kind in ("prefill", "decode"):

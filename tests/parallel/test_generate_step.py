@@ -84,12 +84,10 @@ ENGINES = [
         for case in (
             ("llama", {"data": 2, "tensor": 2, "context": 2}, "sequences", {}),
             ("llama", {"context": 8}, "positions", {}),
-            ("llama", {"tensor": 2, "context": 4}, "sequences", {"page_len": 4}),
             ("gpt_oss", {"tensor": 2, "context": 2}, "positions", {}),
             ("gpt_oss", {"tensor": 2, "context": 2}, "sequences", {}),
             ("gemma2", {"tensor": 2, "context": 2}, "positions", {}),
             ("gemma2", {"tensor": 2, "context": 2}, "widths", {}),
-            ("llama", {"tensor": 2, "context": 4}, "widths", {"page_len": 4}),
             ("deepseek_v2", {"context": 4}, "sequences", {}),
             ("deepseek_v2", {"tensor": 2, "context": 2}, "positions", {}),
             ("mixtral", {"expert": 2, "context": 2}, "sequences", {}),

@@ -200,8 +200,8 @@ def test_masks_that_look_ahead_do_not_generate():
     for rule in ("noop", "local(3)", "document", "jagged", "global_sliding(3)"):
         with pytest.raises(CannotRunError, match="a position sees later ones"):
             generation_program(replace(MODEL, attention_mask=rule), "decode")
-    with pytest.raises(CannotRunError, match="does not generate from pages"):
-        generation_program(model_of("tree"), "decode", Storage(page_len=4))
+    with pytest.raises(CannotRunError, match="is not served from pages"):
+        generation_program(model_of("tree"), "packed", Storage(page_len=4))
 
 
 def test_a_tree_is_given_to_be_generated_from():

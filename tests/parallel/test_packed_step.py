@@ -11,7 +11,7 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn import cache
 from meshwright.nn.quantisation import stored_params
-from meshwright.parallel.generation.packed_step import NO_SLOT, PackedRows, PackedStep, ring_pages
+from meshwright.parallel.generation.packed_step import NO_SLOT, PackedRows, PackedShape, PackedStep, ring_pages
 from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
 from tests.parallel.generate_cases import (
     DEFAULT,
@@ -38,7 +38,7 @@ STEPS = (
 
 def packed_step(model, axes=None, layout="prompts", **options):
     strategy = Strategy(mesh=make_mesh(axes or {}), state="fp32", assignment=LAYOUTS[layout])
-    storage = Storage(page_len=PAGE_LEN, num_pages=40, **{"cache_dtype": "fp32", **options})
+    storage = Storage(page_len=PAGE_LEN, **{"num_pages": 40, "cache_dtype": "fp32", **options})
     return PackedStep(model, strategy, max_len=MAX_LEN, max_seqs=NUM_SEQS, storage=storage)
 
 
@@ -175,6 +175,16 @@ def test_loops_over_layers_give_the_same(monkeypatch):
     params, step = float_params(LLAMA), packed_step(LLAMA)
     monkeypatch.setattr(step, "unrolled", False)
     assert_close(run(step, params), reference(LLAMA, params))
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+@pytest.mark.parametrize("unrolled", [True, False])
+def test_a_step_copies_no_pool(name, unrolled, monkeypatch):
+    step = packed_step(FAMILIES[name], num_pages=8192)
+    monkeypatch.setattr(step, "unrolled", unrolled)
+    smallest = min(row.num_bytes // row.num_layers for row in step.table)
+    shape = PackedShape(rows=8, sequences=8, outputs=8, longest=1)
+    assert step.compiled(shape).memory_analysis().temp_size_in_bytes < smallest
 
 
 GROUPED = with_groups(LLAMA)

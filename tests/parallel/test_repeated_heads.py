@@ -59,7 +59,7 @@ def test_stages_repeat_heads_too():
     ("axes", "options"),
     [
         ({"tensor": 8}, {}),
-        pytest.param({"data": 2, "tensor": 4}, {"page_len": 8}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "tensor": 4}, {}, marks=pytest.mark.slow),
         pytest.param({"fsdp": 2, "tensor": 4}, {"weights": "int8"}, marks=pytest.mark.slow),
     ],
 )

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.generation import Storage
 from meshwright.algebra.rewrites.pipeline import NO_PIPELINE
 from meshwright.algebra.transformer import transformer
 from meshwright.core.dims import MESH_AXES
@@ -259,14 +258,6 @@ def test_stages_need_one_stack_and_training():
     found = refusals({"pipeline": 2, "fsdp": 4}, **generates)
     assert list(found) == ["stacks"]
     assert found["stacks"].startswith("pipeline=2 trains but does not generate in this version.")
-
-
-def test_pages_divide():
-    job = Job(kind="decode", batch_seqs=6, seq_len=64)
-    setting = Setting(TINY, parse_cluster("v5e:1x2"), job, storage=Storage(page_len=16, num_pages=25))
-    (refusal,) = legal(setting, Strategy(mesh=make_mesh({"fsdp": 2})))
-    assert refusal.rule == "fsdp | Pg"
-    assert refusal.message == "fsdp=2 does not divide Pg=25 pages of tiny. Use fsdp in {1}."
 
 
 def test_every_dim_has_a_noun():

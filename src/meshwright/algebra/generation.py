@@ -52,11 +52,10 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     ``weights`` is the dtype of matrices, see `quantised_weights` ("": the state's own); all but fp4 are executed in
     this version. Of caches int8 has scales, fp8 has none: larger values are its largest. A cache is contiguous,
     position p of a sequence in slot p of S; where the layer has a window it is a ring, p in slot p mod S with S at
-    most the window. With a ``page_len`` the other layers keep p in slot p mod Pl of the page that ``pages[B, Bp]``
-    names for p // Pl. All devices have ``num_pages`` together (0: enough for every sequence; unused without
-    ``page_len``); sequences of one device share its pages. In packed steps layers with a window have pages of their
-    own, a ring of ``ring_pages`` for each sequence (0: these have pages as others do). ``adapters`` is the number of
-    adapters that share the rank of the model's own; a row has one of them.
+    most the window. Packed steps keep p in slot p mod Pl of the page that ``pages[Q, Bp]`` names for p // Pl: pages
+    have ``page_len`` slots, and all devices have ``num_pages`` together (0: enough for every sequence). Layers with a
+    window have pages of their own, a ring of ``ring_pages`` for each sequence (0: pages as others have). ``adapters``
+    is the number of adapters that share the rank of the model's own; a row has one of them.
     """
 
     cache_dtype: CacheDtype = "bf16"
@@ -91,7 +90,7 @@ def weight_dtype(weights: WeightStorage) -> WeightDtype:
 
 
 AS_WRITTEN = Storage()
-"""Weights in the dtype of the state, caches in bfloat16, sequences without pages."""
+"""Weights in the dtype of the state, caches in bfloat16."""
 
 
 ONE_DEVICE = Strategy(mesh={})
@@ -197,9 +196,9 @@ def packed_rows(strategy: Strategy) -> Strategy:
     """
     roles, prompts = GENERATION_RULES | strategy.assignment, strategy.rules("input").get("T", ())
     split = {role: _merged(roles[role].get("B", ()), prompts) for role in ("activation", "input")}
-    pages = _merged(roles["cache"]["Pg"], roles["cache"].get("S", ()), split["activation"])
+    pages = _merged(roles["cache"]["B"], roles["cache"].get("S", ()), split["activation"])
     with_rows = {role: {**roles[role], "B": axes} for role, axes in split.items()}
-    cache = {"Pg": pages, **{dim: axes for dim, axes in roles["cache"].items() if dim not in ("B", "S", "Pg")}}
+    cache = {**{dim: axes for dim, axes in roles["cache"].items() if dim not in ("B", "S")}, "Pg": pages}
     whole: dict[str, Rules] = {"position": {}, "output": {}, "cache": cache}
     return one_position(replace(strategy, assignment=roles | with_rows | whole))
 
@@ -296,10 +295,10 @@ def _plain_program(model: Model, phase: GenerationPhase, storage: Storage) -> Pr
             f"by attention_mask={model.attention_mask!r} of {model.name} a position sees later ones, which are not "
             f"there when it is generated. Use prefix_lm, transfusion or causal & ... to generate."
         )
-    if (model.attention_mask or model.attention_score) and storage.page_len:
+    if (model.attention_mask or model.attention_score) and phase == "packed":
         raise CannotRunError(
             f"{model.name} has attention_mask={model.attention_mask!r}, attention_score={model.attention_score!r} and "
-            f"does not generate from pages in this version. Leave page_len out."
+            f"is not served from pages in this version. Leave both out, or use GenerateStep."
         )
     training = transformer(model)
     writer = _Writer(model, phase, storage, training)
@@ -389,31 +388,24 @@ class _Writer:
         if self.model.latent_attention:
             own, shared = made_by[k].inputs
             sources = {"c": made_by[own].inputs[0], "p": shared}
-        packed = self.phase == "packed"
-        has_pages = self.storage.page_len and (packed or window_of(block) is None)
-        paged: Attributes = (("paged", "true"),) if has_pages else ()
         suffix = next(kind.suffix for kind in layer_kinds(self.model) if kind.block == block.name)
-        index = (PAGES,) if paged else ()
-        if paged:
-            # for each sequence the numbers of its pages
-            self.variables[PAGES] = Variable(PAGES, ("B", "Bp"), "position")
+        where = "last" if self.phase == "prefill" else "positions"
         place: tuple[str, ...] = ("positions",)
-        if packed:
-            place = ("first", "counts", "lengths")
-            self.variables |= {name: Variable(name, ("Q",), "position") for name in place}
+        packed: Attributes = ()
+        if self.phase == "packed":
             has_ring = bool(self.storage.ring_pages) and window_of(block) is not None
-            index = (WINDOW_PAGES if has_ring else PAGES,)
-            slots = "window_slots" if has_ring else "slots"
-            self.variables |= {slots: Variable(slots, ("B", "T"), "position")}
-            self.variables |= {name: Variable(name, ("Q", "Bp"), "position") for name in index}
-        where = (slots,) if packed else ("last" if self.phase == "prefill" else "positions", *index)
+            pages, where = (WINDOW_PAGES, "window_slots") if has_ring else (PAGES, "slots")
+            of_sequences = ("first", "counts", "lengths")
+            place, packed = (*of_sequences, pages), (("packed", "true"),)
+            self.variables |= {name: Variable(name, ("Q",), "position") for name in of_sequences}
+            self.variables[pages] = Variable(pages, ("Q", "Bp"), "position")  # the pages of each sequence
+            self.variables[where] = Variable(where, ("B", "T"), "position")
         cached, cached_scales = list[str](), list[str]()
         for letter, source in sources.items():
-            array, *its_scales = self._write(f"cache_{letter}{suffix}", source, where, paged)
+            array, *its_scales = self._write(f"cache_{letter}{suffix}", source, where, packed)
             cached.append(array)
             cached_scales += its_scales
-        inputs = (*cached, *place, *index, *cached_scales)
-        attributes = (*op.attributes, *paged, *([("packed", "true")] if packed else []))
+        inputs, attributes = (*cached, *place, *cached_scales), (*op.attributes, *packed)
         if self.phase == "prefill":
             self.ops.append(op)
         elif self.model.latent_attention:
@@ -427,7 +419,7 @@ class _Writer:
         else:
             self.ops.append(Op("cached_attention", (q, *inputs, *others), op.out, attributes))
 
-    def _write(self, cache: str, source: str, where: tuple[str, ...], paged: Attributes) -> list[str]:
+    def _write(self, cache: str, source: str, where: str, packed: Attributes) -> list[str]:
         """Adds the ops that write into a cache; returns the names of the written cache and, with int8, its scales."""
         dims, dtype = self.variables[source].dims, str(self.storage.cache_dtype)
         writes = [(cache, source, dims, dtype)]
@@ -439,10 +431,10 @@ class _Writer:
         prompt: Attributes = (("prompt", "true"),) if self.phase == "prefill" else ()
         written = []
         for name, array, own, width in writes:
-            before = Variable(name, (*(("Pg", "Pl") if paged else ("B", "S")), *own[2:]), "cache", width)
+            before = Variable(name, (*(("Pg", "Pl") if packed else ("B", "S")), *own[2:]), "cache", width)
             self.variables[name] = before
             after = replace(before, name=f"{name}'")
-            written.append(self._add("cache_write", (name, array, *where), after, (*prompt, *paged)))
+            written.append(self._add("cache_write", (name, array, where), after, (*prompt, *packed)))
         self.outputs += written
         return written
 
@@ -450,7 +442,7 @@ class _Writer:
 # -- the cache: declared arrays of the program ----------------------------------------------------------------
 
 PAGES = "pages"
-"""The variable of the page table: for each sequence the numbers of its pages, in the pool of its own devices."""
+"""The variable of the page table: for each sequence the numbers of its pages."""
 WINDOW_PAGES = "window_pages"
 """The page table of layers with a window, if these have rings."""
 

@@ -124,19 +124,6 @@ def write_position(
     return LayerCache(stack, cache.layer)
 
 
-def write_pages(cache: LayerCache, values: Array, positions: Int[Array, "B T"], pages: Pages) -> LayerCache:
-    """Writes values[B, T, ...] into the pages of their positions; negative positions are dropped."""
-    num_pages, page_len = cache.stack.shape[1:3]
-    page = jnp.take_along_axis(pages, jnp.maximum(positions, 0) // page_len, axis=1)
-    page = jnp.where(positions < 0, num_pages, page)
-    index = [page, positions % page_len]
-    if default_platform() == "tpu" and cache.stack.ndim == 4 and cache.stack.shape[3] < LANES // 2:
-        # scales of heads, whose slots are in the lanes: written head by head, else XLA copies all scales
-        index = [*(each[..., None] for each in index), jnp.arange(cache.stack.shape[3])[None, None]]
-    at = cache.stack.at[cache.layer, *index]
-    return LayerCache(at.set(stored(values, cache.stack.dtype), mode="drop"), cache.layer)
-
-
 def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"], axes: tuple[str, ...] = ()) -> LayerCache:
     """Writes values[R, ...] into slots of a layer's pages, counted through, see `own_pages`; others are dropped."""
     num_pages, page_len = cache.stack.shape[1], cache.page_len
@@ -145,9 +132,12 @@ def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"], axes:
         page = jnp.where(page % lax.axis_size(axes) == lax.axis_index(axes), page // lax.axis_size(axes), num_pages)
     # past the last page of a layer is past the last of all, not the next layer's first
     page = jnp.minimum(page, num_pages)
-    values = stored(values, cache.stack.dtype)
-    at = cache.stack.at[cache.layer, page, :, slot] if cache.heads_first else cache.stack.at[cache.layer, page, slot]
-    return LayerCache(at.set(values, mode="drop"), cache.layer, cache.heads_first)
+    index: tuple[Any, ...] = (page, slice(None), slot) if cache.heads_first else (page, slot)
+    if default_platform() == "tpu" and cache.stack.ndim == 4 and cache.stack.shape[3] < LANES // 2:
+        # scales of heads, whose slots are in the lanes: written head by head, else XLA copies all scales
+        index = (page[:, None], slot[:, None], jnp.arange(cache.stack.shape[3])[None])
+    stack = cache.stack.at[cache.layer, *index].set(stored(values, cache.stack.dtype), mode="drop")
+    return LayerCache(stack, cache.layer, cache.heads_first)
 
 
 def own_pages(pages: Pages, page_len: int, axes: tuple[str, ...]) -> tuple[Pages, Pages]:

@@ -49,9 +49,6 @@ NOUNS: dict[str, str] = {
     "P": "learned positions",
     "Ps": "learned positions of the encoder",
     "R": "relative buckets",
-    "Pg": "pages",
-    "Pl": "slots per page",
-    "Bp": "pages per sequence",
     **dict.fromkeys((f"{dim}g" for dim in GROUPED), "groups of inputs"),
 }
 """Dim -> its name in a message, after its size: "K=8 kv heads of llama3-70b"."""

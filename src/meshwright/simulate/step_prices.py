@@ -35,8 +35,8 @@ class StepPrices:
 
     def set_rates(self, cluster: Cluster, calibration: Calibration | None, storage: Storage) -> None:
         """Takes the rates of a cluster. Raises InputError if they lack a dtype of the strategy."""
-        whole = replace(storage, page_len=0, num_pages=0, adapters=0)  # pages are read as whole caches are
-        setting = Setting(self.model, cluster, Job(kind="decode", batch_seqs=1, seq_len=1), calibration, whole)
+        alone = replace(storage, adapters=0)
+        setting = Setting(self.model, cluster, Job(kind="decode", batch_seqs=1, seq_len=1), calibration, alone)
         rates = setting.step_rates(self.strategy, strategy_placements(cluster, self.strategy)[:1])
         self.clock, self.peak_flops_per_s = PricedClock(setting, self.strategy), float(rates.peak_flops_per_s)
         self.peak_bytes_per_s = float(cluster.chip.hbm_bytes_per_s or rates.chip.hbm_bytes_per_s)

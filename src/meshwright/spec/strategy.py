@@ -119,7 +119,7 @@ def _weight_rules(axes: tuple[str, ...]) -> Rules:
 
 
 GENERATION_RULES: dict[str, Rules] = {
-    "cache": {"B": BATCH_AXES, "Pg": BATCH_AXES, "K": ("tensor",)},
+    "cache": {"B": BATCH_AXES, "K": ("tensor",)},
     "output": {"B": BATCH_AXES},
 }
 """Default sharding of cached keys and values and of output logits in generation: each device caches its own sequences
@@ -138,7 +138,7 @@ def cache_assignment(split: CacheSplit) -> dict[str, Rules]:
     heads: Rules = {**dict.fromkeys(_TENSOR_DIMS, ("tensor", "context")), "K": ("tensor",)}
     rows = (*BATCH_AXES, "context") if split == "sequences" else BATCH_AXES
     positions: Rules = {"S": ("context",)} if split == "positions" else {}
-    cache: Rules = {"B": rows, "Pg": rows, **positions, "K": ("tensor",)}
+    cache: Rules = {"B": rows, **positions, "K": ("tensor",)}
     # a device needs all tokens for its part of the vocabulary
     found |= {"input": {"B": BATCH_AXES}, "cache": cache}
     return found | {role: {**found[role], **heads} for role in ("activation", "weight")}
@@ -163,7 +163,7 @@ def stationary_assignment() -> dict[str, Rules]:
     }
     weight: Rules = {**_weight_rules(()), "D": ("context",)}
     found |= {"activation": activation, "weight": weight, "input": {"B": BATCH_AXES}}
-    return found | {"cache": {"B": rows, "Pg": rows, "K": ("tensor",)}}
+    return found | {"cache": {"B": rows, "K": ("tensor",)}}
 
 
 DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()

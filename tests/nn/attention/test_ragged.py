@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.nn.attention import ragged
 from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
-from meshwright.nn.cache import LayerCache, cache_layout, own_pages, write_pages, write_slots
+from meshwright.nn.cache import LayerCache, cache_layout, own_pages, write_slots
 from meshwright.nn.quantisation import absmax_scale, quantise
 from meshwright.spec.cluster import parse_cluster
 from meshwright.verify.targets import target_of
@@ -262,8 +262,10 @@ def test_compiled_programs_copy_no_pool(on, dtype):
 
     def layer(q, pages, positions, stacks, number):
         caches = [LayerCache(stack, number) for stack in stacks]
-        new = [jnp.full((64, 1, *stack.shape[3:]), q[0, 0, 0]) for stack in stacks]
-        caches = [write_pages(one, x, positions[:, None], pages) for one, x in zip(caches, new, strict=True)]
+        new = [jnp.full((64, *stack.shape[3:]), q[0, 0, 0]) for stack in stacks]
+        own = jnp.take_along_axis(pages, positions[:, None] // PAGE_LEN, axis=1)[:, 0]
+        slots = own * PAGE_LEN + positions % PAGE_LEN
+        caches = [write_slots(one, x, slots) for one, x in zip(caches, new, strict=True)]
         k, v, *scales = (one.entries(paged=True) for one in caches)
         key_scale, value_scale = scales or (None, None)
         ones = jnp.ones_like(positions)

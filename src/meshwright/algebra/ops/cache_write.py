@@ -1,7 +1,7 @@
 """Writes keys or values of new positions into a cache, in place.
 
-A cache[B,S,K,H] stays on its devices; of a cache split over S each device writes the positions that it has. A pool of
-pages[Pg,Pl,K,H] is split as the sequences are, so that a device finds the pages of its own sequences in its own part.
+A cache[B,S,K,H] stays on its devices; of a cache split over S each device writes the positions that it has, and of a
+pool of pages[Pg,Pl,K,H] the pages.
 """
 
 import msgspec
@@ -13,30 +13,27 @@ from meshwright.algebra.tape import Tape, require_whole
 
 
 class CacheWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details: ``prompt`` says that all positions of a prompt are written, not one more of each row; ``paged`` that
-    they are written into pages."""
+    """Details: ``prompt`` says that all positions of a prompt are written, not one more of each row; ``packed`` that
+    rows are of any sequences and are written into pages."""
 
     prompt: bool = False
-    paged: bool = False
+    packed: bool = False
 
 
 def forward(tape: Tape) -> None:
     """Writes ``cache_write(cache[B,S,..], values[B,T,..], where)`` on the cache's devices: ``where`` is the last index
-    of each prompt, or the positions. A page table is a fourth input. Packed rows have slots in its place, and reach the
-    devices of all pages."""
-    cache, values, *where = tape.inputs
-    if "Pl" in cache.dims:
+    of each prompt, or the positions. Packed rows have slots there, and reach the devices of all pages."""
+    (cache, values, where), details = tape.inputs, tape.details(CacheWrite)
+    if details.packed:
         require_whole(cache, "Pl", tape.op.kind)
-    packed = "Pl" in cache.dims and len(where) == 1
-    rows = {"B": () if packed else cache.axes_of(cache.dims[0])}
+    rows = {"B": () if details.packed else cache.axes_of("B")}
     here = tape.move(values, values.resharded({"T": ()}).like(cache).resharded(rows))
-    places = [tape.move(one, one.resharded(rows)) for one in where]
-    tape.run("cache_write", (cache, here, *places), tape.out, details=tape.details(CacheWrite))
+    tape.run("cache_write", (cache, here, tape.move(where, where.resharded(rows))), tape.out, details=details)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts the new positions, read and written; the rest of the cache stays as it is."""
-    return 2 * sizes.bytes(step.inputs[1]) + sizes.total(*step.inputs[2:])
+    return 2 * sizes.bytes(step.inputs[1]) + sizes.bytes(step.inputs[2])
 
 
 OP = OpKind(forward=forward, steps={"cache_write": StepKind(hbm_bytes=hbm_bytes, group="embedding", in_place=True)})

@@ -13,12 +13,9 @@ from meshwright.core.notation import Axes
 
 
 class CachedAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details of attention; ``paged`` says that the cache is a pool of pages, whose table follows the positions.
+    """Details of attention; ``packed``: rows are of any sequences, whose keys and values are in pages. In place of
+    positions are each sequence's first row, rows, positions and pages."""
 
-    ``packed``: rows are of any sequences; in place of positions are each sequence's first row, rows and positions.
-    """
-
-    paged: bool = False
     packed: bool = False
 
 
@@ -38,23 +35,11 @@ def forward(tape: Tape) -> None:
     (first, *others), details = tape.inputs, tape.details(CachedAttention)
     cache = next(array for array in others if array.dims[1:2] in (("S",), ("Pl",)))
     rows, apart = ((), cache.axes[0]) if details.packed else (cache.axes[0], cache.axes_of("S"))
-    if "Pg" in cache.dims and tape.shardings.strategy.rules("cache").get("S"):
-        raise InputError(
-            "a cache in pages is not split over positions. Leave page_len out, or split it over sequences."
-        )
     # a latent (B S Rkv) has no heads: every device has all of it
     kept = tuple(axis for axis in first.axes_of("N") if axis not in (*rows, *apart))
     for array in others:
         if len(array.dims) == 4 and array.dims[:2] == cache.dims[:2] and array.axes[2] != kept:
             raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
-        if (
-            "Pg" in array.dims
-            and not details.packed
-            and (array.axes_of("Pg") != rows or rows[: len(first.axes_of("B"))] != first.axes_of("B"))
-        ):
-            raise InputError(
-                f"attention of {first} with {array}: pages must be split as sequences. Give Pg the axes of B."
-            )
     queries = first.resharded({"B": rows, "N": kept})
     inputs = tuple(tape.move(array, array.like(queries)) for array in tape.inputs)
     result = tape.out.like(queries)
@@ -87,7 +72,7 @@ def slots_kept(slots: Number, window: int | None) -> Number:
 def slots_met(step: Step, sizes: OpSizes) -> Number:
     """Returns the slots of one sequence that attention reads on a device: those of all its pages, or of its row in the
     cache."""
-    if step.details.paged:
+    if step.details.packed:
         return sizes.dims["Bp"] * sizes.dims["Pl"]
     return slots_kept(sizes.dims["S"], step.details.window) / product(sizes.mesh[axis] for axis in split_slots(step))
 

@@ -47,27 +47,19 @@ def cache_facts(
     }
 
 
-def paged_call(
+def packed_call(
     context: Context, step: Step, cached: LayerCache, others: tuple[Any, ...]
 ) -> tuple[RaggedCall | None, tuple[Any, ...]]:
-    """Returns the parameters of attention on pages, None if the cache has none, and the inputs after these.
+    """Returns the parameters of attention of packed rows, None for others, and the inputs after these.
 
-    ``others`` are positions[B, T], rising by one in each row (negative ones, at the end of a row, are no queries), or
-    of packed rows the first row, rows and positions of each sequence; then the page table.
+    ``others`` begin with positions; of packed rows with the first row, rows, positions and pages of each sequence.
     """
-    positions, *more = others
-    if not step.details.paged:
-        return None, tuple(more)
-    starts = None
-    if step.details.packed:
-        first, (counts, lengths, pages, *more), longest = positions, more, context.longest
-        if axes := split_slots(step):
-            pages, starts = cache.own_pages(pages, cached.page_len, axes)
-    else:
-        batch, longest = positions.shape
-        first = longest * jnp.arange(batch, dtype=jnp.int32)
-        counts = jnp.sum(positions >= 0, axis=1, dtype=jnp.int32)
-        lengths, (pages, *more) = jnp.max(positions, axis=1) + 1, more
+    if not step.details.packed:
+        return None, others[1:]
+    first, counts, lengths, pages, *more = others
+    starts, axes = None, split_slots(step)
+    if axes:
+        pages, starts = cache.own_pages(pages, cached.page_len, axes)
     call = RaggedCall(
         scale=context.model.attention_scale,
         window=step.details.window,
@@ -77,13 +69,13 @@ def paged_call(
         lengths=lengths,
         pages=cached.in_pool(pages),
         starts=starts,
-        longest=longest,
+        longest=context.longest,
         heads_first=cached.heads_first,
     )
     return call, tuple(more)
 
 
-def paged_attention(
+def packed_attention(
     call: RaggedCall, parts: Sequence[ScorePart], values: Array, value_scale: Array | None
 ) -> Float[Array, "B T N Hv"] | OwnAttention:
     """Returns attention on the pages of all layers, of which the call names those of one; see `LayerCache.entries`."""
@@ -106,14 +98,13 @@ def scale_by_share(own: Array, share: Array, whole: Array) -> Array:
 def cached_attention(
     context: Context, step: Step, q: Array, k: LayerCache, v: LayerCache, *given: Any
 ) -> Array | OwnAttention:
-    """Returns attention on the layer's keys and values, of one position of each row, or several if the cache has pages.
+    """Returns attention on the layer's keys and values, of one position of each row.
 
-    ``given`` are positions and page table, see `paged_call`, then scales, then what a mask reads, then sinks.
+    ``given`` are positions, see `packed_call`, then scales, then what a mask reads, then sinks.
     """
-    call, others = paged_call(context, step, k, given)
-    keys, values, *scales = (
-        each.entries(paged=step.details.paged) for each in (k, v, *others) if isinstance(each, LayerCache)
-    )
+    call, others = packed_call(context, step, k, given)
+    caches = (each for each in (k, v, *others) if isinstance(each, LayerCache))
+    keys, values, *scales = (each.entries(paged=step.details.packed) for each in caches)
     sinks = next((x for x in others if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating)), None)
     key_scale, value_scale = scales or (None, None)
     parts = [ScorePart(queries=q, keys=keys, scale=key_scale)]
@@ -121,7 +112,7 @@ def cached_attention(
         # sinks count once
         sinks = jnp.where(lax.axis_index(split_slots(step)) == 0, sinks, -jnp.inf)
     if call is not None:
-        return paged_attention(replace(call, sinks=sinks), parts, values, value_scale)
+        return packed_attention(replace(call, sinks=sinks), parts, values, value_scale)
     facts = cache_facts(context, step, given[0], k, others)
     return results_of(step, cache.cached_attention(parts, values, value_scale=value_scale, sinks=sinks, **facts))
 

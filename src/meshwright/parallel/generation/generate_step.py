@@ -13,7 +13,6 @@ from jaxtyping import Array
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import (
-    PAGES,
     CacheDtype,
     Storage,
     WeightStorage,
@@ -40,9 +39,7 @@ class GenerateStep(HeldArrays):
     """Generates with a model under a strategy: up to ``batch_seqs`` sequences of at most ``max_len`` positions.
 
     ``prefill`` and ``generate`` consume the cache and return the next one. With ``weights`` in int8, fp8 or int4
-    `place` quantises weights on their devices. Rotations that depend on the length of a sequence use ``max_len``. With
-    a ``page_len``, in slots, layers without a window have their cache in pages, which a table assigns to sequences:
-    `init_pages` gives every sequence its own pages.
+    `place` quantises weights on their devices. Rotations that depend on the length of a sequence use ``max_len``.
     """
 
     @checked
@@ -55,7 +52,6 @@ class GenerateStep(HeldArrays):
         batch_seqs: int,
         cache_dtype: CacheDtype = "bf16",
         weights: WeightStorage = "as they are",
-        page_len: int = 0,
         mesh: Mesh | AbstractMesh | None = None,
     ) -> None:
         model = without_mtp(model)
@@ -71,7 +67,7 @@ class GenerateStep(HeldArrays):
         prefill, decode = (Job(kind=kind, batch_seqs=batch_seqs, seq_len=max_len) for kind in ("prefill", "decode"))
         self.strategy = job_strategy(decode, strategy)
         self.model, self.max_len, self.batch_seqs = model, max_len, batch_seqs
-        self.storage = storage = Storage(cache_dtype=cache_dtype, weights=weight_dtype(weights), page_len=page_len)
+        self.storage = storage = Storage(cache_dtype=cache_dtype, weights=weight_dtype(weights))
         self.prefill_declared, self.generate_declared = (
             derive_job(model, job, strategy, storage=storage) for job in (prefill, decode)
         )
@@ -100,18 +96,6 @@ class GenerateStep(HeldArrays):
 
     # -- what a user calls -------------------------------------------------------------------------
 
-    @property
-    def has_pages(self) -> bool:
-        """True if some array of the cache is a pool of pages."""
-        return any("Pg" in row.dims for row in self.table)
-
-    def init_pages(self) -> np.ndarray:
-        """Returns a page table [B, Bp] that gives every sequence its own pages, numbered within its device's shard."""
-        split = next(self.generate_declared.declared[row.name].axes[0] for row in self.table if "Pg" in row.dims)
-        rows = self.batch_seqs // math.prod(self.strategy.mesh[axis] for axis in split)
-        each = self.cache_sizes["Bp"]
-        return ((np.arange(self.batch_seqs) % rows)[:, None] * each + np.arange(each)).astype(np.int32)
-
     def padded_length(self, length: int) -> int:
         """Returns the length for which a prompt's program is compiled: at least 8, a power of two times the number of
         shards of positions; at most the length of the cache."""
@@ -119,28 +103,26 @@ class GenerateStep(HeldArrays):
         return min(parts * max(1, 2 ** math.ceil(math.log2(max(length, 8) / parts))), self.cache_len)
 
     def prefill(
-        self, params: Params, cache: Cache, tokens: Any, lengths: Any, pages: Any = None, data: Mapping[str, Any] = {}
+        self, params: Params, cache: Cache, tokens: Any, lengths: Any, data: Mapping[str, Any] = {}
     ) -> tuple[Array, Cache]:
         """Returns logits [B, V] after each row's last token, and the cache with the keys and values.
 
         ``tokens`` [B, T] are padded behind ``lengths`` [B], at least 1. Each T is compiled once; `padded_length` gives
-        few different ones. ``pages`` [B, Bp] are the pages of each row, by default `init_pages`. ``data`` is what the
-        model's mask reads, by the names of `MASK_DATA`: [B], or [B, positions] of prompts and of what follows, 0 where
-        they are shorter. By default a prefix is the whole prompt, and there are no images or global tokens.
+        few different ones. ``data`` is what the model's mask reads, by the names of `MASK_DATA`: [B], or [B, positions]
+        of prompts and of what follows, 0 where they are shorter. By default a prefix is the whole prompt, and there are
+        no images or global tokens.
         """
-        given = self.prefill_inputs(tokens, lengths, pages, data)
+        given = self.prefill_inputs(tokens, lengths, data)
         return self.compiled(given["tokens"].shape[1])(params, cache, given)
 
     def generate(
-        self, params: Params, cache: Cache, tokens: Any, positions: Any, pages: Any = None, data: Mapping[str, Any] = {}
+        self, params: Params, cache: Cache, tokens: Any, positions: Any, data: Mapping[str, Any] = {}
     ) -> tuple[Array, Cache]:
         """Returns logits [B, V] after one more token per row, ``tokens`` [B] at ``positions`` [B], and the cache;
         ``data`` as for `prefill`."""
-        return self.compiled(0)(params, cache, self.decode_inputs(tokens, positions, pages, data))
+        return self.compiled(0)(params, cache, self.decode_inputs(tokens, positions, data))
 
-    def prefill_inputs(
-        self, tokens: Any, lengths: Any, pages: Any = None, data: Mapping[str, Any] = {}
-    ) -> dict[str, Array]:
+    def prefill_inputs(self, tokens: Any, lengths: Any, data: Mapping[str, Any] = {}) -> dict[str, Array]:
         """Returns the inputs of the program of `prefill` besides weights and cache, on its devices."""
         tokens, lengths = np.asarray(tokens, np.int32), np.asarray(lengths, np.int32)
         (batch, length), wanted = tokens.shape, self.batch_seqs
@@ -154,13 +136,11 @@ class GenerateStep(HeldArrays):
         sizes = {**self.model.dims, "B": batch, "T": length}
         check(self.prefill_declared.declared["x"], sizes, self.strategy.mesh)
         found = self._mask_inputs({"prefix": lengths, **data}, length)
-        return self._placed(1, pages, tokens=tokens, last=lengths - 1, **found)
+        return self._placed(1, tokens=tokens, last=lengths - 1, **found)
 
-    def decode_inputs(
-        self, tokens: Any, positions: Any, pages: Any = None, data: Mapping[str, Any] = {}
-    ) -> dict[str, Array]:
+    def decode_inputs(self, tokens: Any, positions: Any, data: Mapping[str, Any] = {}) -> dict[str, Array]:
         """Returns the inputs of the program of `generate` besides weights and cache, on its devices."""
-        return self._placed(0, pages, tokens=tokens, positions=positions, **self._mask_inputs(data, self.cache_len))
+        return self._placed(0, tokens=tokens, positions=positions, **self._mask_inputs(data, self.cache_len))
 
     def _mask_inputs(self, data: Mapping[str, Any], length: int) -> dict[str, np.ndarray]:
         """Returns what the mask reads of ``length`` positions, 0 where nothing is given."""
@@ -192,27 +172,23 @@ class GenerateStep(HeldArrays):
         tokens = jax.ShapeDtypeStruct((self.batch_seqs, length), jnp.int32)
         given = {"tokens": tokens, "last": rows} if length else {"tokens": rows, "positions": rows}
         given |= self._mask_shapes(length or self.cache_len)
-        if self.has_pages:
-            given[PAGES] = jax.ShapeDtypeStruct((self.batch_seqs, self.cache_sizes["Bp"]), jnp.int32)
         return lower(self._program(length), self.mesh, self.param_shapes, self.cache_shapes, given, platform=platform)
 
     # -- the programs ------------------------------------------------------------------------------
 
     def _given_specs(self, length: int) -> dict[str, PartitionSpec]:
-        """Returns the shardings of `prefill_inputs`; if ``length`` is 0 of `decode_inputs`, [B] but for pages."""
+        """Returns the shardings of `prefill_inputs`; if ``length`` is 0 of `decode_inputs`, [B]."""
         specs = self._specs(self.prefill_declared if length else self.generate_declared)
         rows = specs.pop("positions" if length else "last")
         return specs if length else specs | {"tokens": rows, "positions": rows}
 
     def _specs(self, derived: Derived) -> dict[str, PartitionSpec]:
         """Returns the shardings of the inputs of a derived program."""
-        names = ("tokens", "positions", "last", *((PAGES,) if self.has_pages else ()), *mask_data(self.model, PLAIN))
+        names = ("tokens", "positions", "last", *mask_data(self.model, PLAIN))
         return {name: partition_spec(derived.declared[name]) for name in names}
 
-    def _placed(self, length: int, pages: Any, **given: Any) -> dict[str, Array]:
-        """Puts the inputs of a program on its devices, with the page table where a cache has pages."""
-        if self.has_pages:
-            given[PAGES] = self.init_pages() if pages is None else pages
+    def _placed(self, length: int, **given: Any) -> dict[str, Array]:
+        """Puts the inputs of a program on its devices."""
         arrays = {n: a if isinstance(a, Array) else np.asarray(a, np.int32) for n, a in given.items()}
         return jax.device_put(arrays, shardings(self.mesh, self._given_specs(length)))
 
