@@ -1,6 +1,7 @@
 """How the time of a server's step grows on a CPU: with sequences, with their context, and with the queue.
 
 python benchmarks/serve_growth.py > benchmarks/results/serve_growth-DATE.txt
+python benchmarks/serve_growth.py invariance     what batch invariance costs, alone
 
 The llama of 26.7M parameters of `train_cpu.py`, fp32. A step's time is the median of many in which nothing but decoding
 happens, in an engine that dispatches a step before it reads the last one.
@@ -8,6 +9,7 @@ happens, in an engine that dispatches a step before it reads the last one.
 
 import os
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -87,9 +89,8 @@ def straight_line(tokens: list[int], found: list[float]) -> str:
     return f"{start:.2f} ms + {1e6 * slope:.0f} ns a token, R^2 {share:.4f}"
 
 
-def main() -> None:
-    print(f"{os.cpu_count()} cores, jax {jax.__version__}; ms a step, the median of {STEPS}")
-    step, params = make_step()
+def growth(step: PackedStep, params: Any) -> None:
+    """Steps against sequences, contexts and requests that wait."""
     print("\nsequences  " + "".join(f"{f'at {context}':>10}" for context in CONTEXTS) + "   a line over the context")
     for batch in BATCHES:
         found = [decoding_ms(step, params, batch, context) for context in CONTEXTS]
@@ -105,19 +106,36 @@ def main() -> None:
         for _ in range(20):
             engine.step()
         print(f"{queue:>18,}  {step_ms(engine):.2f}", flush=True)
+
+
+def invariance(step: PackedStep, params: Any) -> None:
+    """What batch invariance costs."""
     print("\nbatch-invariant: tokens/s of prompts of 32 tokens and 128 after each, beside the same without")
     invariant, _ = make_step(batch_invariant=True)
+    checked = engine_on(invariant, params, 32)
+    checked.warm_up()
+    sizes = [shape.rows for shape in checked.shapes()]
+    print(f"steps of {', '.join(map(str, sizes))} rows are alike")
     for batch in (1, 8, 32):
         rates: dict[str, list[float]] = {"plain": [], "batch-invariant": []}
         for _ in range(4):
             for name, one, budget in (("plain", step, 256), ("batch-invariant", invariant, 32)):
-                engine, random = engine_on(one, params, budget), np.random.default_rng(0)
+                random = np.random.default_rng(0)
+                engine = checked if one is invariant else engine_on(one, params, budget)
                 requests = [request(random, 32, 128) for _ in range(batch)]
                 started = time.perf_counter()
                 engine.run(requests)
                 rates[name].append(batch * 128 / (time.perf_counter() - started))
         plain, alike = (statistics.median(rate[1:]) for rate in rates.values())
         print(f"{batch:>9} sequences  {plain:.0f}  {alike:.0f}  ratio {alike / plain:.3f}", flush=True)
+
+
+def main() -> None:
+    print(f"{os.cpu_count()} cores, jax {jax.__version__}; ms a step, the median of {STEPS}")
+    step, params = make_step()
+    if sys.argv[1:] != ["invariance"]:
+        growth(step, params)
+    invariance(step, params)
 
 
 if __name__ == "__main__":

@@ -157,6 +157,12 @@ def test_an_adapter_without_a_name_of_its_own_is_one_line(pairs, words, call):
         (["--max-requests", "40", "--token-budget", "16"], "--token-budget 16 is less than --max-requests 40"),
         (["--max-len", "64", "--cache-bytes", "1kB"], "Give a smaller --max-len, more --cache-bytes, or a cache"),
         (["--adapters", "tiny=x"], "x has no adapter_config.json"),
+        (["--max-requests", "100Mi"], "--max-requests 104,857,600, and each needs one of"),
+        (["--host-cache-bytes", "100TB"], "--host-cache-bytes 100 TB is more than this machine's memory"),
+        (["--draft", "ngram", "--policy", "static"], "drafts need the policy chunked, not static"),
+        (["--draft", "nope"], "the draft nope is not a folder"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--deadline", "0"], "--deadline 0 leaves no time"),
     ],
 )
 def test_a_verb_speaks_of_its_own_options(folder, given, words, call):

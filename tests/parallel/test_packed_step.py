@@ -149,6 +149,14 @@ def test_pages_in_fp8_have_what_numpy_rounds(name, monkeypatch):
     np.testing.assert_array_equal(cache.stored(jnp.array([1e4, -1e4]), narrow).astype(np.float32), [448, -448])
 
 
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2"])
+def test_pages_in_int8_are_near(name):
+    model = FAMILIES[name]
+    params = float_params(model)
+    found, wanted = run(packed_step(model, cache_dtype="int8"), params), reference(model, params)
+    assert 1e-5 < np.abs(found - wanted).max() < 0.05 * np.abs(wanted).max()
+
+
 @pytest.mark.slow
 def test_int8_pages_are_split_as_they_are_on_one_device():
     params, int8 = float_params(LLAMA), {"cache_dtype": "int8"}

@@ -46,11 +46,10 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
                 raise InputError(f"{name} is {getattr(self, name):,}. Give a positive number.")
         if not 0 <= self.watermark < 1:
             raise InputError(f"watermark is {self.watermark:g}. Give a share of the pages from 0 to below 1.")
-        if self.num_drafts < 0 or (self.num_drafts and self.policy != "chunked"):
-            raise InputError(
-                f"num_drafts is {self.num_drafts} with the policy {self.policy}. Give a positive number, or 0 for none,"
-                " and the policy chunked."
-            )
+        if self.num_drafts < 0:
+            raise InputError(f"num_drafts is {self.num_drafts}. Give a positive number, or 0 for none.")
+        if self.num_drafts and self.policy != "chunked":
+            raise InputError(f"drafts need the policy chunked, not {self.policy}. Change one of the two.")
         each = 1 + self.num_drafts
         if self.policy == "chunked" and self.token_budget < self.max_requests * each:
             rows, least = "a token" if each == 1 else f"{each} tokens", self.max_requests * each

@@ -10,6 +10,7 @@ from meshwright.cli.output import compiling, say
 from meshwright.cli.verb import Bytes, Count, MeshSizes, Options, argument, option
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.strategy import make_mesh
 
 if TYPE_CHECKING:
     from meshwright.serve.model_folder import ModelFolder
@@ -21,8 +22,10 @@ class EngineGiven(Options):
 
     what: Path = argument(metavar="FOLDER")
     on: Cluster | None = option("Devices: cpu:4 is this machine as 4 emulated ones. Default: those that it has.")
-    plan: Path | None = option("A plan of plan --serve -o, which says the mesh and what is not given here.")
-    axes: MeshSizes | None = option("Mesh axes, such as tensor=2; data has an engine each. Default: planned.")
+    plan: Path | None = option("A plan written by plan --serve -o; it sets the mesh and options not given here.")
+    axes: MeshSizes | None = option(
+        "Mesh axes, such as tensor=2; each index of data has its own engine. Default: planned."
+    )
     max_len: Count | None = option("Most positions of a request. Default: the model's.", "--max-len", "--max-model-len")
     max_requests: Count | None = option(
         "Requests that run at once. Default: 256, 32 on CPUs.", "--max-requests", "--max-num-seqs"
@@ -34,28 +37,30 @@ class EngineGiven(Options):
         "Positions of a page of the cache. Default: 32 on CPUs, 128 on TPUs, 16 on GPUs.", "--page-len", "--block-size"
     )
     cache_bytes: Bytes | None = option(
-        "Memory of the cache on each device, such as 4GB. Default: what is left.", "--cache-bytes", "--kv-cache-memory"
+        "Memory of the cache on each device, such as 4GB. Default: what the weights leave.",
+        "--cache-bytes",
+        "--kv-cache-memory",
     )
     host_cache_bytes: Bytes = option(
-        "Memory of the host for pages of prompts that lost their room on the devices, such as 16GB.", default=0
+        "Host memory for pages of prompts that are evicted from the devices, such as 16GB.", default=0
     )
     cache_dtype: Literal["auto", "bf16", "fp32", "int8", "fp8"] = option(
         "Dtype of keys and values; auto: the weights'.", "--cache-dtype", "--kv-cache-dtype", default="auto"
     )
     weights: WeightStorage = option("How weights are stored.", "--weights", "--quantization", default="as they are")
     draft: str | None = option(
-        "What proposes tokens, checked together in a step: ngram, or a folder with a smaller model of the same tokens.",
+        "What drafts tokens that a step checks together: ngram, or the folder of a smaller model with the same tokens.",
         "--draft", "--speculative-model",
     )  # fmt: skip
     num_drafts: Count = option(
-        "Tokens that --draft proposes for each step.",
+        "Tokens that --draft proposes in each step.",
         "--num-drafts",
         "--num-speculative-tokens",
         default=4,
         needs={"draft": "--draft"},
     )
     policy: Literal["chunked", "interleaved", "static"] = option("How requests share steps.", default="chunked")
-    batch_invariant: bool = option("The same tokens and log-probabilities, bit for bit, whatever else runs.")
+    batch_invariant: bool = option("Results that do not depend, bit for bit, on what else runs.")
     adapters: tuple[str, ...] = option(
         "Adapters in PEFT's format, which requests choose by name as their model.",
         "--adapters",
@@ -63,7 +68,7 @@ class EngineGiven(Options):
         metavar="NAME=FOLDER ...",
     )
     no_prefix_cache: bool = option(
-        "Compute the beginnings that prompts share again.", "--no-prefix-cache", "--no-enable-prefix-caching"
+        "Recompute shared prefixes instead of reusing their pages.", "--no-prefix-cache", "--no-enable-prefix-caching"
     )
 
 
@@ -125,7 +130,7 @@ def devices_of(cluster: Cluster | None, axes: dict[str, int] | None) -> dict[str
 
     Raises InputError if ``--axes`` and ``--on`` differ, CannotRunError if this machine has too few devices.
     """
-    wanted = math.prod(axes.values()) if axes else None
+    wanted = math.prod(make_mesh(axes).values()) if axes else None
     words = f"--on {cluster.short_name}" if cluster else ""
     if axes:
         words = f"--axes {','.join(f'{axis}={size}' for axis, size in axes.items())}"

@@ -167,7 +167,10 @@ def verb(
 
 
 def _with_flags(text: str, params: Sequence[click.Parameter]) -> str:
-    """Returns a message with the options of a verb in place of the names that Python has for them."""
+    """Returns a message with the options of a verb in place of the names that Python has for them. One about a line of
+    a file keeps them: they are its fields."""
+    if re.match(r"\S+:\d+: ", text):
+        return text
     for param in params:
         if param.name and "_" in param.name and isinstance(param, click.Option):
             text = re.sub(rf"(?<![\w.-]){param.name}=", f"{param.opts[0]} ", text)

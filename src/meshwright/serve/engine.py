@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from msgspec.structs import replace
 
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.request import ActiveRequest, GenerationRequest
@@ -33,7 +34,7 @@ from meshwright.serve.drawing.drafts import Drafter, Drafting
 from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjusts
 from meshwright.serve.drawing.grammar import MaskedRow, TokenMasks
 from meshwright.serve.prefix_tree import CacheSnapshot, PrefixTree
-from meshwright.serve.request import EngineState, Finish, TokenEngine, TokenOutput, TokenRequest
+from meshwright.serve.request import MOST_LOGPROBS, EngineState, Finish, TokenEngine, TokenOutput, TokenRequest
 from meshwright.serve.step_sums import HeldStep, StepKey, StepSums, SummedSteps, held_step
 
 
@@ -138,8 +139,7 @@ class Engine:
         self._following: _Dispatched | None = None
         self._outputs: list[TokenOutput] = []
         self._ended: list[_Live] = []
-        self._number = self._num_steps = self._num_preempted = self._num_looked = self._num_hit = 0
-        self._num_drafted = self._num_accepted = 0
+        self._clear_counts()
         self._times = SummedSteps()
         most = {
             "chunked": limits.token_budget,
@@ -152,9 +152,15 @@ class Engine:
                 f"a batch-invariant engine has steps of at most {ALIKE_ROWS} tokens, and {most:,} are asked for. Give "
                 f"a token_budget and max_requests of at most {ALIKE_ROWS}, and the policy chunked."
             )
-        decoding = most if batch_invariant else step.max_seqs * (1 + limits.num_drafts)
-        self._decode_sizes = _whole(sizes_up_to(decoding, halves_from=8), step.row_parts)
+        self._decode_sizes = [ALIKE_ROWS]  # batch-invariant, until `warm_up` has found more
+        if not batch_invariant:
+            decoding = step.max_seqs * (1 + limits.num_drafts)
+            self._decode_sizes = _whole(sizes_up_to(decoding, halves_from=8), step.row_parts)
         self._chunk_sizes = [] if batch_invariant else _whole(sizes_up_to(most, least=16), step.row_parts)
+
+    def _clear_counts(self) -> None:
+        self._number = self._num_steps = self._num_preempted = self._num_looked = self._num_hit = 0
+        self._num_drafted = self._num_accepted = 0
 
     # -- what a user calls -------------------------------------------------------------------------
 
@@ -284,7 +290,9 @@ class Engine:
 
     def warm_up(self, on_shape: Callable[[int, int], None] = lambda done, all: None) -> None:
         """Compiles every shape, and what draws from it; ``on_shape`` is told how many are done of how many. May run in
-        a thread of its own while the engine runs."""
+        a thread of its own while the engine runs, unless it is batch-invariant."""
+        if self._step.batch_invariant:
+            self._decode_sizes = sizes_up_to(ALIKE_ROWS, halves_from=8)
         shapes = self.shapes()
         for number, shape in enumerate(shapes):
             on_shape(number, len(shapes))
@@ -295,7 +303,21 @@ class Engine:
             self._drafter.warm_up(shapes)
         if self._host_pages:
             self._host_pages.warm_up()
+        if self._step.batch_invariant:
+            self._keep_alike()
         on_shape(len(shapes), len(shapes))
+
+    def _keep_alike(self) -> None:
+        """Keeps the numbers of rows by which a first request has the bits that it has in a step of `ALIKE_ROWS`."""
+        prompt, found = (self.vocab_size - 1, 0)[: self.max_len - 1], dict[int, list[TokenOutput]]()
+        request = TokenRequest(prompt=prompt, max_tokens=1, echo=True, logprobs=MOST_LOGPROBS)
+        for size in self._decode_sizes:
+            self._decode_sizes = [size]
+            (outputs,) = self.run([request])
+            found[size] = [replace(one, number=0, admitted_s=0) for one in outputs]
+        self._decode_sizes = [size for size, outputs in found.items() if outputs == found[ALIKE_ROWS]]
+        self._clear_counts()
+        self._times.sums.clear()
 
     def share_sums(self, *others: "Engine") -> dict[StepKey, StepSums]:
         """Has other engines add their steps to the sums of this one, and returns these."""

@@ -145,6 +145,7 @@ class Frontend:
     """An engine for asyncio. At most ``max_queued`` requests are in the system; each may take ``deadline_s`` seconds.
 
     ``state`` is the engine's after its last step, ``failure`` says why it takes no requests any more (""): it failed.
+    ``num_cut`` requests were not finished when it closed.
     """
 
     def __init__(self, engine: TokenEngine, *, max_queued: int = MOST_QUEUED, deadline_s: float | None = None) -> None:
@@ -153,7 +154,7 @@ class Frontend:
         self.state = engine.state()
         self.failure = ""
         self.draining = False
-        self.in_system = 0
+        self.in_system = self.num_cut = 0
         self._commands: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
         self._feeds: set[Feed] = set()
         self._places: dict[int, tuple[Feed, int]] = {}  # the engine's thread alone uses it
@@ -188,7 +189,11 @@ class Frontend:
         excess = self.in_system + len(requests) - self.max_queued
         if excess > 0:
             wait_s = min(max(1, math.ceil(excess * self._end_gap_s)), LONGEST_RETRY_S)
-            raise BusyError(f"{self.in_system:,} requests are in the system. Try again in {wait_s} s.", wait_s)
+            raise BusyError(
+                f"{self.in_system:,} of at most {self.max_queued:,} requests are in the system, and {len(requests):,} "
+                f"more do not fit. Try again in {wait_s} s.",
+                wait_s,
+            )
         feed = Feed(self, requests)
         if not requests:
             return feed
@@ -216,11 +221,16 @@ class Frontend:
         self.stop_taking()
         await self._idle.wait()
 
+    def cut_off(self) -> None:
+        """Ends what runs and waits with an error."""
+        self.stop_taking()
+        self.num_cut += self.in_system
+        for feed in tuple(self._feeds):
+            feed.fail(UnavailableError("the server stopped before the request was done. Ask another one."))
+
     async def close(self, timeout_s: float = 10.0) -> None:
         """Cancels everything and ends the thread, waiting that long at most for a step that runs."""
-        self.stop_taking()
-        for feed in tuple(self._feeds):
-            feed.fail(UnavailableError("the server has stopped. Ask another one."))
+        self.cut_off()
         await asyncio.to_thread(self.join, timeout_s)
 
     def join(self, timeout_s: float = 10.0) -> None:

@@ -88,7 +88,7 @@ def open_engine(
         steps = [step.on(ordered[number * each : (number + 1) * each]) for number in range(layout.num_engines)]
     engines = [_engine(source, draft, layout, own, limits) for own in steps]
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
-    if in_background and engine.is_compiled:
+    if in_background and engine.is_compiled and not options.batch_invariant:
         # programs are read while the first requests run; a process that ends waits for one of them at most
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
     else:
@@ -134,7 +134,7 @@ def _lines(
     """Returns what an engine says of itself."""
     options, model, more = layout.options, source.model, without_mtp_words(source.model)
     if count := len(source.adapters):
-        more += f", {count} adapter{'s' * (count > 1)} of up to rank {model.dims['Ra'] // count}"
+        more += f", {_counted(count, 'adapter')} of up to rank {model.dims['Ra'] // count}"
     groups = {model.dims[dim] // model.dims[f"{dim}g"] for dim in GROUPED if model.dims.get(f"{dim}g")}
     if options.weights == "int4" and min(groups) < GROUP:
         more += f", a scale for each {min(groups)} to {max(groups)} inputs"
@@ -144,10 +144,14 @@ def _lines(
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}"
         + (f"; rings of {storage.ring_pages} pages for windows" if storage.ring_pages else "")
         + (f"; {format_bytes(options.host_cache_bytes)} on the host" if options.host_cache_bytes else ""),
-        f"up to {options.max_requests} requests at once of {found.max_len:,} positions at most; "
+        f"up to {_counted(options.max_requests, 'request')} at once of {found.max_len:,} positions at most; "
         f"{options.token_budget} rows a step" + " of each engine" * (layout.num_engines > 1),
-        *([f"{options.num_drafts} drafts a step and request, by {options.draft}"] if options.draft else []),
+        *([f"{_counted(options.num_drafts, 'draft')} a step and request, by {options.draft}"] if options.draft else []),
     )
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count > 1)}"
 
 
 NGRAM = "ngram"
@@ -156,6 +160,8 @@ NGRAM = "ngram"
 
 def _draft_model(folder: Path, model: Model) -> ModelFolder:
     """Opens the folder of a draft for a model. Raises InputError if it has other tokens or fewer positions."""
+    if not folder.expanduser().is_dir():
+        raise InputError(f"the draft {folder} is not a folder. Give ngram, or the folder of a smaller model.")
     found = open_model(folder)
     if found.model.vocab_size != model.vocab_size:
         raise InputError(
@@ -196,6 +202,11 @@ class _FoundPages(NamedTuple):
 def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storage: Storage) -> _FoundPages:
     """Returns how many pages there are, and how long a request may be."""
     options = layout.options
+    if options.host_cache_bytes > (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        raise InputError(
+            f"host_cache_bytes={format_bytes(options.host_cache_bytes)} is more than this machine's memory, "
+            f"{format_bytes(memory)}. Give less."
+        )
     if options.max_len > model.max_positions:
         raise InputError(
             f"max_len={options.max_len:,}, but {model.name} has {model.max_positions:,} positions. Give at most that."
@@ -221,9 +232,15 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
     each = -(-(longest + options.drafts) // page_len)
     wanted = -(-options.max_requests * each // spread) * spread
     most = int(there // page_bytes) // spread * spread if page_bytes else wanted * (there >= 0)
+    if options.max_requests > max(most, 256):
+        raise InputError(
+            f"max_requests={options.max_requests:,}, and each needs one of {most:,} pages at least. Give a smaller "
+            f"max_requests, or more cache_bytes."
+        )
+    requests = _counted(options.max_requests, "request")
     if wanted <= most:
         held = wanted * page_bytes + ring_bytes
-        return _FoundPages(wanted, longest, held, f"{options.max_requests} requests of {longest:,} positions")
+        return _FoundPages(wanted, longest, held, f"{requests} of {longest:,} positions")
     if most < 1 or (options.max_len and most < each):
         raise InputError(
             f"{format_bytes(there)} ({limited_by}) hold {most:,} pages of {page_len} positions; one request of "

@@ -40,7 +40,7 @@ async def test_the_small_routes():
         (b"[]", "the body: expected `object`, got `array`"),
         (b'{"prompt": "a", "temperature": NaN}', "not JSON"),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature: number out of range"),
-        (b'{"prompt": "a", "n": 1' + b"0" * 400 + b"}", "n: "),
+        (b'{"prompt": "a", "n": 1' + b"0" * 400 + b"}", "n is 1000"),
         (b'{"prompt": "\\ud800 and more text"}', "not JSON"),
         (b'{"prompt": "\xff"}', "not JSON"),
         (b'{"prompt": "\xed\xa0\x80"}', "not JSON"),
@@ -77,7 +77,8 @@ async def test_other_refusals_are_json_too():
         ):
             answer = await b.client.request(method, path)
             assert answer.status_code == status
-            assert answer.json()["error"]["message"]
+            message = answer.json()["error"]["message"]
+            assert ("/openapi.json" in message) == (path == "/nothing"), message
         assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
         assert (await b.complete("a" * 2_000)).status_code == 413
 
@@ -95,6 +96,7 @@ async def test_keys():
             answer = await b.client.get("/v1/models", headers={"authorization": key})
             assert answer.status_code == 401
             assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
             assert answer.headers["x-request-id"]
         for key in ("first", "second"):
             assert (await b.client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status_code == 200

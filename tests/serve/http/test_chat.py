@@ -113,7 +113,12 @@ async def test_logprobs():
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens=2 is given with a grammar"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tool_choice": "required"},
+            "invalid enum value 'required': give one of none, auto",
+        ),
+        ({"temperature": 1e30}, "temperature is 1e30: expected `float` <= 100.0"),
+        ({"messages": [{"role": "user", "content": "x" * 9_000}]}, "messages has 9,021 characters; 512 positions hold"),
         ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
         ({"max_tokens": 500}, "has 512 positions"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "has 512 positions"),

@@ -127,6 +127,14 @@ def test_a_signal_lets_what_runs_finish():
     assert server.ended() == (0, "ended\n", "")
 
 
+def test_what_a_drain_cuts_off_ends_with_an_error():
+    server = Process(port=0, drain_s=1)
+    sock = server.stream(400)
+    server.process.send_signal(signal.SIGTERM)
+    assert b"the server stopped before the request was done" in rest_of(sock)
+    assert server.ended() == (0, "ended\n", "")
+
+
 def test_a_second_signal_ends_at_once(tmp_path):
     path = tmp_path / "socket"
     server = Process(uds=str(path))

@@ -81,7 +81,9 @@ def test_a_line_has_settings_of_its_own(opened, tmp_path):
         ('{"prompt": []}\n', r"in.jsonl:1: the prompt is empty"),
         ('{"prompt": [1], "adapter": "sql"}\n', r"in.jsonl:1: this engine has no adapter 'sql'"),
         ('{"prompt": [1], "max_tokens": 99}\n', r"in.jsonl:1: .*positions"),
-        ("nothing\n", r"in.jsonl:1: .*malformed"),
+        ("nothing\n", r"in.jsonl:1: .*malformed.* A line is like"),
+        ('["a"]\n', r"in.jsonl:1: it is no JSON object"),
+        ('{"prompt": "a", "sampling": {"temperature": -1}}\n', r"in.jsonl:1: .*temperature=-1"),
         ("\n", "has no prompts"),
     ],
 )
@@ -100,3 +102,22 @@ def test_a_file_of_something_else_is_left_alone(opened, tmp_path):
         with pytest.raises(InputError, match="Name another file"):
             generate_file(*opened(), (prompts, out), USUAL_FIVE)
         assert out.read_text() == text
+
+
+@pytest.mark.parametrize("change", ["prompt", "max_tokens", "temperature", "model"])
+def test_answers_to_other_prompts_are_not_gone_on_with(opened, tmp_path, change):
+    source, engine = opened()
+    out = tmp_path / "out.jsonl"
+    generate_file(source, engine, (write(tmp_path / "in.jsonl", PROMPTS[:2]), out), USUAL_FIVE)
+    text, usual, prompts = out.read_text(), USUAL_FIVE, PROMPTS[:2]
+    if change == "prompt":
+        prompts = [*PROMPTS[:1], [*PROMPTS[1], 2]]
+    elif change == "model":
+        source = source._replace(model=replace(LLAMA, name="other"))
+    elif change == "max_tokens":
+        usual = replace(usual, max_tokens=4)
+    else:
+        usual = replace(usual, sampling=Sampling(temperature=0.5))
+    with pytest.raises(InputError, match=r"has an answer to another line \d: the prompt, its settings or the model"):
+        generate_file(source, engine, (write(tmp_path / "in.jsonl", prompts), out), usual)
+    assert out.read_text() == text

@@ -73,6 +73,8 @@ def command(given: Given) -> Answer:
     rates = [parse_load(one, what="--rate") for one in given.rate.split(",")] if given.rate else []
     if given.what is None and not rates and given.trace is None:
         raise InputError("without a FOLDER no capacity is known. Give --rate, such as 5/s, or a --trace.")
+    if given.seconds == 0 or given.burstiness == 0:
+        raise InputError("--seconds and --burstiness are above 0. Give positive numbers, such as 30 and 1.")
     traced = load_trace(given.trace) if given.trace is not None else None
     parse_lengths(given.prompt), parse_lengths(given.output)
     with ExitStack() as stack:

@@ -85,9 +85,11 @@ def bulk(given: Given) -> Answer:
     """Goes on from every line of a file, through the engine of a server."""
     if given.prompt_file is None or given.prompt_file.suffix != ".jsonl" or given.prompts:
         raise InputError("-o takes the answers to --prompts FILE.jsonl. Give such a file, and no --prompt.")
-    opened = open_given(given)
     from meshwright.serve.drawing.sampling import Sampling
-    from meshwright.serve.offline.bulk import USUAL, generate_file
+    from meshwright.serve.offline.bulk import USUAL, generate_file, read_lines
+
+    read_lines(given.prompt_file)  # what cannot be read is said before anything compiles
+    opened = open_given(given)
 
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
     usual, said, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out

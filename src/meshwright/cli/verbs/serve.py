@@ -9,6 +9,7 @@ import click
 from meshwright.cli.engine import EngineGiven, folders_by_name, open_given
 from meshwright.cli.output import say
 from meshwright.cli.verb import Count, option, verb
+from meshwright.core.errors import InputError
 
 if TYPE_CHECKING:
     from meshwright.serve.engine import Engine
@@ -21,11 +22,11 @@ class Given(EngineGiven):
     uds: str | None = option("Unix socket to listen on in place of a port.")
     name: str | None = option("What clients call the model. Default: its folder.", "--name", "--served-model-name")
     api_key: tuple[str, ...] = option("Key that clients must send; give it again for more.", "--api-key")
-    max_queued: Count = option("Requests that wait or run at most; more get a 429.", default=1024)
-    deadline: float | None = option("Seconds that a request may take. Default: any.")
-    drain: Count = option("Seconds that what runs may go on after SIGTERM.", default=60)
+    max_queued: Count = option("Most requests that wait or run; more get a 429.", default=1024)
+    deadline: float | None = option("Time limit of a request in seconds. Default: none.")
+    drain: int = option("Seconds that running requests get to finish after SIGTERM.", default=60)
     log_requests: bool = option("Write a line of JSON for each request to standard error.")
-    no_log_stats: bool = option("Say no line every 10 s of what was done.", "--no-log-stats", "--disable-log-stats")
+    no_log_stats: bool = option("Print no statistics line every 10 s.", "--no-log-stats", "--disable-log-stats")
 
 
 @verb(Given)
@@ -37,6 +38,11 @@ def command(given: Given) -> None:
     """
     from meshwright.serve.http.run import Listening, serve_app
 
+    for flag, value in (("--name", given.name), *(("--api-key", key) for key in given.api_key)):
+        if value == "":
+            raise InputError(f"{flag} is empty. Give a text, or leave the option out.")
+    if given.deadline == 0:
+        raise InputError("--deadline 0 leaves no time for a request. Give more seconds, or leave it out for no limit.")
     listening = Listening(host=given.host, port=given.port, uds=given.uds, drain_s=given.drain)
     listening.bind().close()  # an address that is taken is said before minutes of compiling
     from meshwright.serve.http.served import served_model
@@ -58,6 +64,8 @@ def command(given: Given) -> None:
             say(line)
 
     serve_app(app, frontend, listening, lambda url: say(f"serving {served.name} at {url}"), on_line)
+    if frontend.num_cut:
+        say(f"the server has ended with {frontend.num_cut:,} requests unfinished")
 
 
 def _prices(engines: "Sequence[Engine]") -> "StepPrices":

@@ -39,7 +39,8 @@ from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strat
 from meshwright.spec.weights import without_mtp
 
 ALIKE_ROWS = 32
-"""Rows up to which XLA's programs for CPUs sum the products of a row in one order, from two rows on."""
+"""Rows of a batch-invariant step at most. Steps of fewer rows are used where they sum in the order of this one: XLA's
+programs for CPUs split the sums of some products by the number of rows, the same way for all rows of a step."""
 
 
 LEAST_ROWS = 2
@@ -120,8 +121,8 @@ class PackedStep(HeldArrays):
     Keys and values of all sequences are in ``num_pages`` pages of ``page_len`` slots; those of layers with a window, if
     the storage has ``ring_pages``, in a ring for each sequence, see `ring_pages`. On CPUs weights and caches are tuples
     of layers and the loops over layers are unrolled. With ``batch_invariant`` what is computed of a row depends, to the
-    last bit, on its own sequence alone, in steps of 2 to `ALIKE_ROWS` rows that are sequences of their own for
-    attention (``longest`` is 1); float32 on one CPU device.
+    last bit, on its own sequence and the number of rows alone, in steps of 2 to `ALIKE_ROWS` rows that are sequences of
+    their own for attention (``longest`` is 1); float32 on one CPU device.
     """
 
     @checked
@@ -165,7 +166,8 @@ class PackedStep(HeldArrays):
         self.mesh = strategy_mesh(strategy)
         self.compiler = compiler_options(self.mesh)
         self.unrolled = platform_of(self.mesh.devices.flat[0]) == "cpu"
-        self.heads_first = [row.name for row in self.table if row.dims[2][0] == "K"] if self.unrolled else []
+        with_heads = [row.name for row in self.table if row.dims[2:3] and row.dims[2][0] == "K"]
+        self.heads_first = with_heads if self.unrolled else []
         self.batch_invariant = batch_invariant
         if batch_invariant and not (self.unrolled and strategy.num_chips == 1 and self.dtype == jnp.float32):
             raise CannotRunError(

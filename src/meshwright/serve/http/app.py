@@ -160,7 +160,7 @@ class Handlers:
             raise RequestError("give a prompt or messages, one of the two.", param="prompt")
         text, special = body.prompt, body.add_special_tokens is not False
         if text is None:
-            text = chat_text(self.served, body.messages or [], body.tools, template_variables(body))
+            text = await chat_text(self.served, body.messages or [], body.tools, template_variables(body))
             special = bool(body.add_special_tokens)
         tokens = await encoded(self.served, text, special)
         shown = [self.served.piece(one)[0] for one in tokens] if body.return_token_strs else None

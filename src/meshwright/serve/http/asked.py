@@ -20,8 +20,9 @@ from meshwright.serve.stop_strings import StopStrings
 
 COMPLETION_TOKENS = 16
 """``max_tokens`` of a completion that does not say it, as OpenAI has it; a chat may go on to the model's limit."""
-_LONG_TEXT = 4_096
-"""Characters from which on a text is encoded in another thread, so that streams go on meanwhile."""
+_LONG_TEXT, _MANY_MESSAGES = 4_096, 64
+"""Characters from which on a text is encoded, and messages from which on a chat is rendered, in another thread, so that
+other requests go on meanwhile."""
 
 
 class AskedText(msgspec.Struct, kw_only=True):
@@ -49,6 +50,9 @@ async def asked_of_completion(body: CompletionBody, served: ServedModel, fronten
     special = body.add_special_tokens is not False
     given = _prompts(body.prompt)
     _require_room(len(given) * (body.n or 1), frontend)
+    for one in given:
+        if isinstance(one, str):
+            _require_length(one, "prompt", served, frontend)
     prompts = [tuple(await encoded(served, one, special)) if isinstance(one, str) else tuple(one) for one in given]
     asked = _asked(body, served, frontend, prompts, body.logprobs, await _grammar(body, served))
     if body.echo:
@@ -63,7 +67,8 @@ async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend)
         raise RequestError("top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
     _require_room(body.n or 1, frontend)
     more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    text = chat_text(served, body.messages, body.tools, more | template_variables(body))
+    text = await chat_text(served, body.messages, body.tools, more | template_variables(body))
+    _require_length(text, "messages", served, frontend)
     prompt = tuple(await encoded(served, text, bool(body.add_special_tokens)))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _asked(body, served, frontend, [prompt], logprobs, await _grammar(body, served))
@@ -104,11 +109,13 @@ async def _grammar(body: GenerationBody, served: ServedModel) -> Grammar | None:
         raise RequestError(str(error), param=param) from None
 
 
-def chat_text(
+async def chat_text(
     served: ServedModel, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
 ) -> str:
     """Returns the text of a chat; raises RequestError for what its template refuses, or a text that is not UTF-8."""
-    text = served.render(messages, tools, variables)
+    given = messages, tools, variables
+    is_short = len(messages) < _MANY_MESSAGES
+    text = served.render(*given) if is_short else await asyncio.to_thread(served.render, *given)
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -130,6 +137,17 @@ async def encoded(served: ServedModel, text: str, special: bool) -> list[int]:
     if len(text) < _LONG_TEXT:
         return served.encode(text, special=special)
     return await asyncio.to_thread(served.encode, text, special=special)
+
+
+def _require_length(text: str, param: str, served: ServedModel, frontend: Frontend) -> None:
+    """Raises RequestError for a text that has more characters than all positions could."""
+    most = frontend.max_len * served.longest_piece
+    if len(text) > most:
+        raise RequestError(
+            f"{param} has {len(text):,} characters; {frontend.max_len:,} positions hold {most:,} at most. Shorten it.",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def require_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:

@@ -1,5 +1,7 @@
 """Bodies of requests. A field that is null is as one that is not given; an unknown one is refused."""
 
+import re
+from contextlib import suppress
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -182,12 +184,12 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body], most
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
-        raise _misfit(str(error), decoder.type) from None
+        raise _misfit(str(error), decoder.type, raw) from None
     except DAMAGED_JSON as error:
         raise RequestError(f"the body is not JSON in UTF-8: {error}. Send a JSON object.") from None
 
 
-def _misfit(said: str, kind: Any) -> RequestError:
+def _misfit(said: str, kind: Any, raw: bytearray) -> RequestError:
     """Returns the error for what msgspec says of a body: "Expected `int`, got `str` - at `$.n`"."""
     what, _, path = said.partition(" - at `")
     path = path.removesuffix("`").removeprefix("$").removeprefix(".")
@@ -203,4 +205,11 @@ def _misfit(said: str, kind: Any) -> RequestError:
     param = path.partition("[")[0] or None
     if what.startswith("Object missing required field"):
         param = param or what.split("`")[1]
-    return RequestError(f"{path or 'the body'}: {what[:1].lower()}{what[1:]}.", param=param)
+    where = path or "the body"
+    with suppress(*DAMAGED_JSON, LookupError, TypeError):
+        found = msgspec.json.decode(raw)
+        for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
+            found = found[int(index) if index else name]
+        if isinstance(found, str | float | int):
+            where += f" is {msgspec.json.encode(found).decode()[:60]}"
+    return RequestError(f"{where}: {what[:1].lower()}{what[1:]}.", param=param)

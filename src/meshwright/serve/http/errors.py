@@ -49,8 +49,11 @@ def error_of(error: Exception) -> tuple[int, ErrorAnswer, Mapping[str, str]]:
     param, code = None, None
     if isinstance(error, RequestError):
         status, param, code, message = error.status, error.param, error.code, str(error)
+        headers = {"WWW-Authenticate": "Bearer"} if status == HTTPStatus.UNAUTHORIZED else {}
     elif isinstance(error, HTTPException):
         status, message, headers = error.status_code, f"{error.detail}.", error.headers or {}
+        if status == HTTPStatus.NOT_FOUND:
+            message = "there is no such path. GET /openapi.json lists the routes."
     else:
         status = next((code for kind, code in _STATUSES.items() if isinstance(error, kind)), 500)
         message = str(error) if status < 500 or isinstance(error, UserError) else "the server failed; its log says how."

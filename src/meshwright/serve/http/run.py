@@ -83,6 +83,12 @@ class DrainingServer(uvicorn.Server):
         )
         self.frontend, self.on_ready, self.on_line = frontend, on_ready, on_line
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.config.timeout_graceful_shutdown is not None:  # clients are told before their connections are closed
+            asyncio.get_running_loop().call_later(self.config.timeout_graceful_shutdown, self.frontend.cut_off)
+            self.config.timeout_graceful_shutdown += 1
+        await super().shutdown(sockets)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.on_ready()

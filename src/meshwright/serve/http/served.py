@@ -1,6 +1,7 @@
 """A model as it is served: its name, its tokenizer, its chat template, and prompts as tokens."""
 
 import json
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from tokenizers.models import BPE
 
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.adapter import base_folder, is_adapter
@@ -63,8 +65,17 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Returns the tokens of a text; ``special``: with those that the tokenizer puts around it."""
         if isinstance(self.text, TokenizedText):
-            return list(self.text.tokenizer.encode(text, add_special_tokens=special).ids)
+            # of several texts the tokenizer lets other threads run meanwhile
+            (found,) = self.text.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+            return list(found.ids)
         return self.text.encode(text)
+
+    @cached_property
+    def longest_piece(self) -> float:
+        """The most characters of a token; infinite where one may stand for any text."""
+        if not (isinstance(self.text, TokenizedText) and isinstance(self.text.tokenizer.model, BPE)):
+            return math.inf
+        return max(map(len, self.text.tokenizer.get_vocab()))
 
     def render(self, messages: Sequence[ChatMessage], tools: Any, variables: Mapping[str, Any]) -> str:
         """Returns the text of a chat. Raises RequestError without a chat template, or for what it refuses."""

@@ -1,20 +1,21 @@
 """A file of prompts through an engine: a line out for each line in, in any order, resumable."""
 
-import json
+import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from meshwright.core.errors import InputError
-from meshwright.core.files import read_text
+from meshwright.core.errors import InputError, as_sentence
+from meshwright.core.fields import convert_fields
+from meshwright.core.files import DAMAGED_JSON, read_text
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
 from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
 from meshwright.serve.model_folder import ModelFolder
-from meshwright.serve.request import TokenOutput, TokenRequest
+from meshwright.serve.request import TokenRequest
 
 AHEAD = 4
 """Requests in the engine at most, times those that run at once."""
@@ -31,13 +32,15 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class CompletionLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of what comes out; ``line`` counts the lines of the prompts from 1."""
+    """A line of what comes out; ``line`` counts the lines of the prompts from 1, ``digest`` is of the model's name and
+    of what was asked."""
 
     line: int
     id: Any = None
     text: str
     tokens: list[int]
     finish: str
+    digest: str
 
 
 class BulkDone(NamedTuple):
@@ -63,7 +66,8 @@ def generate_file(
     """
     prompts, out = files
     requests = read_prompts(source, engine, prompts, usual)
-    there = _lines_there(out, prompts, len(requests))
+    digests = {number: _digest(source, request) for number, (_, request) in requests.items()}
+    there = _lines_there(out, digests)
     waiting = iter([number for number in sorted(requests) if number not in there])
     whose: dict[int, int] = {}
     tokens: dict[int, list[int]] = {}
@@ -75,7 +79,15 @@ def generate_file(
                 number = whose[output.number]
                 tokens.setdefault(number, []).extend([] if output.token is None else [output.token])
                 if output.finish is not None:
-                    line = _line(source, number, requests[number][0], tokens.pop(number), output)
+                    made = tokens.pop(number)
+                    line = CompletionLine(
+                        line=number,
+                        id=requests[number][0].id,
+                        text=source.text.decode(made),
+                        tokens=made,
+                        finish=output.finish,
+                        digest=digests[number],
+                    )
                     written.write(msgspec.json.encode(line).decode() + "\n")
                     done, ended = done + 1, True
             if ended:
@@ -102,18 +114,38 @@ def _submit(
     return added
 
 
-def read_prompts(
-    source: ModelFolder, engine: Engine | EngineGroup, path: Path, usual: TokenRequest
-) -> dict[int, tuple[PromptLine, TokenRequest]]:
-    """Returns the lines of a file of prompts by number, with their requests. Raises InputError for one that the engine
-    could never run, or for none."""
+def read_lines(path: Path) -> dict[int, PromptLine]:
+    """Returns the lines of a file of prompts by number. Raises InputError for one that cannot be read, or for none."""
     found = {}
     text = read_text(path, "Give a file with a JSON object on each line.")
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            given = msgspec.json.decode(line, type=PromptLine)
+            given = msgspec.json.decode(line)
+            if not isinstance(given, dict):
+                raise InputError("it is no JSON object.")
+            found[number] = convert_fields(given, PromptLine, section="line")
+        except DAMAGED_JSON as error:
+            raise InputError(f"{path}:{number}: {as_sentence(str(error))} {_LIKE}") from None
+        except InputError as error:
+            raise InputError(f"{path}:{number}: {error} {_LIKE}") from None
+    if not found:
+        raise InputError(f"{path} has no prompts. {_LIKE}")
+    return found
+
+
+_LIKE = 'A line is like {"prompt": "The statement", "max_tokens": 16}.'
+
+
+def read_prompts(
+    source: ModelFolder, engine: Engine | EngineGroup, path: Path, usual: TokenRequest
+) -> dict[int, tuple[PromptLine, TokenRequest]]:
+    """Returns the lines of a file of prompts by number, with their requests. Raises InputError for one that the engine
+    could never run."""
+    found = {}
+    for number, given in read_lines(path).items():
+        try:
             tokens = source.text.encode(given.prompt) if isinstance(given.prompt, str) else given.prompt
             request = TokenRequest(
                 prompt=tuple(tokens),
@@ -123,15 +155,18 @@ def read_prompts(
                 adapter=given.adapter,
             )
             engine.check(request)
-        except (msgspec.DecodeError, InputError) as error:
+        except InputError as error:
             raise InputError(f"{path}:{number}: {error}") from None
         found[number] = given, request
-    if not found:
-        raise InputError(f'{path} has no prompts. Write one on each line: {{"prompt": "The statement"}}.')
     return found
 
 
-def _lines_there(out: Path, prompts: Path, most: int) -> set[int]:
+def _digest(source: ModelFolder, request: TokenRequest) -> str:
+    said = source.model.name, request.prompt, request.max_tokens, request.sampling, request.adapter
+    return hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]
+
+
+def _lines_there(out: Path, digests: Mapping[int, str]) -> set[int]:
     """Returns the lines that the file has, and cuts off one that was not written to its end."""
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -141,20 +176,18 @@ def _lines_there(out: Path, prompts: Path, most: int) -> set[int]:
         if not line.endswith(b"\n"):
             break
         try:
-            number = json.loads(line)["line"]
-        except (ValueError, KeyError, TypeError):
+            made = msgspec.json.decode(line, type=CompletionLine)
+        except msgspec.DecodeError:
             raise InputError(f"{out} holds a line that is not of an earlier run. Name another file.") from None
-        there.add(number)
+        if digests.get(made.line) != made.digest:
+            raise InputError(
+                f"{out} has an answer to another line {made.line}: the prompt, its settings or the model were others. "
+                f"Name another file."
+            )
+        there.add(made.line)
         whole += len(line)
     os.truncate(out, whole)
-    if there and max(there) > most:
-        raise InputError(f"{out} has line {max(there)} and {prompts} has {most}. Name another file for other prompts.")
     return there
-
-
-def _line(source: ModelFolder, number: int, given: PromptLine, tokens: list[int], last: TokenOutput) -> CompletionLine:
-    text = source.text.decode(tokens)
-    return CompletionLine(line=number, id=given.id, text=text, tokens=tokens, finish=last.finish or "")
 
 
 USUAL = TokenRequest(prompt=(0,), max_tokens=128, sampling=LIKELIEST)
