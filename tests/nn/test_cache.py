@@ -138,10 +138,10 @@ def test_int8_keys_and_values_are_off_by_no_more_than_their_rounding(arrays):
 
 @pytest.mark.parametrize("latent", [False, True])
 def test_drafts_are_attended_as_if_they_came_one_by_one(latent):
-    """Up to three new positions of each row, -1 behind the last; pages of a layer that is not the first."""
+    """Up to three new positions of each sequence, packed rows; pages of a layer that is not the first."""
     rng = np.random.default_rng(0)
-    context = SimpleNamespace(model=SimpleNamespace(attention_scale=0.3, qk_nope_head_dim=0))
-    step = SimpleNamespace(details=CachedAttention(paged=True, window=9), more=())
+    context = SimpleNamespace(model=SimpleNamespace(attention_scale=0.3, qk_nope_head_dim=0), longest=3)
+    step = SimpleNamespace(details=CachedAttention(packed=True, window=9), more=(), inputs=())
     heads = () if latent else (2,)
     widths = (6, 3) if latent else (6, 5)
     caches = [
@@ -149,11 +149,18 @@ def test_drafts_are_attended_as_if_they_came_one_by_one(latent):
     ]
     pages = jnp.asarray(rng.permutation(12).reshape(BATCH, 4), jnp.int32)
     positions = np.array([[6, 7, 8], [0, -1, -1], [13, 14, -1]], np.int32)
-    queries = [jnp.asarray(rng.normal(size=(BATCH, 3, 4, n)), jnp.float32) for n in (widths if latent else widths[:1])]
+    queries = [jnp.asarray(rng.normal(size=(9, 1, 4, n)), jnp.float32) for n in (widths if latent else widths[:1])]
     attend = cached_latent_attention if latent else ops.cached_attention
-    together = attend(context, step, *queries, *caches, jnp.asarray(positions), pages)
+
+    def attended(first, own):
+        """The rows from ``first`` on that have ``own`` positions of each sequence, [9, 1, 4, Hv]."""
+        given = first, (own >= 0).sum(axis=1), own.max(axis=1) + 1
+        return np.asarray(attend(context, step, *queries, *caches, *(jnp.asarray(x, jnp.int32) for x in given), pages))
+
+    firsts = np.arange(0, 9, 3)
+    together = attended(firsts, positions).reshape(3, 3, 4, -1)
     for t in range(3):
-        one = attend(context, step, *(q[:, t : t + 1] for q in queries), *caches, positions[:, t : t + 1], pages)
-        close(together[:, t : t + 1], one)
-        np.testing.assert_array_equal(np.asarray(one)[positions[:, t] < 0], 0)
-        assert np.abs(np.asarray(one)[positions[:, t] >= 0]).min() > 0
+        one = attended(firsts + t, positions[:, t : t + 1])[firsts + t, 0]
+        close(together[:, t], one)
+        np.testing.assert_array_equal(one[positions[:, t] < 0], 0)
+        assert np.abs(one[positions[:, t] >= 0]).min() > 0
