@@ -118,6 +118,6 @@ def test_answers_to_other_prompts_are_not_gone_on_with(opened, tmp_path, change)
         usual = replace(usual, max_tokens=4)
     else:
         usual = replace(usual, sampling=Sampling(temperature=0.5))
-    with pytest.raises(InputError, match=r"has an answer to another line \d: the prompt, its settings or the model"):
+    with pytest.raises(InputError, match=r"line \d of the prompts was answered with another prompt, other settings or"):
         generate_file(source, engine, (write(tmp_path / "in.jsonl", prompts), out), usual)
     assert out.read_text() == text

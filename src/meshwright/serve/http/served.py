@@ -73,9 +73,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def longest_piece(self) -> float:
         """The most characters of a token; infinite where one may stand for any text."""
-        if not (isinstance(self.text, TokenizedText) and isinstance(self.text.tokenizer.model, BPE)):
+        if not isinstance(self.text, TokenizedText):
             return math.inf
-        return max(map(len, self.text.tokenizer.get_vocab()))
+        tokenizer, model = self.text.tokenizer, self.text.tokenizer.model
+        is_bounded = isinstance(model, BPE) and (model.byte_fallback or not model.fuse_unk)
+        return max(map(len, tokenizer.get_vocab())) if is_bounded else math.inf
 
     def render(self, messages: Sequence[ChatMessage], tools: Any, variables: Mapping[str, Any]) -> str:
         """Returns the text of a chat. Raises RequestError without a chat template, or for what it refuses."""

@@ -181,8 +181,8 @@ def _lines_there(out: Path, digests: Mapping[int, str]) -> set[int]:
             raise InputError(f"{out} holds a line that is not of an earlier run. Name another file.") from None
         if digests.get(made.line) != made.digest:
             raise InputError(
-                f"{out} has an answer to another line {made.line}: the prompt, its settings or the model were others. "
-                f"Name another file."
+                f"{out}: line {made.line} of the prompts was answered with another prompt, other settings or another "
+                f"model. Name another file."
             )
         there.add(made.line)
         whole += len(line)
