@@ -25,7 +25,7 @@ KERNELS = {
 
 BUDGETS = {
     "core": 1_124, "masks": 1_200, "spec": 3_247, "algebra": 6_850, "cost": 6_096, "plan": 5_478, "nn": 8_378,
-    "parallel": 3_469, "hlo": 1_976, "train": 4_341, "serve": 4_919, "verify": 1_670, "profile": 1_734,
+    "parallel": 3_469, "hlo": 1_976, "train": 4_341, "serve": 4_929, "verify": 1_670, "profile": 1_734,
     "accuracy": 2_056, "bench": 3_041, "report": 3_332, "api": 610, "cli": 5_230, "calculators": 9_185,
     "batching": 1_465, "simulate": 274,
 }  # fmt: skip

@@ -136,6 +136,20 @@ def test_a_preempted_request_goes_on_where_it_was(engine_of, expected):
     assert_whole(engine)
 
 
+def test_a_preempted_request_finds_what_it_had_written(engine_of):
+    """Full pages of its prompt and its answer stay while nobody needs them; only what is behind is computed again."""
+    asked = [request([1 + number, *range(7 + number, 15 + number)], max_tokens=20) for number in range(4)]
+    wanted, prefilled = [tokens_of(engine_of().run([one])[0]) for one in asked], {}
+    for prefix_cache in (False, True):
+        engine = engine_of(watermark=0.0, prefix_cache=prefix_cache)
+        engine._pages.take(12)
+        del engine._pages.free[-12:]
+        assert list(map(tokens_of, engine.run(asked))) == wanted
+        assert engine.state().preemptions == 3
+        prefilled[prefix_cache] = sum(sums.prefilled for sums in engine.state().sums.values())
+    assert prefilled[True] <= 4 * 9 + 3 * (2 * PAGE_LEN + 3) < prefilled[False]
+
+
 def test_a_stop_token_ends_a_request_before_it(engine_of, expected):
     stop = expected[0][4]
     first = expected[0].index(stop)

@@ -217,7 +217,11 @@ class Engine:
         planned = self._scheduler.plan()
         for active in planned.preempted:
             self._num_preempted += 1
-            self._vacate(self._live[active.request.number])
+            live = self._live[active.request.number]
+            self._vacate(live, stays=True)
+            if active.request.prefix is not None:  # what it has written so far is known when it comes back
+                self._pages.enter(live.number, live.tokens, live.pages, self._adapters[live.request.adapter])
+                active.request = replace(active.request, prefix_len=len(live.tokens))
         if self._host_pages:
             self._cache = self._host_pages.move(self._cache, *self._pages.moves())
         self._following = self._dispatch(planned) if planned.repeats else None
@@ -527,11 +531,13 @@ class Engine:
     def _found(self, live: _Live, token: int) -> tuple[bool, Finish | None]:
         """Returns whether a request's output has a token that was drawn, and whether and why it ends there."""
         request, num_before = live.request, len(live.tokens) - len(live.request.prompt)
+        has_one = request.max_tokens > 0
+        if live.answer is not None and live.answer.is_error():
+            return False, "length"  # the limits of masks are reached: the answer is the beginning of one
         if token in request.stop_tokens and num_before >= request.min_tokens:
             return False, "stop"
-        has_one = request.max_tokens > 0
         if live.answer is not None and has_one and not live.answer.consume_token(token):
-            return False, "stop"  # the grammar's limits of time or memory are reached
+            return False, "length"
         if live.answer is not None and live.answer.is_stopped():
             return has_one, "stop"
         return has_one, "length" if num_before + has_one >= request.max_tokens else None

@@ -167,14 +167,14 @@ class PrefixTree(PagePool):
         self._num_shared[prefix] = len(held)
 
     def release(self, prefix: int, pages: Sequence[int], tokens: Sequence[int] = ()) -> None:
-        """Frees the pages of a request beyond those that the tree has; full ones of ``tokens`` become idle nodes. The
-        scheduler has given all of them back."""
+        """Frees the pages of a request beyond those that the tree has; full ones of ``tokens`` become idle nodes, as
+        many as are not taken again yet. The scheduler has given all of them back."""
         node, path, own = self._roots.get(prefix), list[PrefixNode](), list(pages[self.num_shared(prefix) :])
         for at in range(min(len(pages), len(tokens) // self.page_len) if node else 0):
             block = tuple(tokens[at * self.page_len : (at + 1) * self.page_len])
             assert node is not None
             child = node.children.get(block)
-            if child is None and pages[at] in own:
+            if child is None and pages[at] in own and self.num_free:
                 own.remove(pages[at])
                 child = node.children[block] = PrefixNode(block, pages[at], node)
                 self._idle_nodes[child] = None

@@ -6,6 +6,7 @@ import re
 import msgspec
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from meshwright.core.errors import InputError
 from meshwright.serve.drawing.drafts import ModelDrafter, NgramDrafter
@@ -109,6 +110,19 @@ def test_a_text_that_is_cut_off_is_a_beginning(step, params, reader):
     one = msgspec.structs.replace(asked("x", 3, read(reader, "regex", "(ab){20}")), max_tokens=7)
     (found,) = engine_on(step, step.place(params)).run([one])
     assert (TOKENIZER.decode(tokens_of(found)), found[-1].finish) == ("abababa", "length")
+
+
+def test_a_grammar_that_needs_too_much_ends_a_beginning_and_nobody_else(step, params, monkeypatch):
+    monkeypatch.setattr("meshwright.serve.drawing.grammar._LIMITS", LLParserLimits(step_max_items=20))
+    reader = GrammarReader(TOKENIZER, MODEL.vocab_size, [END])
+    free = asked("b c", 1)
+    (alone,) = engine_on(step, step.place(params)).run([free])
+    ambiguous = "start: s\ns: s s s | s s | /[a-z]/"
+    found, beside = engine_on(step, step.place(params)).run([asked("x", 3, read(reader, "lark", ambiguous)), free])
+    assert 1 < len(tokens_of(found)) < 28
+    assert TOKENIZER.decode(tokens_of(found)).isalpha()
+    assert found[-1].finish == "length"
+    assert tokens_of(beside) == tokens_of(alone)
 
 
 @pytest.mark.parametrize(
