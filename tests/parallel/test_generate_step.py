@@ -140,7 +140,9 @@ def test_compiled_collectives_are_the_derived_ones(name, axes, options):
     dims = {**step.model.dims, "B": step.batch_seqs, "S": step.max_len}
     for length, derived in ((16, step.prefill_declared), (0, step.generate_declared)):
         tokens = step.batch_seqs * (length or 1)
-        sizes = {**dims, "T": length or 1, "C": tokens}
+        # an expert has slots for its mean share of the choices
+        slots = tokens * step.model.experts_per_token // max(step.model.num_experts, 1)
+        sizes = {**dims, "T": length or 1, "C": slots}
         expected = derived_traffic(derived, sizes, mesh, num_microbatches=1, width=4)
         assert compiled_traffic(collectives(step.compiled(length).as_text(), mesh), mesh) == expected
 

@@ -50,7 +50,8 @@ def request_for(
 
 
 @contextmanager
-def _no_cache():
+def no_cache():
+    """Has JAX compile, whatever its own cache has."""
     cached = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     reset_cache()
@@ -82,5 +83,5 @@ def compiled_for(on, function, *arguments, layouts=()):
     given = [*jax.tree.map(shaped, arguments[:first]), *map(shaped, arguments[first:], formats)]
     more = {"out_shardings": (where, *formats), "donate_argnums": range(first, len(arguments))}
     # what these compilers make cannot be read back from the cache of the tests
-    with traced_for(target.platform, device), _no_cache():
+    with traced_for(target.platform, device), no_cache():
         return jax.jit(function, **(more if layouts else {})).lower(*given).compile()

@@ -218,7 +218,7 @@ class Engine:
         for active in planned.preempted:
             self._num_preempted += 1
             live = self._live[active.request.number]
-            self._vacate(live, stays=True)
+            self._vacate(live)
             if active.request.prefix is not None:  # what it has written so far is known when it comes back
                 self._pages.enter(live.number, live.tokens, live.pages, self._adapters[live.request.adapter])
                 active.request = replace(active.request, prefix_len=len(live.tokens))
@@ -400,7 +400,7 @@ class Engine:
         for active in ended:
             if ending := self._live.get(active.request.number):
                 ending.is_done = True
-                self._vacate(ending, stays=True)
+                self._vacate(ending)
         return _Dispatched(expected, drawn, held)
 
     def _draft(self, decoding: Sequence[_Live]) -> None:
@@ -553,17 +553,17 @@ class Engine:
         del self._live[live.number]
         if not live.is_done:
             self._scheduler.stop(live.active)
-            self._vacate(live, stays=True)
+            self._vacate(live)
         self._pages.leave(live.number)
         if self._drafter:
             self._drafter.leave(live.number)
 
-    def _vacate(self, live: _Live, *, stays: bool = False) -> None:
-        """Frees the slot and the pages of a request, of which full ones stay in the tree if asked for. Steps that are
-        dispatched already write there before others do."""
+    def _vacate(self, live: _Live) -> None:
+        """Frees the slot and the pages of a request, of which full ones stay in the tree. Steps that are dispatched
+        already write there before others do."""
         if live.slot >= 0:
             self._free_slots.append(live.slot)
-            self._pages.release(live.number, live.pages, live.tokens[: live.computed] if stays else ())
+            self._pages.release(live.number, live.pages, live.tokens[: live.computed])
         live.pages.clear()
         live.slot, live.computed, live.num_shared = -1, 0, 0
 
