@@ -20,10 +20,6 @@ HAS_CLIENTS := $(CLIENTS)/.has-clients
 HAS_VLLM    := $(CLIENTS)/.has-vllm
 VLLM        := vllm==0.33.0
 
-# Tests of the planning half, the pictures and the house: no JAX program is compiled.
-PLANNING_TESTS := $(wildcard tests/core tests/spec tests/algebra tests/cost tests/plan tests/batching \
-                             tests/oracles tests/report tests/calculators tests/test_architecture.py tests/test_house.py)
-
 # Idle workers take tests over from the others; a worker's own tests stay in order, so that fixtures are shared.
 WORKERS     ?= 2
 IN_PARALLEL := -n $(WORKERS) --dist worksteal
@@ -36,23 +32,20 @@ unexport VIRTUAL_ENV
 # Byte code kept on disk is most of what makes the second start of JAX faster than the first.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-rest test-slow test-aot test-aot-tpu test-clients same check format lock setup clean
+.PHONY: help demo test test-slow test-aot test-aot-tpu test-clients same check format lock setup clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-15s %s\n", $$1, $$2}'
 
 demo: $(HAS_PACKAGE) ## set up, then measure this machine, plan, train and compare (about three minutes)
-	MESHWRIGHT_CACHE=$(CURDIR)/.cache $(VENV)/bin/meshwright demo
+	MESHWRIGHT_CACHE="$(CURDIR)/.cache" $(VENV)/bin/meshwright demo
 
-test: $(HAS_PACKAGE) torch ## set up, then run the whole default tier of tests (WORKERS=2 processes); names the ten slowest
+test: $(HAS_PACKAGE) torch ## set up, then run the whole default tier of tests (WORKERS=2 processes), as CI does
 	$(PY) -m pytest $(IN_PARALLEL) --durations=10
 
-test-rest: $(HAS_PACKAGE) torch ## what CI runs then: the default tier without the tests of `make check`
-	$(PY) -m pytest $(IN_PARALLEL) $(PLANNING_TESTS:%=--ignore=%)
-
-test-slow: $(HAS_PACKAGE) torch ## the full grids that the default tier has samples of, and the examples
-	$(PY) -m pytest -m slow $(IN_PARALLEL)
+test-slow: $(HAS_PACKAGE) torch ## the full grids that the default tier has samples of, and the examples (PART=day/20: as CI does)
+	$(PY) -m pytest -m slow $(IN_PARALLEL) --durations=10 $(PART:%=--part %)
 
 test-aot: $(HAS_PACKAGE) $(HAS_TPU) $(HAS_GPU) ## compile real steps for TPUs and GPUs that are not here (5 GB of compilers)
 	$(PY) -m pytest -m aot $(IN_PARALLEL)
@@ -61,16 +54,15 @@ test-aot-tpu: $(HAS_PACKAGE) $(HAS_TPU) ## the same for TPUs alone, which CI run
 	$(PY) -m pytest -m aot $(IN_PARALLEL)
 
 test-clients: $(HAS_PACKAGE) $(HAS_CLIENTS) $(HAS_VLLM) ## meshwright serve under openai, guidellm, lm-eval, vLLM's client, schemathesis (1.7 GB)
-	CLIENTS=$(CURDIR)/$(CLIENTS) $(PY) -m pytest $(wildcard tests/clients/check_*.py)
+	CLIENTS="$(CURDIR)/$(CLIENTS)" $(PY) -m pytest $(wildcard tests/clients/check_*.py)
 
 same: $(HAS_PACKAGE) ## print every difference from the golden files (KINDS="help steps plans losses commands proofs")
 	$(PY) -m tests.golden.compare $(KINDS)
 
-check: $(HAS_PACKAGE) ## what CI runs first: format, lint, types, fast tests
+check: $(HAS_PACKAGE) ## what CI runs first: format, lint, types
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest -m "not slow and not peer" $(PLANNING_TESTS)
 
 format: $(HAS_PACKAGE) ## rewrite the sources in the house format
 	$(PY) -m ruff check --fix-only .

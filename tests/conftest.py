@@ -34,3 +34,5 @@ install_import_hook([f"meshwright.nn.{name}" for name in CHECKED], "beartype.bea
 
 # A worker's heap is large, and tracing makes many objects: collecting less often saves a fifth of the time.
 gc.set_threshold(50_000)
+
+pytest_plugins = ["tests.tier"]

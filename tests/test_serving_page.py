@@ -13,7 +13,10 @@ def test_there_are_blocks():
     assert sum(len(section.calls) for section in SECTIONS) >= 4
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)
+@pytest.mark.parametrize(
+    "section",
+    [pytest.param(one, id=one.title, marks=[pytest.mark.slow] if one.title == "Sweeps" else []) for one in SECTIONS],
+)
 def test_the_blocks_print_what_they_say(section, tmp_path):
     for call, output in zip(section.calls, run_section(section, tmp_path), strict=True):
         assert output == call.said, call.command

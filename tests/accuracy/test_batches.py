@@ -13,6 +13,7 @@ from meshwright.cost.train_step import estimate_step
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.strategy import AttentionKernel, Dispatch, Software
 from tests.accuracy.recorded import LLAMA, case, one_of_each, published
+from tests.tier import sampled
 
 MOE = LLAMA | {"moe": {"experts": 16, "top_k": 2, "d_ff_expert": 1024}}
 
@@ -58,7 +59,7 @@ def test_the_sample_has_every_source_and_kind_of_chip():
     assert {at.exchange_overlap for at in assumed} == {at.narrow_gathers for at in assumed} == {True, False}
 
 
-@pytest.mark.parametrize("fitted", [True, False])
+@pytest.mark.parametrize("fitted", sampled([True, False], True))
 def test_all_at_once_is_one_by_one(fitted):
     cases = sample()
     calibrations = rates(cases, fitted=fitted)

@@ -67,6 +67,7 @@ def test_numbers_that_made_the_times_come_back(measured):
     assert fit_kernels(made) == pytest.approx(true, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table_of_this_command(measured):
     """Held-out medians as they stand in the page, to a point; each due row is marked by whether it reaches the goal."""
     lines = (ROOT / "docs/accuracy.md").read_text().partition("<!-- table: kernels -->")[2].partition("<!-- end -->")[0]

@@ -178,6 +178,7 @@ def test_names_are_compared_before_anything_compiles(folder, call, monkeypatch):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["fp8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_a_folder_is_opened_with_quantised_weights(folder, weights):
     """The line says the bytes that lie there, of which pages leave room."""

@@ -28,6 +28,7 @@ from tests.parallel.generate_cases import (
     without_cache,
 )
 from tests.parallel.small import MODEL
+from tests.tier import sampled
 
 BATCH_SEQS, SEQ_LEN = 8, 32
 
@@ -50,7 +51,6 @@ MESHES = {
 ALWAYS = {
     ("images", "ring"),
     ("tree", "gathered"),
-    ("documents", "ulysses"),
     ("prefix", "pipeline"),
     ("canvas", "ring"),
 }
@@ -170,7 +170,7 @@ def generated(rule, axes, layout=""):
     return with_cache(step_of(model, axes, layout=layout), params, **data).logits, without_cache(model, params, **whole)
 
 
-@pytest.mark.parametrize("rule", GENERATED | OTHERS)
+@pytest.mark.parametrize("rule", sampled(GENERATED | OTHERS, *list(GENERATED)[:2], *list(OTHERS)[:2]))
 def test_a_cache_changes_nothing_under_a_mask(rule):
     assert_close(*generated(rule, {}))
 

@@ -127,6 +127,7 @@ def twelve_steps():
     return corrected_steps({}, steps=12)
 
 
+@pytest.mark.slow
 def test_a_correction_evens_the_load_out(twelve_steps):
     kept, load = twelve_steps
     assert set(np.unique(kept[0])) <= {-np.float32(RATE), np.float32(0), np.float32(RATE)}

@@ -13,20 +13,30 @@ ONE_AXIS = [
     (MODEL, {"data": 4}, {"zero": 0, "gradient_sync": "bucketed", "bucket_bytes": 20_000}),
     (DEEP, {"fsdp": 4}, {"prefetch": True, "remat": "selective"}),
     (DEEP, {"fsdp": 2}, {"remat": "every-2"}),
-    (MODEL, {"tensor": 4}, {"sequence_parallel": False, "remat": "none"}),
+    pytest.param(MODEL, {"tensor": 4}, {"sequence_parallel": False, "remat": "none"}, marks=pytest.mark.slow),
     pytest.param(MODEL, {"context": 4}, {"context_attention": "ulysses", "remat": "selective"}, marks=pytest.mark.slow),
     pytest.param(MODEL, {"context": 4}, {"context_attention": "ring", "remat": "selective"}, marks=pytest.mark.slow),
     pytest.param(MOE, {"expert": 4}, {"remat": "none"}, marks=pytest.mark.slow),
 ]
 MIXES = [
-    (MODEL, {"fsdp": 8}, {"placement": {"fsdp": "x (4) x y (2)"}, "num_microbatches": 1}),
+    pytest.param(
+        MODEL,
+        {"fsdp": 8},
+        {"placement": {"fsdp": "x (4) x y (2)"}, "num_microbatches": 1},
+        marks=pytest.mark.slow,
+    ),
     (
         MODEL,
         {"data": 2, "fsdp": 2, "tensor": 2},
         {"placement": {"data": "2 of x (4)", "fsdp": "2 of x (4)", "tensor": "y (2)"}, "zero": 2},
     ),
     (MODEL, {"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1, "num_microbatches": 2}),
-    (MODEL, {"data": 2, "fsdp": 2, "context": 2}, {"zero": 2, "context_attention": "ring", "remat": "none"}),
+    pytest.param(
+        MODEL,
+        {"data": 2, "fsdp": 2, "context": 2},
+        {"zero": 2, "context_attention": "ring", "remat": "none"},
+        marks=pytest.mark.slow,
+    ),
     (
         DEEP,
         {"fsdp": 2, "data": 2, "tensor": 2},

@@ -51,6 +51,7 @@ def test_without_a_price_there_is_no_cost():
     assert found.memory[0].usd_per_token is None
 
 
+@pytest.mark.slow
 def test_the_frontier_is_of_the_chips_that_the_plans_use():
     tiny, job = load_model("tiny"), Job(batch_seqs=16, seq_len=512)
     result = rank_plans(Setting(tiny, parse_cluster("h100:8x3"), job), top=1)

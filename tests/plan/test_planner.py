@@ -83,6 +83,7 @@ def uneven():
     return rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG))
 
 
+@pytest.mark.slow
 def test_chips_that_do_not_divide_the_work(uneven):
     """1024 sequences run on a part: 7168 chips in seven stages, or 4096 without if faster. 1120 use them all."""
     best = uneven.strategies[0]

@@ -212,7 +212,7 @@ def test_the_frontier_is_what_nothing_beats(tried):
     [
         ("llama3-8b", "v5p:4x4x4", 256, 4096),
         ("llama3-70b", "h100:8x16", 128, 4096),
-        ("gpt3-175b", "a100:8x64", 1536, 2048),
+        pytest.param("gpt3-175b", "a100:8x64", 1536, 2048, marks=pytest.mark.slow),
     ],
 )
 def test_screening_loses_nothing(model, cluster, batch_seqs, seq_len):
@@ -224,6 +224,7 @@ def test_screening_loses_nothing(model, cluster, batch_seqs, seq_len):
     assert quick.found[0].estimate.step_s <= 1.01 * whole.found[0].estimate.step_s
 
 
+@pytest.mark.slow
 def test_a_hundred_times_the_chips_take_no_longer_to_plan():
     """CPU seconds of a search on 100,000 and on 1,000 chips, the best of four rounds in alternation."""
     seconds = {1000: [], 100_000: []}

@@ -152,6 +152,7 @@ def test_drafts_are_checked_by_the_adapter_of_their_request(folders, wanted):
     assert 0 < state.accepted < state.drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int8", *(pytest.param(one, marks=pytest.mark.slow) for one in ("int4", "fp8"))])
 def test_adapters_stay_as_they_are_beside_narrow_weights(folders, dtype):
     """What the narrow weights stand for, plus products of the adapters that are not rounded."""

@@ -111,7 +111,9 @@ def test_heads_over_devices_give_the_same_tokens(params, expected):
     assert_whole(engine)
 
 
-@pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.slow), "fp8", "int4"])
+@pytest.mark.parametrize(
+    "weights", [pytest.param("int8", marks=pytest.mark.slow), pytest.param("fp8", marks=pytest.mark.slow), "int4"]
+)
 def test_greedy_tokens_of_quantised_weights_are_those_of_one_program_for_prompts_and_one_for_decoding(weights):
     """On two devices, against `GenerateStep` on one."""
     model = with_groups(LLAMA)
@@ -382,7 +384,7 @@ def test_a_host_without_room_for_a_page_is_refused(step):
             Engine(step, {}, structs.replace(limits, prefix_cache=prefix_cache), host_cache_bytes=few)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_needle_is_the_same_bit_by_bit_in_any_batch(engine_of, data):
     """Any company, order, budget, cancellation, prefix hit, preemption: the same log-probabilities to the last bit."""
@@ -413,6 +415,7 @@ def test_a_needle_is_the_same_bit_by_bit_in_any_batch(engine_of, data):
     assert_whole(engine)
 
 
+@pytest.mark.slow
 def test_products_that_xla_splits_by_the_number_of_rows_keep_their_bits():
     """On x86-64 products of 240 or 448 inputs sum otherwise in 2 to 16 rows than in 32."""
     model = structs.replace(LLAMA, d_model=240, d_ff=448, vocab_size=331)

@@ -66,9 +66,8 @@ def first_batch(model, text: str, folder: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     "axes",
     [
-        {"tensor": 2, "fsdp": 2},
         {"pipeline": 2, "tensor": 2},
-        *(pytest.param(a, marks=pytest.mark.slow) for a in ({}, {"context": 2})),
+        *(pytest.param(a, marks=pytest.mark.slow) for a in ({"tensor": 2, "fsdp": 2}, {}, {"context": 2})),
     ],
 )
 def test_the_first_loss_is_that_of_the_weights(axes, folder, text, tmp_path, capfd):
@@ -131,6 +130,7 @@ def stop(step: int) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_where_weights_come_from(folder, text, tmp_path):
     rates = write_rates(tmp_path)
     setting = make_setting(str(folder), "cpu:1", batch="8seq", seq_len=32, calibration=rates)

@@ -18,6 +18,7 @@ from meshwright.parallel import mesh
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import Prediction
 from meshwright.train.data.batches import Batches
+from meshwright.train.interrupt import stop_on_signals
 from meshwright.train.loop import train
 from tests.train.event_files import scalars
 from tests.train.small import JOB, MODEL, settings, strategy
@@ -208,16 +209,42 @@ def send(number):
     return on_step
 
 
-@pytest.mark.parametrize("on_step", [interrupt, *map(send, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))])
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture
+def nothing_ignored():
+    """Signals as a terminal gives them: a child of nohup ignores SIGHUP, one of a script's & SIGINT."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("nothing_ignored")
+@pytest.mark.parametrize("on_step", [interrupt, *map(send, SIGNALS)], ids=["Ctrl-C", *(one.name for one in SIGNALS)])
 def test_a_request_to_stop_ends_with_everything_written(tmp_path, text, on_step):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in SIGNALS]
     result = train(MODEL, strategy(), JOB, settings(text), run_root=tmp_path, on_step=on_step)
     assert result.stopped
     assert result.steps == len(result.losses) == len(metrics_of(result.run)) == 3
     assert sorted(os.listdir(result.run)) == FILES
     assert os.listdir(f"{result.run}/checkpoints") == ["3"]
     assert result.validation_loss is None
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_an_ignored_signal_stays_ignored():
+    """What nohup asks for: a run goes on when its terminal closes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals(print) as request:
+            signal.raise_signal(signal.SIGHUP)
+        assert not request.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_step_in_hand_changes_no_number(tmp_path, text, monkeypatch):
@@ -252,6 +279,7 @@ def test_the_wait_for_slow_data_is_no_time_in_steps(tmp_path, text, monkeypatch)
     assert goodput.steps_s + goodput.data_s + goodput.compile_s < goodput.wall_s
 
 
+@pytest.mark.usefixtures("nothing_ignored")
 def test_a_second_signal_ends_the_process_with_its_number():
     code = (
         "import os, signal\nfrom meshwright.train.interrupt import stop_on_signals\n"
@@ -263,6 +291,7 @@ def test_a_second_signal_ends_the_process_with_its_number():
     assert done.stdout.splitlines()[-1] == "True"
 
 
+@pytest.mark.usefixtures("nothing_ignored")
 def test_a_second_ctrl_c_stops_at_once(tmp_path, text, monkeypatch, capsys):
     """While a step runs there is no whole state to save, so the interrupt goes through."""
 

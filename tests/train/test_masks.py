@@ -17,6 +17,7 @@ from meshwright.nn.weights import init_params
 from meshwright.serve.model_folder import open_model
 from meshwright.train.data.batches import Batches, open_data
 from meshwright.train.loop import train
+from tests.tier import sampled
 from tests.train.data.chats import write_records
 from tests.train.small import JOB, MODEL, settings, strategy
 
@@ -50,7 +51,7 @@ def first_losses(model, given, folder):
         yield -float(found[rows["labels"] >= 0].mean())
 
 
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask", sampled(MASKS, "tree"))
 def test_a_run_on_records_is_the_same_on_every_mesh(mask, tmp_path):
     model = replace(MODEL, attention_mask=mask)
     given = settings(write_records(tmp_path / "data.jsonl", records(MASKS[mask])), steps=3, held_out=0.2)

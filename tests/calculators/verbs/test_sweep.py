@@ -4,6 +4,8 @@ import csv
 
 import pytest
 
+from tests.tier import sampled
+
 CHIPS = ("sweep", "llama3-8b", "--on", "h100:8x1..8x2", "batch=64seq")
 GRID = ("sweep", "1B,70B", "--on", "h100:8x1,8x2", "batch=64seq")
 REMATS = ("sweep", "plans", "llama3-8b", "--on", "h100:8x2", "batch=64seq", "remat")
@@ -17,10 +19,13 @@ STREAMS = ("sweep", "streams", "llama3-8b", "--on", "h100:8x1", "--batch", "8seq
 
 @pytest.mark.parametrize(
     "args",
-    [
-        *(CHIPS, GRID, REMATS, BATCH, (*BATCH[:5], "--axes", "tensor=8"), (*MEMORY, "seq_len"), (*MEMORY, "tensor")),
-        *(BANDWIDTH, STREAMS, SERVICES, SERVED_GRID),
-    ],
+    sampled(
+        [
+            *((CHIPS,), (GRID,), (REMATS,), (BATCH,), ((*BATCH[:5], "--axes", "tensor=8"),), ((*MEMORY, "seq_len"),)),
+            *(((*MEMORY, "tensor"),), (BANDWIDTH,), (STREAMS,), (SERVICES,), (SERVED_GRID,)),
+        ],
+        *((CHIPS,), (BATCH,), ((*MEMORY, "seq_len"),), (BANDWIDTH,), (STREAMS,), (SERVED_GRID,)),
+    ),
     ids=lambda args: args[1],
 )
 def test_the_picture_and_the_text(call, args, tmp_path):

@@ -60,6 +60,7 @@ def test_refused(call, args, message):
     assert message in said.err
 
 
+@pytest.mark.slow
 def test_a_chip_without_a_published_clock_has_cycles_and_no_time(call):
     found = call("systolic", "--on", "v6e", "--input", "1024", "--json").json
     assert (found["rows"], found["chip"], found["time_s"]) == (256, "v6e", None)

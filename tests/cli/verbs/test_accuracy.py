@@ -173,10 +173,12 @@ def test_a_fit_of_its_own(call, tmp_path):
     assert FILE.read_bytes() == before, "the product's own numbers stay unless their file is named"
 
 
-def test_kernels_have_a_table_of_their_own(call):
-    narrow, said = (call("accuracy", str(KERNELS), "--kernels", width=width) for width in (80, 120))
-    assert (narrow.code, said.code) == (0, 0)
-    assert max(map(len, narrow.out.splitlines())) <= 80
+def test_kernels_have_a_table_of_their_own_and_are_fitted(call, tmp_path):
+    out, page = tmp_path / "kernels.toml", tmp_path / "page.md"
+    page.write_text(f"# Page\n{BEGIN.format('kernels')}\n{END}\n")
+    said = call("accuracy", str(KERNELS), "--kernels", "-o", str(out), "--page", str(page))
+    assert said.code == 0
+    assert max(map(len, said.out.splitlines())) <= 80
     for text in (
         "attention backward h100 26 ",
         "28 numbers, fitted on 9,347 measured kernels",
@@ -184,6 +186,8 @@ def test_kernels_have_a_table_of_their_own(call):
     ):
         assert text in said.words
     assert set(said.printed("json").json) == {"kernels", "left_out", "numbers"}
+    assert len(tomllib.loads(out.read_text())["numbers"]) == 28
+    assert "| attention forward | v5p " in re.sub(" +", " ", page.read_text())
 
 
 @pytest.mark.parametrize(
@@ -192,18 +196,8 @@ def test_kernels_have_a_table_of_their_own(call):
         ([], "benchmarks/data/kernels, the default, is in a checkout of meshwright"),
         ([str(KERNELS), "--worst", "3"], "--kernels goes with -o, --page and --json alone"),
         (["no/such/folder"], "no/such/folder/gemm_bf16.csv cannot be read"),
+        ([str(KERNELS), "--page", str(FILE)], "has no place for the table 'kernels'"),
     ],
 )
 def test_kernels_refuse_what_they_cannot_use(call, more, message):
     call("accuracy", "--kernels", *more).assert_refused(2, message)
-
-
-def test_kernels_are_fitted_and_written(call, tmp_path):
-    out, page = tmp_path / "kernels.toml", tmp_path / "page.md"
-    page.write_text(f"# Page\n{BEGIN.format('kernels')}\n{END}\n")
-    assert call("accuracy", str(KERNELS), "--kernels", "-o", str(out), "--page", str(page)).code == 0
-    assert len(tomllib.loads(out.read_text())["numbers"]) == 28
-    assert "| attention forward | v5p " in re.sub(" +", " ", page.read_text())
-    page.write_text("# no place\n")
-    said = call("accuracy", str(KERNELS), "--kernels", "--page", str(page))
-    said.assert_refused(2, "has no place for the table 'kernels'")

@@ -10,6 +10,7 @@ from tests.parallel.generate_cases import LLAMA, float_params
 MODEL = replace(LLAMA, name="tiny", vocab_size=64, d_model=16, d_ff=16)
 
 
+@pytest.mark.slow
 def test_a_sweep(call, tmp_path):
     save_hf(MODEL, float_params(MODEL), tmp_path / "tiny")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "1 2 3"}\n{"prompt": [4, 5]}\n')

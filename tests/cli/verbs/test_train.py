@@ -35,6 +35,7 @@ def rates(tmp_path_factory):
     return str(write_rates(tmp_path_factory.mktemp("rates")))
 
 
+@pytest.mark.slow
 def test_a_model_planned_on_the_way(rates, tmp_path, capsys):
     arguments = ["train", "tiny", *SMALL, "--axes", "fsdp=4,tensor=2", "--steps", "4", "--calibration", rates]
     assert run([*arguments, "--runs", str(tmp_path), "--json", "--set", "train.log_every=1"]) == 0
@@ -53,6 +54,7 @@ def test_a_model_planned_on_the_way(rates, tmp_path, capsys):
     assert (folder / "resolved.toml").exists()
 
 
+@pytest.mark.slow
 def test_a_dense_model_in_stages_has_the_losses_of_one_device(rates, tmp_path, capsys):
     losses = {}
     for axes in ("pipeline=2,data=2,tensor=2", "data=1"):

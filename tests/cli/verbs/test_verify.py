@@ -42,6 +42,7 @@ def test_a_step_on_emulated_devices(call, rates, tmp_path):
     assert (keep / "module.hlo").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_step_that_generates(call, monkeypatch):
     """Decode is asked for by either word, or by the kind of the job: the same request, so it is compiled once."""
     compiled, run_request = {}, proof.run_request

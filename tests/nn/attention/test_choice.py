@@ -23,6 +23,7 @@ from meshwright.nn.attention.kernels import unrolled, xla
 from meshwright.nn.attention.tiles import Mod
 from tests.nn.attention import rules
 from tests.nn.attention.rules import arrays, close, dense, expected, own_score, rule_of
+from tests.tier import sampled
 
 SCALE = 0.3
 
@@ -79,9 +80,9 @@ GRID = [
 ]
 ALWAYS = {
     *(("tiles", mask, None) for mask in ("causal", "window", "canvas")),
-    *(("loops", mask, None) for mask in ("documents", "tree", "shared prefix", "two joined")),
+    *(("loops", mask, None) for mask in ("documents", "shared prefix")),
     *(("loops", "causal", score) for score in ("distance", "own")),
-    *(("tiles", "causal", score) for score in ("own", "several")),
+    ("tiles", "causal", "several"),
     *(("together", "transfusion", None), ("together", "causal", "own"), ("together", "graph", None)),
 }
 
@@ -97,7 +98,10 @@ def test_values_and_gradients(mask, score, way):
     compare(mask, score, way=way, sinks=mask in ("causal", "documents"))
 
 
-@pytest.mark.parametrize(("mask", "score"), [("documents", None), ("documents", "own"), ("windows of documents", None)])
+@pytest.mark.parametrize(
+    ("mask", "score"),
+    sampled([("documents", None), ("documents", "own"), ("windows of documents", None)], ("documents", "own")),
+)
 def test_halves_of_tiles(mask, score):
     """Where a term of the mask is known while tracing, tiles are unrolled, and run by halves if the arrays allow."""
     compare(mask, score, way="halves", T=90, N=4, K=2)
@@ -143,7 +147,7 @@ def random_mask(draw, length):
     return join(*(made[term] for term in terms))
 
 
-@hypothesis.settings(max_examples=12, deadline=None)
+@hypothesis.settings(max_examples=6, deadline=None)
 @hypothesis.given(data=strategies.data())
 def test_random_masks(data):
     length = data.draw(strategies.sampled_from((7, 33, 48)))

@@ -105,9 +105,7 @@ ALWAYS = (
     "window",
     "documents and sinks",
     "divergent",
-    "learnt scores",
     "transfusion, zigzag",
-    "tree, in order",
     "keys gathered in zigzag",
 )
 

@@ -101,7 +101,9 @@ def mosaic(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("sizes", [ONE_PIECE, TWO_PIECES], ids=["one piece", "two pieces"])
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(ONE_PIECE, marks=pytest.mark.slow), TWO_PIECES], ids=["one piece", "two pieces"]
+)
 def test_hopper_kernels_give_what_blocks_give(mosaic, sizes):
     check_values(sizes)
 

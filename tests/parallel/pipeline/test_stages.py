@@ -88,6 +88,7 @@ def test_stages_of_other_numbers_of_layers(model, axes, schedule):
     check(model, axes, schedule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_further_rounds_in_a_backward_pass_of_two_parts(schedule, monkeypatch):
     """Gradients with room for a part of the rows: both parts of the backward pass run further rounds."""
