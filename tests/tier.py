@@ -79,7 +79,8 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    report.peak_bytes = _memory("VmHWM")
+    if report.when == "teardown":
+        report.peak_bytes = _memory("VmHWM")
     return report
 
 

@@ -111,6 +111,7 @@ def test_measurements_count_once():
     assert (len(cases), [one.reason for one in left]) == (1, ["the measurement is listed twice"])
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_the_page():
     """With the numbers of the product, which have seen all of them: see docs/accuracy.md for held-out errors."""
     found = served_accuracy(tuple(RECORDS.values())).to_json()

@@ -63,6 +63,7 @@ def measured():
         return run_bench(bench, ["mlp", "copy", "collectives"], seconds=60)
 
 
+@pytest.mark.slow
 def test_a_real_run_round_trips_and_prices_a_plan(measured, tmp_path):
     found = calibration_of(measured)
     save_calibration(found, tmp_path / "rates.toml")

@@ -53,6 +53,7 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_folder_is_opened_with_what_its_pages_hold(folder):
     sizes = {"max_requests": 2, "token_budget": 16, "cache_bytes": 200_000, "page_len": 8}
     opened = open_engine(folder, EngineOptions(mesh=ONE, **sizes))
@@ -90,6 +91,7 @@ def planned(path, model, on, **axes) -> Path:
 SMALL = {"max_requests": 2, "token_budget": 16, "page_len": 4, "num_devices": 8}
 
 
+@pytest.mark.slow
 def test_a_plan_says_how_devices_share_a_model(folder, tmp_path):
     plan = planned(tmp_path / "plan.toml", LLAMA, "v5e:2x4", context=2, tensor=4)
     opened = open_engine(folder, EngineOptions(plan=plan, **SMALL), in_background=False)

@@ -33,6 +33,7 @@ def test_a_plan_is_explained_as_it_was_predicted(folder):
     assert found["axes"]["fsdp"] == 2
 
 
+@pytest.mark.slow
 def test_a_plan_is_verified(folder):
     found, _ = result("verify", "plan.toml")
     assert (found["runs"], found["collectives"]["remainder"]) == (True, 0)

@@ -22,6 +22,7 @@ from meshwright.nn.ops import cached_attention as ops
 from meshwright.nn.ops.cached_latent_attention import cached_latent_attention
 from meshwright.nn.quantisation import absmax_scale, quantise
 from tests.nn.arrays import close
+from tests.tier import sampled
 
 BATCH, WIDTH, LAYERS = 3, 4, 2
 LENGTHS = np.array([7, 1, 10])
@@ -136,7 +137,7 @@ def test_int8_keys_and_values_are_off_by_no_more_than_their_rounding(arrays):
     close(found, expected)
 
 
-@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("latent", sampled([False, True], True))
 def test_drafts_are_attended_as_if_they_came_one_by_one(latent):
     """Up to three new positions of each sequence, packed rows; pages of a layer that is not the first."""
     rng = np.random.default_rng(0)

@@ -13,10 +13,10 @@ from tests.parallel.small import MODEL
 GQA = msgspec.structs.replace(MODEL, name="gqa", num_kv_heads=4)
 DEEP_GQA = msgspec.structs.replace(DEEP, name="deep-gqa", num_kv_heads=4)
 CASES = [
-    (GQA, {"tensor": 4}, {"collective_matmul": "two-way", "remat": "block"}),
     (GQA, {"data": 2, "fsdp": 2, "tensor": 2}, {"collective_matmul": "one-way", "remat": "none"}),
 ]
 MORE = [
+    (GQA, {"tensor": 4}, {"collective_matmul": "two-way", "remat": "block"}),
     (GQA, {"tensor": 2}, {"collective_matmul": "one-way", "remat": "full"}),
     (GQA, {"tensor": 2}, {"collective_matmul": "two-way", "remat": "selective"}),
     (GQA, {"tensor": 4}, {"collective_matmul": "one-way", "sequence_parallel": False}),

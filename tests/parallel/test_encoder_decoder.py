@@ -43,7 +43,7 @@ STRATEGIES = {
     "segments": ({"context": 4, "tensor": 2}, {"remat": "every-2", "context_attention": "ring"}),
     "ahead": (MESH, {"prefetch": True, "collective_matmul": "one-way"}),
 }
-SAMPLE = {T5: ("one", "segments"), WHISPER: ("whole-stream",)}
+SAMPLE = {T5: ("one",), WHISPER: ("whole-stream",)}
 """The rest of the grid is slow."""
 
 
@@ -70,6 +70,7 @@ def test_loss_and_gradients_are_those_of_plain_jax(model, axes, choices):
         np.testing.assert_allclose(np.asarray(gradients[name]), value, rtol=0, atol=RELATIVE * scale, err_msg=name)
 
 
+@pytest.mark.slow
 def test_compiled_collectives_are_the_derived_ones():
     """But for the table of tokens, which both stacks gather before their first layer, and the compiler once."""
     found = run(T5, strategy_of(MESH), given=batch(T5))

@@ -63,6 +63,7 @@ def model_of(family: str):
     return replace(FAMILIES[family], num_layers=2, sliding_layers=(), sliding_window=None, lora=LORA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["fsdp and tensor", *(pytest.param(m, marks=pytest.mark.slow) for m in list(MESHES)[2:])]
 )

@@ -52,7 +52,6 @@ ALWAYS = {
     ("images", "ring"),
     ("tree", "gathered"),
     ("prefix", "pipeline"),
-    ("canvas", "ring"),
 }
 
 

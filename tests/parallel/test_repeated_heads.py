@@ -37,7 +37,7 @@ SLOW = [
     (heads(8, 2, qk_norm=True), {"tensor": 4, "fsdp": 2}, {"zero": 1}),
 ]
 CASES = [
-    (heads(8, 1), {"tensor": 2, "fsdp": 2}, {"remat": "selective"}),
+    pytest.param(heads(8, 1), {"tensor": 2, "fsdp": 2}, {"remat": "selective"}, marks=pytest.mark.slow),
     (heads(8, 2), {"context": 2, "tensor": 4}, {"context_attention": "ring", "remat": "selective"}),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
 ]

@@ -137,6 +137,7 @@ def test_a_correction_evens_the_load_out(twelve_steps):
     assert load[0] == load[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "choices"),
     [

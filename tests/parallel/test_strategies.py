@@ -7,6 +7,7 @@ from meshwright.algebra.layers import ProgramOptions
 from meshwright.hlo.collectives import collectives
 from tests.parallel.cases import DEEP, DEEP_MOE, MOE, assert_equal, on_one_device, run, strategy_of
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
+from tests.tier import sampled
 
 ONE_AXIS = [
     pytest.param(MODEL, {"data": 4}, {"zero": 0, "gradient_sync": "naive"}, marks=pytest.mark.slow),
@@ -134,7 +135,7 @@ def documents_on_one_device():
     return one
 
 
-@pytest.mark.parametrize("way", [pytest.param("gather", marks=pytest.mark.slow), "ring", "ulysses"])
+@pytest.mark.parametrize("way", sampled(["gather", "ring", "ulysses"], "ring"))
 def test_documents_and_the_z_loss_on_a_mesh(way, documents_on_one_device):
     strategy = strategy_of({"data": 2, "context": 2, "tensor": 2}, context_attention=way)
     assert_equal(run(MODEL, strategy, options=DOCUMENTS, given=documents_batch()), documents_on_one_device)

@@ -124,6 +124,7 @@ def test_clipping_scales_the_update_by_the_global_norm():
     np.testing.assert_allclose(moved_clipped, moved * 0.01 / float(metrics.grad_norm), rtol=1e-3, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_five_adamw_steps_are_the_same_on_two_meshes():
     losses = []
     for axes in ({}, {"data": 2, "fsdp": 2, "tensor": 2}):

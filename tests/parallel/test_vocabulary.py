@@ -91,6 +91,7 @@ def test_the_state_of_every_mesh_has_one_form(optimizer):
         np.testing.assert_array_equal(again[name], array)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [ODD, pytest.param(msgspec.structs.replace(MODEL, name="257", vocab_size=257), marks=pytest.mark.slow)]
 )

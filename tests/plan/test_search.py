@@ -286,6 +286,7 @@ def test_one_stage_is_searched_whatever_the_schedule():
     assert outcome.fits_without_stages
 
 
+@pytest.mark.slow
 def test_all_of_8960_chips_with_the_nearest_batch():
     """1024 sequences have no factor 5 or 7; within a quarter of them 1120 do best."""
     cluster = parse_cluster("v5p:16x20x28")

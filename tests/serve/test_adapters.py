@@ -135,6 +135,7 @@ def test_every_row_has_the_numbers_of_its_own_adapter(engine, wanted):
     assert_as_merged(engine, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes", [{"tensor": 2}, pytest.param({"data": 2, "context": 2, "tensor": 2}, marks=pytest.mark.slow)]
 )
@@ -221,6 +222,7 @@ def test_what_is_no_adapter_or_no_base_is_one_line(folders):
 # -- over HTTP --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_requests_choose_an_adapter_by_its_name(folders, wanted):
     sizes = {"max_len": MAX_LEN, "max_requests": 4, "token_budget": 16, "page_len": PAGE_LEN, "mesh": {"tensor": 1}}
     opened = open_engine(folders[""], EngineOptions(adapters=adapters_of(folders), **sizes), in_background=False)

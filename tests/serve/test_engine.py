@@ -226,7 +226,7 @@ def test_a_prompt_is_scored_without_a_token(engine_of, params):
     [
         {"repetition_penalty": 1.7},
         {"presence_penalty": 1.5, "frequency_penalty": 0.5},
-        {"logit_bias": ((7, 3.0), (9, -100.0))},
+        pytest.param({"logit_bias": ((7, 3.0), (9, -100.0))}, marks=pytest.mark.slow),
     ],
 )
 def test_penalties_change_logits_as_their_rules_say(engine_of, params, options):

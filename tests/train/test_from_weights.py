@@ -25,6 +25,7 @@ from meshwright.train.loop import train
 from meshwright.train.settings import TrainSettings, fine_tuning_rate, with_whole_paths
 from meshwright.train.setup import prepare, start_words
 from tests.cli.made_rates import write_rates
+from tests.tier import sampled
 from tests.train.small import JOB, MODEL, read_documents, settings, strategy
 
 pytestmark = [pytest.mark.usefixtures("cache"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -94,7 +95,7 @@ def test_the_default_rate_is_one_of_fine_tuning():
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", sampled(["gpt2", "llama"], "llama"))
 def test_the_first_loss_is_the_one_that_transformers_gives(family, text, folder, tmp_path):
     torch = pytest.importorskip("torch", reason="torch is not installed: make test installs it")
     transformers = pytest.importorskip("transformers")
@@ -113,6 +114,7 @@ def test_the_first_loss_is_the_one_that_transformers_gives(family, text, folder,
     assert found.losses[0] == pytest.approx(mean_loss(logits, batch["labels"]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_read_the_weights_again(folder, text, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     whole = train(ODD, strategy(), JOB, given(text, copy, steps=4), run_root=tmp_path)

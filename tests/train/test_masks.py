@@ -65,6 +65,7 @@ def test_a_run_on_records_is_the_same_on_every_mesh(mask, tmp_path):
     assert abs(unread / expected - 1) > 3e-6
 
 
+@pytest.mark.slow
 def test_a_run_with_a_prefix_goes_on_from_a_prompt_that_sees_all_of_itself(tmp_path):
     given = settings(write_records(tmp_path / "data.jsonl", records("prefix")), held_out=0.2)
     trained = replace(MODEL, attention_mask="prefix_lm", attention_score="alibi")

@@ -16,6 +16,7 @@ from meshwright.train.settings import TrainSettings
 from meshwright.train.step import make_step
 from tests.nn import families
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN
+from tests.tier import sampled
 from tests.traffic import compiled_traffic, derived_traffic
 
 FAMILIES = families.FAMILIES | {
@@ -69,12 +70,14 @@ def test_priced_steps_are_executed_steps(family, strategy, optimizer):
     ]
 
 
+MESHES = ({"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8})
+
+
 @pytest.mark.parametrize(
     ("optimizer", "axes"),
     [
-        *((optimizer, {"data": 2, "fsdp": 2, "tensor": 2}) for optimizer in OPTIMIZERS),
         # only muon shares its matrices out; the updates of the others are local to their shards
-        *(pytest.param(one, {"fsdp": 8}, marks=() if one == "muon" else pytest.mark.slow) for one in OPTIMIZERS),
+        *sampled(itertools.product(OPTIMIZERS, MESHES), ("muon", MESHES[0]), ("muon", MESHES[1]), ("adamw", MESHES[0])),
     ],
     ids=str,
 )

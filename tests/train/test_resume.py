@@ -64,6 +64,7 @@ def interrupted(text, tmp_path_factory):
     return stopped(text, tmp_path_factory.mktemp("interrupted")).run
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_as_one_that_was_not(whole, interrupted, text, tmp_path):
     run = Path(shutil.copytree(interrupted, tmp_path / "mini-001"))
     assert finished_steps(run) is None

@@ -23,7 +23,7 @@ VALUES = {
     "serving": [
         "--prompt 100", "--output 100", "--batch 3", "--context 100", "--weights int8", "--kv int8", "--dtype int8",
         "--params 1M", "--kv-per-token 1kB", "--mfu 0.3", "--price 3", "--set num_kv_heads=1", "--contexts 64,128",
-        "--accept 0.5", "--draft-cost 0.2", "--prefixes 10000000", "--cache 1GB", "--zipf 1",
+        "--accept 0.5", "--draft-cost 0.2", "--prefixes 1000000", "--cache 1GB", "--zipf 1",
     ],
     "mask": ["--seq 256", "--block 64", "--heads 2", "--head-dim 64", "--on v5e", "--score alibi", "--png x.png"],
     "sweep": ["--seq 512", "--remat block", "--step"],

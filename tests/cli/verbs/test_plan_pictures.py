@@ -5,6 +5,7 @@ import pytest
 PLAN = ("plan", "llama3-8b", "--on", "v5p:2x2x4", "--batch", "64seq", "--seq", "4096", "--top", "1")
 
 
+@pytest.mark.slow
 def test_the_frontier(call, tmp_path):
     said = call(*PLAN, "--pareto", "--png", "f.svg")
     assert "Step time against cost, on all chips and on parts ($4.20 a chip and hour)" in said.words
@@ -24,6 +25,7 @@ def test_the_tables_fit(call):
     assert max(map(len, said.out.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_a_chip_without_a_price(call):
     said = call("plan", "llama3-8b", "--on", "b300:8x1", "--batch", "64seq", "--seq", "4096", "--pareto")
     assert "b300 has no price (--price), so step time is not weighed against cost" in said.words

@@ -2,11 +2,13 @@
 
 import pytest
 
+from tests.tier import sampled
+
 BASE = ("plan", "llama3-8b", "--on", "h100:8x4", "--batch", "256seq", "--seq", "4096", "--top", "1",
         "--calibration", "datasheet")  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", sampled([80, 120], 80))
 def test_every_question_at_once(call, width):
     said = call(
         *BASE, "--why-not", "tensor=64,pipeline=2", "--why-not", "tensor=8", "--what-if", "chip.flops=8x,links=0.1x",

@@ -164,6 +164,7 @@ def test_the_predicted_timeline_takes_as_long_as_predicted(profiled):
 # -- a training run ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_training_run_profiles_its_own_steps(plan_file, tmp_path, capsys):
     arguments = ["train", str(plan_file), "--steps", "7", "--runs", str(tmp_path), "--json", "--profile", "2"]
     assert run(arguments) == 0

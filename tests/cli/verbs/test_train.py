@@ -83,6 +83,7 @@ def test_a_plan_file_and_a_changed_field(rates, tmp_path, capsys):
     assert re.search(r"goodput \d+%: .* of .* in steps, compiling", said.out)
 
 
+@pytest.mark.slow
 def test_a_folder_with_weights_from_scratch_on_records_of_which_some_are_bad(rates, tmp_path, capsys):
     folder = tmp_path / "mini"
     save_hf(MODEL, jax.jit(lambda: init_params(MODEL, 0))(), folder)
@@ -102,6 +103,7 @@ def test_a_folder_with_weights_from_scratch_on_records_of_which_some_are_bad(rat
     assert "has weights and no tokenizer.json" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_goes_on_when_asked(rates, tmp_path, capsys):
     plan_file, runs = str(tmp_path / "plan.toml"), ["--runs", str(tmp_path / "runs")]
     assert run(["plan", "tiny", *SMALL, "--axes", "fsdp=8", "--calibration", rates, "-o", plan_file]) == 0

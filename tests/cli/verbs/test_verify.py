@@ -67,6 +67,7 @@ def test_a_step_that_generates(call, monkeypatch):
     assert len(compiled) == 2
 
 
+@pytest.mark.slow
 def test_a_stand_in_as_json(call):
     """Nothing of the TPU is here: what stands in for it is named, and its float32 is a difference with a name."""
     said = call(

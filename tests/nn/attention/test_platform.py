@@ -128,7 +128,7 @@ def test_cudnn_runs_one_kernel_each_way(monkeypatch, window):
     ("mask", "score"),
     [
         ("documents", "softcap(3)"),
-        ("tree", "relative(0.1)"),
+        pytest.param("tree", "relative(0.1)", marks=pytest.mark.slow),
         *(pytest.param(mask, None, marks=pytest.mark.slow) for mask in rules.MASKS),
     ],
 )

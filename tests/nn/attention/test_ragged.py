@@ -137,7 +137,7 @@ DECODE, CHUNKS = [(300, 1), (7, 1), (0, 0), (129, 1)], [(300, 3), (7, 1), (40, 0
 SINKS = {"softcap": 0.7, "sinks": np.linspace(-1, 2, 4).astype(np.float32)}
 
 
-@pytest.mark.parametrize(("platform", "window"), [("cpu", 150), ("cuda", None)])
+@pytest.mark.parametrize(("platform", "window"), sampled([("cpu", 150), ("cuda", None)], ("cpu", 150)))
 def test_pages_that_are_spread_over_devices_are_attended_in_parts(platform, window):
     """Largest scores and sums of each device make a whole of the parts; sinks count once."""
     case = Case(CHUNKS, 16, SINKS | {"window": window}, "int8")
@@ -165,8 +165,8 @@ def interpreted(monkeypatch):
     ("sequences", "options", "dtype", "latent"),
     [
         (DECODE, {}, "float32", False),
-        (DECODE, {"window": 5}, "int8", False),
-        (CHUNKS, SINKS, "float8", False),
+        pytest.param(DECODE, {"window": 5}, "int8", False, marks=pytest.mark.slow),
+        pytest.param(CHUNKS, SINKS, "float8", False, marks=pytest.mark.slow),
         (CHUNKS, SINKS | {"window": 150}, "int8", True),
     ],
 )

@@ -71,6 +71,7 @@ SIXTEEN = msgspec.structs.replace(TWO_KINDS, num_layers=16, sliding_layers=tuple
 EXPERTS = msgspec.structs.replace(DEEP_MOE, num_layers=8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "axes", "schedule"),
     [
@@ -98,6 +99,7 @@ def test_further_rounds_in_a_backward_pass_of_two_parts(schedule, monkeypatch):
     assert_equal(run(DEEP_MOE, strategy), on_one_device(DEEP_MOE))
 
 
+@pytest.mark.slow
 def test_a_stage_with_fewer_experts_counts_its_own_routers():
     model = msgspec.structs.replace(DEEP_MOE, num_layers=3)
     options = ProgramOptions(balance_loss=0.01)

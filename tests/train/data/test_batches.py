@@ -239,6 +239,7 @@ def test_a_row_of_real_text_reads_as_documents(tmp_path):
     assert seen > 16
 
 
+@pytest.mark.slow
 def test_a_given_tokenizer_is_used(tmp_path):
     first = open_data(TrainSettings(), vocab_size=300, folder=tmp_path / "own")
     (given,) = (tmp_path / "own").glob("*/tokenizer.json")
