@@ -8,6 +8,7 @@ import ctypes
 import gc
 import hashlib
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
@@ -38,6 +39,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[TIER] = given["tier"]
         return
     order, part = config.getoption("order"), config.getoption("part")
+    if part and not re.fullmatch(r"(day|\d+)/[1-9]\d*", part):
+        raise pytest.UsageError(f"--part {part} is not K/N, such as 3/20, or day/N")
     config.stash[TIER] = {
         "order": random.randrange(1, 10**6) if order is None else order,
         "part": part and part.replace("day", str(date.today().toordinal())),
