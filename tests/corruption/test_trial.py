@@ -14,7 +14,7 @@ def noticed(count, seed):
 
 
 def test_damaged_files_are_noticed():
-    noticed(4, 3)
+    noticed(3, 3)
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def test_ranges_are_certain_of_full_and_empty_blocks(data):
 
 
 @given(data=st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_ranges_of_jax_are_certain_too(data):
     _check_ranges(jnp, data)
 

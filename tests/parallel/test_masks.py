@@ -49,7 +49,6 @@ MESHES = {
     "pipeline": ({"pipeline": 2, "data": 2}, {"num_microbatches": 2}),
 }
 ALWAYS = {
-    ("images", "ring"),
     ("tree", "gathered"),
     ("prefix", "pipeline"),
 }
@@ -169,7 +168,7 @@ def generated(rule, axes, layout=""):
     return with_cache(step_of(model, axes, layout=layout), params, **data).logits, without_cache(model, params, **whole)
 
 
-@pytest.mark.parametrize("rule", sampled(GENERATED | OTHERS, *list(GENERATED)[:2], *list(OTHERS)[:2]))
+@pytest.mark.parametrize("rule", sampled(GENERATED | OTHERS, next(iter(GENERATED)), next(iter(OTHERS))))
 def test_a_cache_changes_nothing_under_a_mask(rule):
     assert_close(*generated(rule, {}))
 

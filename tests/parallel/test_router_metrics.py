@@ -21,7 +21,7 @@ MESHES = [
     ({"expert": 2, "tensor": 2}, {}),
     pytest.param({"fsdp": 2, "context": 2}, {"num_microbatches": 2}, marks=pytest.mark.slow),
     pytest.param({"data": 2}, {"num_microbatches": 2, "gradient_sync": "naive"}, marks=pytest.mark.slow),
-    ({"pipeline": 2}, {"num_microbatches": 4, "schedule": "zb-h1"}),
+    pytest.param({"pipeline": 2}, {"num_microbatches": 4, "schedule": "zb-h1"}, marks=pytest.mark.slow),
     pytest.param({"pipeline": 2, "fsdp": 2}, {"num_microbatches": 2}, marks=pytest.mark.slow),
     pytest.param({"pipeline": 2}, {"num_microbatches": 4, "schedule": "dualpipe"}, marks=pytest.mark.slow),
 ]

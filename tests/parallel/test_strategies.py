@@ -31,7 +31,9 @@ MIXES = [
         {"data": 2, "fsdp": 2, "tensor": 2},
         {"placement": {"data": "2 of x (4)", "fsdp": "2 of x (4)", "tensor": "y (2)"}, "zero": 2},
     ),
-    (MODEL, {"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1, "num_microbatches": 2}),
+    pytest.param(
+        MODEL, {"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1, "num_microbatches": 2}, marks=pytest.mark.slow
+    ),
     pytest.param(
         MODEL,
         {"data": 2, "fsdp": 2, "context": 2},
@@ -62,7 +64,9 @@ MIXES = [
 PIPELINES = [
     (DEEP, {"pipeline": 2, "data": 2, "tensor": 2}, {"schedule": "zb-h1", "zero": 1}),
     (DEEP, {"pipeline": 2, "fsdp": 2, "context": 2}, {"schedule": "1f1b", "context_attention": "ring"}),
-    (DEEP, {"pipeline": 2, "data": 2, "fsdp": 2}, {"schedule": "interleaved", "chunks": 2}),
+    pytest.param(
+        DEEP, {"pipeline": 2, "data": 2, "fsdp": 2}, {"schedule": "interleaved", "chunks": 2}, marks=pytest.mark.slow
+    ),
     (DEEP_MOE, {"pipeline": 2, "expert": 2, "tensor": 2}, {"schedule": "gpipe", "remat": "selective"}),
     *(
         pytest.param(

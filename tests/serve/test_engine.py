@@ -384,7 +384,7 @@ def test_a_host_without_room_for_a_page_is_refused(step):
             Engine(step, {}, structs.replace(limits, prefix_cache=prefix_cache), host_cache_bytes=few)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_needle_is_the_same_bit_by_bit_in_any_batch(engine_of, data):
     """Any company, order, budget, cancellation, prefix hit, preemption: the same log-probabilities to the last bit."""

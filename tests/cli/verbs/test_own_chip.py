@@ -7,6 +7,7 @@ import pytest
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.plan_file import load_plan
 from meshwright.verify.targets import target_of
+from tests.tier import sampled
 from tests.verify.compiled import need_compiler
 
 PLAN = ("--batch", "64seq", "--seq", "4096", "--top", "1", "--tokens", "1T")
@@ -57,8 +58,13 @@ def test_a_price_alone_gives_the_cost_of_a_token(call):
     )
 
 
-@pytest.mark.parametrize(("base", "rates", "said"), [("h100", (), True), ("b200", (), False),
-                                                     ("b200", ("--calibration", "datasheet"), True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("base", "rates", "said"),
+    sampled(
+        [("h100", (), True), ("b200", (), False), ("b200", ("--calibration", "datasheet"), True)],
+        *(("h100", (), True), ("b200", (), False)),
+    ),
+)
 def test_a_power_that_changes_no_time_is_said_to(call, base, rates, said):
     """It slows the products of Blackwell, by fitted numbers."""
     steps = []

@@ -125,7 +125,7 @@ def attended(call, *arrays):
     return jax.jit(run)(given, *arrays)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(cases(), st.sampled_from(["cpu", "cuda"]))
 def test_pages_are_attended_as_by_a_plain_softmax(case, platform):
     """GPUs have other lanes and another order of dims."""
@@ -206,13 +206,13 @@ def test_tiles_are_those_that_queries_see(window, expected):
 @pytest.mark.parametrize("heads_first", sampled([False, True], False))
 def test_on_a_cpu_a_row_is_the_same_bit_by_bit_whatever_the_batch(heads_first):
     """Sequences of several tiles, alone and among others: the tiles of an iteration are others."""
-    lengths = [300, 7, 1100, 64, 129, 33, 640, 2]
+    lengths = [300, 7, 1100, 129]
     case = Case([(length, 1) for length in lengths], 16, SINKS, heads=(4, 2))
     call, parts, values, _ = drawn(case)
     call = dataclasses.replace(call, heads_first=heads_first)
     found = np.asarray(attended(call, parts, values, None))
     for b in range(len(lengths)):
-        for others in ([b], [b, 0], [2, b, 6]):
+        for others in ([b], [2, b, 3]):
             own = {name: getattr(call, name)[jnp.array(others)] for name in ("first", "counts", "lengths", "pages")}
             again = attended(dataclasses.replace(call, **own), parts, values, None)
             row = int(call.first[b])

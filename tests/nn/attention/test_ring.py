@@ -101,7 +101,6 @@ CASES = {
     },
 }
 ALWAYS = (
-    "zigzag round two axes",
     "window",
     "documents and sinks",
     "divergent",

@@ -7,6 +7,7 @@ import pytest
 
 from meshwright.plan.why.explain_service import explain_service
 from tests.plan.test_service_file import planned
+from tests.tier import sampled
 
 SERVICES = {
     "both phases on the same chips": ("llama3-70b", "h100:8x2", {"tpot_s": 0.1}),
@@ -21,7 +22,7 @@ FIGURES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=SERVICES)
+@pytest.fixture(scope="module", params=sampled(SERVICES, "pools", "a load, experts", "cached prompts"))
 def told(request):
     model, cluster, service = SERVICES[request.param]
     _, file = planned(model, cluster, **service)
