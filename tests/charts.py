@@ -1,6 +1,9 @@
 """What a chart says, as plain data that Altair's schema accepts."""
 
+from itertools import combinations
 from typing import Any
+
+from meshwright.report.labels import LINE, Box, text_px
 
 PANELS = ("layer", "concat", "hconcat", "vconcat")
 
@@ -34,3 +37,22 @@ def marks(chart: Any, kind: str = "") -> list[dict[str, Any]]:
 def texts(chart: Any) -> list[str]:
     """Every text that stands in the chart, once."""
     return list(dict.fromkeys(row["text"] for mark in marks(chart, "text") for row in mark["rows"]))
+
+
+def label_boxes(chart: Any) -> dict[str, Box]:
+    """Text -> its box in pixels, of all labels that were placed by pixels; computed from the drawn text, its size and
+    its middle, not from what the placement reserved."""
+    found = {}
+    for mark in marks(chart, "text"):
+        size, upright = mark["mark"].get("fontSize", 12), mark["mark"].get("angle", 0) == 270
+        for row in mark["rows"]:
+            if "x_px" in row:
+                half = text_px(row["text"], size) / 2, LINE * size / 2
+                found[row["text"]] = Box(row["x_px"], row["y_px"], *(half[::-1] if upright else half))
+    return found
+
+
+def overlaps(chart: Any) -> list[tuple[str, str]]:
+    """The pairs of placed labels that overlap."""
+    boxes = label_boxes(chart)
+    return [(one, other) for one, other in combinations(boxes, 2) if boxes[one].touches(boxes[other])]

@@ -1,7 +1,7 @@
 import pytest
 
-from meshwright.report.bars import COLORS, breakdown_figure, memory_figure, step_breakdown_figure
-from meshwright.report.figure import save
+from meshwright.report.bars import breakdown_figure, memory_figure, step_breakdown_figure
+from meshwright.report.figure import COLORS, save
 from tests.charts import marks, texts
 
 STEP = {"predicted": {"compute": 0.2, "ici": 0.05, "hbm": 0.0}, "measured": {"step": 0.3}}
@@ -62,3 +62,28 @@ def test_one_chip_has_one_bar(tmp_path):
     figure = breakdown_figure({"matmul": 0.3}, {}, title="t")
     assert boxes(figure)[0]["y"]["sort"] == ["step"]
     assert save(figure, tmp_path / "b.png").stat().st_size > 2000
+
+
+def test_a_category_has_one_colour_in_every_picture():
+    """The order in which a bar names its parts changes with the plan; the colours do not."""
+    first = memory_figure({"a": {"weights": 1.0, "optimizer": 2.0, "logits": 1.0}})
+    other = memory_figure({"b": {"logits": 3.0, "gradients": 1.0, "weights": 1.0, "no category": 1.0}})
+    steps = step_breakdown_figure({"predicted": {"matmul": 1.0, "bubble": 0.1}, "measured": {"whole step": 1.2}})
+    scales = [boxes(figure)[0]["color"]["scale"] for figure in (first, other, steps)]
+    maps = [dict(zip(one["domain"], one["range"], strict=True)) for one in scales]
+    for colors in maps:
+        assert {name: COLORS.get(name, color) for name, color in colors.items()} == colors
+        assert len(set(colors.values())) == len(colors)
+    assert maps[0]["weights"] == maps[1]["weights"]
+
+
+def test_the_items_of_memory_have_different_colours():
+    items = ("weights", "gradients", "optimizer", "activations", "logits", "kv cache", "communication", "workspace")
+    assert len({COLORS[item] for item in items}) == len(items)
+
+
+def test_a_total_does_not_cross_the_limit():
+    """600 px are 80 GB: a total of 76 GB would begin 30 px before the limit and end beyond it, unlike one of 60 GB."""
+    figure = memory_figure({"x": {"weights": 76e9}, "y": {"weights": 60e9}}, limit_bytes=80e9)
+    totals = {row["text"]: row["end"] for row in marks(figure, "text")[-1]["rows"]}
+    assert totals == {"76 GB": 80.0, "60 GB": 60.0}

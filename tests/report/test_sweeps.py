@@ -5,7 +5,15 @@ import pytest
 from meshwright.core.errors import InputError
 from meshwright.report.figure import save
 from meshwright.report.marks import ReferenceLine, log_ticks
-from meshwright.report.sweeps import HeatCell, bandwidth_figure, curves_figure, heatmap_figure, scaling_figure
+from meshwright.report.sweeps import (
+    TOO_LARGE,
+    HeatCell,
+    bandwidth_figure,
+    curves_figure,
+    heatmap_figure,
+    scaling_figure,
+    service_figure,
+)
 from tests.charts import marks, panels, texts
 
 
@@ -164,6 +172,35 @@ def test_values_have_a_prefix_or_stay_as_they_are():
     for unit, title, value in (("B", "MFU (GB)", 4.0), (None, "MFU", 4e9)):
         _, filled = marks(heatmap_figure([bytes_each], **TITLES | {"unit": unit}), "rect")
         assert (filled["encoding"]["color"]["title"], filled["rows"][0]["value"]) == (title, value)
+
+
+def test_cells_that_do_not_fit_have_an_edge_and_a_legend(tmp_path):
+    large = HeatCell("70B", "1", 0.3, ("30%", "fsdp8"), fits=False)
+    *_, edge = marks(heatmap_figure([*CELLS[:2], large, CELLS[3]], **TITLES), "rect")
+    assert [(row["row"], row["column"]) for row in edge["rows"]] == [("70B", "1")]
+    assert edge["encoding"]["stroke"]["scale"]["domain"] == [TOO_LARGE]
+    assert edge["encoding"]["stroke"]["legend"]["orient"] == "bottom"
+    assert save(heatmap_figure([*CELLS, large], **TITLES), tmp_path / "large.png").stat().st_size > 5000
+    assert len(marks(heatmap_figure(CELLS, **TITLES), "rect")) == 2
+
+
+def test_axes_have_real_units():
+    """0.004 dollars are no millidollars, and a count below a thousand has no unit at all."""
+    point = {"values": {"prompt": "1Ki"}, "tokens_per_s_per_chip": 441.0, "tpot_s": 4e-3, "ttft_s": 0.2}
+    points = [point | {"usd_per_m_input": 4e-3, "usd_per_m_output": 9e-3}] * 2
+    figure = service_figure(points, over="prompt", title="t")
+    assert {mark["encoding"]["y"]["title"] for mark in marks(figure)} == {
+        "output tokens/s per chip",
+        "time per output token (ms)",
+        "time to the first token (ms)",
+        "per million tokens ($)",
+    }
+
+
+def test_many_points_have_no_dots_that_hide_the_line():
+    many = [(float(n), 1.0 * n) for n in range(1, 60)]
+    dots = [marks(figure({"one": points}), "line")[0]["mark"]["point"] for points in (LINE, many)]
+    assert [bool(one) for one in dots] == [True, False]
 
 
 def test_it_is_drawn(tmp_path):

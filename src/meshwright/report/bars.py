@@ -5,7 +5,8 @@ from itertools import accumulate
 from typing import Literal
 
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.report.figure import INK, PALETTE, Figure, Layer, alt, si_scale, themed
+from meshwright.report.figure import INK, Figure, Layer, alt, si_scale, themed
+from meshwright.report.labels import text_px
 from meshwright.report.marks import DASHES, color_by, labels, palette_of, plot, span, spans
 
 Bars = Mapping[str, Mapping[str, float]]
@@ -13,19 +14,6 @@ Bars = Mapping[str, Mapping[str, float]]
 
 WIDTH_PX = 600
 BAR_PX = 46
-
-# Okabe and Ito's hues: blue for work on the chip, warm for exposed time, green for the links.
-COLORS: dict[str, str] = {
-    "matmul": "#0072B2",
-    "attention": "#56B4E9",
-    "elementwise": "#A6D3F0",
-    "loss head": "#332288",
-    "optimizer": "#8C7AC0",
-    "exposed communication": "#D55E00",
-    "bubble": "#E69F00",
-    "other": "#999999",
-}
-LINK_COLORS = ("#009E73", "#44AA99", "#7FCDB5", "#B5DFC9", "#117733", "#DDCC77", "#999933", "#CC79A7")
 
 
 def step_breakdown_figure(step_s: Bars, *, title: str = "Where a step goes", subtitle: str = "") -> Figure:
@@ -40,7 +28,7 @@ def memory_figure(
     memory_bytes: Bars, *, limit_bytes: float | None = None, title: str = "Memory per device", subtitle: str = ""
 ) -> Figure:
     """Draws a bar per estimate or measurement of a device's memory in bytes, and the limit as a dashed line."""
-    return themed(_stacked(memory_bytes, "memory", "B", limit=limit_bytes), title, subtitle)
+    return themed(_stacked(memory_bytes, "memory", "B", limit_bytes), title, subtitle)
 
 
 def breakdown_figure(
@@ -51,26 +39,23 @@ def breakdown_figure(
     Communication in the second bar that is not exposed in the first is overlapped. All amounts are seconds.
     """
     bars = {"step": parts_s, "links alone": links_s} if any(links_s.values()) else {"step": parts_s}
-    links = {name: LINK_COLORS[number % len(LINK_COLORS)] for number, name in enumerate(links_s)}
-    return themed(_stacked(bars, "time", "s", colors=COLORS | links), title, subtitle)
+    return themed(_stacked(bars, "time", "s"), title, subtitle)
 
 
 def _stacked(
     bars: Bars,
     what: str,
     unit: Literal["s", "B"],
-    *,
-    colors: Mapping[str, str] | None = None,
     limit: float | None = None,
 ) -> Layer:
-    """Draws bars of labelled parts with their totals at the ends; ``colors`` is in the order of the legend."""
+    """Draws bars of labelled parts with their totals at the ends; one that would cross the limit is right of it."""
     totals = {name: sum(parts.values()) for name, parts in bars.items()}
     longest = max([*totals.values(), limit or 0.0])
     scale, unit_name = si_scale(longest, unit)
     show = format_seconds if unit == "s" else format_bytes
     # Parts that are zero in every bar would only extend the legend.
     drawn = dict.fromkeys(part for parts in bars.values() for part, amount in parts.items() if amount > 0)
-    colors = {part: color for part, color in (colors or palette_of(drawn)).items() if part in drawn}
+    colors = palette_of(drawn)
     px = WIDTH_PX * scale / longest if longest else 0.0
     rows = [
         span(end - amount / scale, end, show(amount), colors[part], px, bar=bar, part=part)
@@ -79,14 +64,18 @@ def _stacked(
         if amount > 0
     ]
     y = alt.Y("bar:N", sort=list(bars), title=None, axis=alt.Axis(ticks=False))
-    x = alt.X("start:Q", title=f"{what} ({unit_name})", axis=alt.Axis(tickCount=7))
+    domain = alt.Scale(domain=[0, longest / scale or 1], nice=False)
+    x = alt.X("start:Q", title=f"{what} ({unit_name})", scale=domain, axis=alt.Axis(tickCount=7))
     color = color_by("part", colors, orient="bottom", columns=4)
     sums = [{"bar": bar, "end": total / scale, "text": show(total)} for bar, total in totals.items()]
+    if limit is not None:
+        crossed = [total <= limit < total + (text_px(show(total), 13) + 8) / px * scale for total in totals.values()]
+        sums = [row | {"end": limit / scale} if over else row for row, over in zip(sums, crossed, strict=True)]
     layers = []
     if limit is not None:  # below the bars, so that it crosses no text in them
         end = [{"limit": limit / scale, "text": f"limit {show(limit)}"}]
-        rule = plot(end).mark_rule(strokeDash=DASHES, strokeWidth=1.5, color=PALETTE[5])
-        layers += [rule.encode(x="limit:Q"), labels(end, "limit:Q", alt.YValue(-8), align="center", fill=PALETTE[5])]
+        rule = plot(end).mark_rule(strokeDash=DASHES, strokeWidth=1.5, color=INK)
+        layers += [rule.encode(x="limit:Q"), labels(end, "limit:Q", alt.YValue(-8), align="center", fill=INK)]
     layers.append(spans(rows, y=y, x=x, color=color, band=0.68))
     layers.append(labels(sums, "end:Q", y, align="left", baseline="middle", dx=6, fill=INK, fontWeight="bold"))
     return alt.layer(*layers).properties(width=WIDTH_PX, height=BAR_PX * len(bars))

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import InputError
@@ -34,6 +35,7 @@ class _Altair:
 alt: Any = _Altair()
 
 PNG_SCALE = 2.0
+SUBTITLE_LETTERS = 120
 PICTURES = (".png", ".svg", ".json")
 """Suffixes of the files that `save` writes."""
 
@@ -44,6 +46,17 @@ PALETTE: tuple[str, ...] = (
     *("#332288", "#882255", "#44AA99", "#DDCC77"),
 )
 INK = "#222222"
+COLORS: dict[str, str] = {
+    **{"weights": "#332288", "parameters": "#332288", "gradients": "#E69F00", "optimizer": "#8C7AC0"},
+    **{"activations": "#009E73", "logits": "#882255", "loss head": "#882255", "workspace": "#999999"},
+    **{"kv cache": "#CC79A7", "KV cache": "#CC79A7", "KV": "#CC79A7", "batch": "#F0E442", "temporaries": "#C0C0C0"},
+    # work on the chip is blue, what waits for links is red, links by their mesh axis are green
+    **{"compute": "#0072B2", "FLOPs": "#0072B2", "matmul": "#0072B2", "attention": "#56B4E9", "elementwise": "#A6D3F0"},
+    **{"communication": "#D55E00", "exposed communication": "#D55E00", "network": "#D55E00", "whole step": INK},
+    **{"hbm": "#44AA99", "bubble": "#F0E442", "host": "#DDCC77", "other": "#999999", "fsdp links": "#44AA99"},
+    **{"data links": "#009E73", "tensor links": "#7FCDB5", "context links": "#B5DFC9", "pipeline links": "#117733"},
+}
+"""Colours of what several pictures show: each has one everywhere."""
 MUTED = "#767676"
 
 _THEME: dict[str, Any] = {
@@ -82,8 +95,9 @@ def themed(chart: Layer, title: str, subtitle: str = "", **properties: Any) -> F
 
 
 def headline(title: str, subtitle: str = "", **style: Any) -> Any:
-    """Returns a title with a line of explanation, if there is one."""
-    return alt.TitleParams(title, subtitle=subtitle or alt.Undefined, **style)
+    """Returns a title with an explanation, if there is one, in lines of `SUBTITLE_LETTERS`."""
+    below = wrap(subtitle, SUBTITLE_LETTERS)
+    return alt.TitleParams(title, subtitle=(below if below[1:] else subtitle) or alt.Undefined, **style)
 
 
 def panel(*layers: Layer, size: tuple[float, float], title: str = "", note: str = "") -> Layer:
@@ -95,13 +109,14 @@ def panel(*layers: Layer, size: tuple[float, float], title: str = "", note: str 
 def si_scale(largest: float, unit: str) -> tuple[float, str]:
     """Returns (divisor, unit) with which ``largest`` is between 1 and 1000: (1e-3, "ms") for 0.02 s.
 
-    An axis has one unit, so its largest value decides. Zero, non-finite values and parts of a byte keep the bare unit.
+    An axis has one unit, so its largest value decides. Zero, non-finite values and parts of a byte or of a
+    dollar keep the bare unit.
     """
     prefixes = {-3: "n", -2: "u", -1: "m", 0: "", 1: "k", 2: "M", 3: "G", 4: "T", 5: "P", 6: "E"}
     if not math.isfinite(largest) or largest <= 0:
         return 1.0, unit
     power = max(-3, min(6, math.floor(math.log10(largest) / 3 + 1e-9)))
-    if unit == "B":
+    if unit in ("B", "$"):
         power = max(power, 0)
     return 1000.0**power, prefixes[power] + unit
 

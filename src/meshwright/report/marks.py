@@ -1,20 +1,22 @@
 """Marks that several pictures share: lines, boxes on bands, outlined text, reference lines, and their axes."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any, Literal
 
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Layer, alt
+from meshwright.report.figure import COLORS, INK, PALETTE, Encoding, Layer, alt
 
 Datum = dict[str, Any]
 
 DASHES = (5, 4)
 TICK_LABEL = "datum.value < 1 ? toString(datum.value) : format(datum.value, '~s')"
 """Vega expression of a label: an SI prefix from 1 on; below 1 it is plain, as "100m" is hard to read."""
+SECONDS_LABEL = "replace(format(datum.value, '~s'), 'µ', 'u') + 's'"
+"""Vega expression of a label of seconds over many decades: 100us, 1ms, 10s."""
 WHOLE_NUMBERS = "format(datum.value, ',d')"
 DARK_BELOW = 136
 """Brightness (of 255) of a colour below which text on it is white."""
@@ -46,16 +48,6 @@ def labels(rows: Iterable[Datum], x: Any, y: Any, **style: Any) -> Layer:
     return alt.layer(outline, chart.mark_text(**style))
 
 
-def without_overlaps(rows: Iterable[Datum], at: Callable[[Datum], tuple[float, float]]) -> list[Datum]:
-    """Returns the rows whose labels overlap no earlier one that is kept; ``at`` gives positions in sizes of a label."""
-    kept: list[tuple[float, float, Datum]] = []
-    for row in rows:
-        across, down = at(row)
-        if all(abs(across - x) > 1 or abs(down - y) > 1 for x, y, _ in kept):
-            kept.append((across, down, row))
-    return [row for _, _, row in kept]
-
-
 def color_by(field: str, colors: Mapping[str, str], **legend: Any) -> Encoding:
     """Returns an encoding of a field's names as colours, with a legend of squares in the order of ``colors``."""
     scale = alt.Scale(domain=list(colors), range=list(colors.values()))
@@ -69,8 +61,11 @@ def stroke_colors(names: Iterable[str], **legend: Any) -> Encoding:
 
 
 def palette_of(names: Iterable[str]) -> dict[str, str]:
-    """Maps each name to a colour; the palette repeats after twelve."""
-    return dict(zip(dict.fromkeys(names), cycle(PALETTE), strict=False))
+    """Maps each name to its colour of `COLORS` or, if it has none, to one of the palette that no other name has; the
+    palette repeats after twelve."""
+    known = {name: COLORS.get(name) for name in names}
+    free = cycle([color for color in PALETTE if color not in known.values()])
+    return {name: color or next(free) for name, color in known.items()}
 
 
 def ink_on(color: str) -> str:
@@ -91,21 +86,6 @@ def lines(curves: Mapping[str, Points], x: Encoding, y: Encoding, color: Encodin
         rows = [{"name": name, "x": a, "y": b if math.isfinite(b) else None} for a, b in points]
         layers.append(plot(rows).mark_line(**mark).encode(x=x, y=y, color=color))
     return layers
-
-
-def reference(line: ReferenceLine) -> Layer:
-    """Draws a reference line from edge to edge, with its text along it."""
-    flat, first = line.axis == "y", line.at == "start"
-    if flat:
-        ends = {"x": alt.XValue(0 if first else "width"), "y": alt.YDatum(line.value)}
-        place: dict[str, Any] = {"dy": -7}
-    else:
-        ends = {"x": alt.XDatum(line.value), "y": alt.YValue("height" if first else 0)}
-        place = {"dy": 11, "angle": 270}
-    rows = [{"text": line.text}]
-    rule = plot(rows).mark_rule(strokeDash=DASHES, color=MUTED).encode(ends[line.axis])
-    align, away = ("left", 6) if first else ("right", -6)
-    return alt.layer(rule, labels(rows, **ends, fontSize=11, fill=line.color, align=align, dx=away, **place))
 
 
 def check_positive(values: Iterable[tuple[str, float]]) -> None:

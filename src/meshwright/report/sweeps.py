@@ -8,6 +8,7 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Layer, alt, si_scale, themed
+from meshwright.report.labels import Frame, reference
 from meshwright.report.marks import (
     DASHES,
     WHOLE_NUMBERS,
@@ -19,15 +20,16 @@ from meshwright.report.marks import (
     log_axis,
     palette_of,
     plot,
-    reference,
     stroke_colors,
 )
 
-PANEL_PX = (300, 240)
+PANEL_PX, CURVES_PX = (300, 240), (620, 380)
 MIN_SHARE = 5e-3
 """Largest share of a step that a bubble may have without being drawn."""
 MOST_LETTERS = 36
 """Number of letters, in all labels together, for which a panel's horizontal axis has room side by side."""
+MAX_DOTS = 40
+"""Number of points of a curve above which it has no dots."""
 LEAST_RANGE = 3
 """Ratio of the largest to the smallest value above which an axis is logarithmic: a shorter one has too few labels."""
 CELL_PX = (84, 74)
@@ -36,6 +38,7 @@ SCHEME = ("#F7FBFF", "#D6E6F4", "#ABCFE6", "#6FB0D7", "#3787C0", "#105BA4")
 DARK_FROM = 0.6
 """Share of the colour range above which text is white."""
 EMPTY = "#EFEFEF"
+TOO_LARGE = "does not fit in a chip's memory"
 PERFECT, LIMIT = "perfect scaling", "what a chip holds"
 
 
@@ -119,7 +122,7 @@ def _panel(
     curves: dict[str, Points] = {
         name: list(zip(xs, (value / scale for value in values), strict=True)) for name, values in series.items()
     }
-    ys, title = [y for points in curves.values() for _, y in points], y_title.format(unit_name or "1")
+    ys, title = [y for points in curves.values() for _, y in points], y_title.format(unit_name).removesuffix(" ()")
     if unit in ("", "s", "$") and max(ys) > LEAST_RANGE * min(ys):
         y = log_axis(alt.Y, "y", (min(ys) / 1.2, max(ys) * 1.2), title)
     elif unit == "%":
@@ -181,23 +184,32 @@ def curves_figure(
     ys += [line.value for line in references if line.axis == "y"]
     low, high = min(xs), max(xs)
     ticks = {"values": sorted({*x_ticks}), "labelExpr": WHOLE_NUMBERS, "labelOverlap": True, "labelFlush": False}
-    x = log_axis(alt.X, "x", (low, high) if low < high else (low / 2, high * 2), x_title, **(ticks if x_ticks else {}))
-    y = log_axis(alt.Y, "y", (min(ys) / 1.5, max(ys) * 1.5), y_title)
+    across, up = (low, high) if low < high else (low / 2, high * 2), (min(ys) / 1.5, max(ys) * 1.5)
+    x, y = log_axis(alt.X, "x", across, x_title, **(ticks if x_ticks else {})), log_axis(alt.Y, "y", up, y_title)
     color = stroke_colors(curves, orient="right", symbolStrokeWidth=3)
-    layers = [*lines(curves, x, y, color, strokeWidth=2.4, point={"size": 28}), *map(reference, references)]
-    return themed(alt.layer(*layers), title, subtitle, width=620, height=380)
+    frame = Frame(x=across, y=up, size=CURVES_PX)
+    taken = [box for points in curves.values() for box in (*frame.curve(points), *frame.dots(points, half=4))]
+    named = [reference(line, frame, taken) for line in references]
+    # dots of many points would hide the lines
+    dotted = max(map(len, curves.values())) <= MAX_DOTS
+    layers = [*lines(curves, x, y, color, strokeWidth=2.4, point={"size": 28} if dotted else False), *named]
+    return themed(alt.layer(*layers), title, subtitle, width=CURVES_PX[0], height=CURVES_PX[1])
 
 
 # -- heatmaps ---------------------------------------------------------------------------------------------
 
 
 class HeatCell(msgspec.Struct, frozen=True):
-    """One cell: the value of its colour, and its text, whose first line is a headline; None if nothing runs."""
+    """One cell: the value of its colour, and its text, whose first line is a headline; None if nothing runs.
+
+    ``fits`` is False for a value that a chip's memory does not hold.
+    """
 
     row: str
     column: str
     value: float | None
     lines: Sequence[str]
+    fits: bool = True
 
 
 def heatmap_figure(
@@ -209,7 +221,8 @@ def heatmap_figure(
     title: str,
     subtitle: str = "",
 ) -> Figure:
-    """Draws rows from top to bottom and columns from left to right, in the order of the cells.
+    """Draws rows from top to bottom and columns from left to right, in the order of the cells; what does not fit has a
+    red edge, and a legend says so.
 
     ``axes`` are the titles of rows and columns. Values are shares of 1 if ``unit`` is "%"; None gives them no prefix.
     """
@@ -227,7 +240,7 @@ def heatmap_figure(
         else:
             ink = "white" if cell.value > DARK_FROM * most else INK
             words = {"headline": headline, "text": "\n".join(below), "ink": ink}
-            filled.append(drawn | words | {"value": cell.value / scale})
+            filled.append(drawn | words | {"value": cell.value / scale, "edge": "" if cell.fits else TOO_LARGE})
     style = {"ticks": False, "domain": False}
     place = {
         "x": alt.X("column:N", sort=columns, title=axes[1], axis=alt.Axis(orient="bottom", labelAngle=0, **style)),
@@ -243,6 +256,10 @@ def heatmap_figure(
     small = {"fontSize": 10, "lineBreak": "\n", "lineHeight": LINE_PX}
     inked = alt.Color("ink:N", scale=None)
     top = -(7 * lines + 3)
+    large = [row for row in filled if row["edge"]]
+    legend = alt.Legend(title=None, orient="bottom", symbolType="square", symbolFillColor="white", symbolStrokeWidth=3)
+    edge = alt.Stroke("edge:N", scale=alt.Scale(domain=[TOO_LARGE], range=[PALETTE[5]]), legend=legend)
+    edges = plot(large).mark_rect(filled=False, strokeWidth=3, strokeDash=DASHES).encode(**place, stroke=edge)
     chart = alt.layer(
         nothing.mark_rect(color=EMPTY, **boxes),
         nothing.mark_text(baseline="middle", fill=MUTED, **small).encode(text="text:N"),
@@ -251,6 +268,7 @@ def heatmap_figure(
             text="headline:N", color=inked
         ),
         cell_marks.mark_text(baseline="top", dy=top + 14, **small).encode(text="text:N", color=inked),
+        *([edges] if large else []),
     )
     height = max(CELL_PX[1], 34 + LINE_PX * lines)
     chart = chart.resolve_scale(color="independent")

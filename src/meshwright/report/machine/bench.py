@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-import msgspec
 import numpy as np
 
 from meshwright.algebra.steps import BOOK_NAMES
@@ -87,15 +86,10 @@ def _matmul(report: BenchReport) -> Figure | None:
     curves: dict[str, list[tuple[float, float]]] = {}
     for product in sweep:
         curves.setdefault(product.dtype, []).append((product.n, product.flops_per_s))
-    peaks = chip(report.chip).peak_flops
-    marks: list[ReferenceLine] = []
-    for dtype in (dtype for dtype in curves if dtype in peaks):
-        near = next((mark for mark in marks if abs(mark.value / peaks[dtype] - 1) < 0.25), None)
-        if near is None:
-            marks.append(ReferenceLine(axis="y", value=peaks[dtype], text=f"{dtype} peak {format_flops(peaks[dtype])}"))
-        else:
-            # Labels of similar peaks would overlap: they share a line.
-            marks[marks.index(near)] = msgspec.structs.replace(near, text=f"{dtype}, {near.text}")
+    peaks = {dtype: peak for dtype, peak in chip(report.chip).peak_flops.items() if dtype in curves}
+    marks = [
+        ReferenceLine(axis="y", value=peak, text=f"{dtype} peak {format_flops(peak)}") for dtype, peak in peaks.items()
+    ]
     return curves_figure(
         curves,
         x_title="side of a square product",

@@ -12,9 +12,10 @@ from meshwright.profile.memory import MemoryProfile
 from meshwright.profile.summary import Profile
 from meshwright.report.answer import Heading, Show, Table, TableColumns, as_markdown, utilisation_rows
 from meshwright.report.bars import step_breakdown_figure
-from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Layer, alt, save, si_scale, themed
+from meshwright.report.figure import INK, MUTED, PALETTE, Figure, alt, save, si_scale, themed
+from meshwright.report.labels import Frame, point_labels, reference
 from meshwright.report.machine.profile_trace import save_trace
-from meshwright.report.marks import color_by, labels, plot, without_overlaps
+from meshwright.report.marks import ReferenceLine, color_by, plot
 
 REPORT, TIMELINE = "profile.md", "trace.json.gz"
 WHERE, PARTS, MEMORY = "where.png", "parts.png", "memory-timeline.png"
@@ -279,29 +280,20 @@ def memory_timeline_figure(memory: MemoryProfile) -> Figure:
     stride = max(1, len(memory.samples) // MAX_SAMPLES)
     kept = sorted({*memory.samples[::stride], peak, memory.samples[-1]})
     rows = [{"x": sample.at_s / time_scale, "y": sample.num_bytes / scale} for sample in kept]
-    domain = alt.Scale(domain=[0, end_s / time_scale], nice=False)
-    x = alt.X("x:Q", title=f"time ({time_unit})", axis=alt.Axis(grid=False), scale=domain)
-    y = alt.Y("y:Q", title=f"memory ({unit})", scale=alt.Scale(zero=True))
-    top = [{"x": peak.at_s / time_scale, "y": peak.num_bytes / scale, "text": format_bytes(peak.num_bytes)}]
-    side = {"align": "right", "dx": -8} if peak.at_s > end_s / 2 else {"align": "left", "dx": 8}
+    across, up = (0.0, end_s / time_scale), (0.0, 1.15 * peak.num_bytes / scale)
+    frame = Frame(x=across, y=up, size=(MEMORY_PX["width"], MEMORY_PX["height"]), log=(False, False))
+    x = alt.X("x:Q", title=f"time ({time_unit})", axis=alt.Axis(grid=False), scale=alt.Scale(domain=across, nice=False))
+    y = alt.Y("y:Q", title=f"memory ({unit})", scale=alt.Scale(domain=up, nice=False))
+    highest = peak.at_s / time_scale, peak.num_bytes / scale
+    top = {"x": highest[0], "y": highest[1], "text": format_bytes(peak.num_bytes)}
+    taken = frame.dots([highest])
     area = plot(rows).mark_area(color=PALETTE[4], opacity=0.5, line={"color": PALETTE[0]})
+    at = [ReferenceLine(axis="x", value=one.at_s / time_scale, text=one.text, color=MUTED) for one in memory.marks]
     chart = alt.layer(
         area.encode(x=x, y=y),
-        *_marks(memory, x, time_scale),
-        plot(top).mark_point(filled=True, color=INK).encode(x=x, y=y),
-        labels(top, x, y, dy=-10, fill=INK, **side),
+        *(reference(line, frame, taken, font=10) for line in at),
+        plot([top]).mark_point(filled=True, color=INK).encode(x=x, y=y),
+        point_labels([top], frame, taken, fill=INK),
     )
     what = "of the first device" if memory.counted == "device" else "resident in the process, the runtime included"
     return themed(chart, "Memory of the first steps", f"Bytes {what}; the peak is marked", **MEMORY_PX)
-
-
-def _marks(memory: MemoryProfile, x: Encoding, time_scale: float) -> list[Layer]:
-    """Returns two layers: a dashed line per mark, and the labels that do not overlap an earlier one."""
-    rows = [{"x": mark.at_s / time_scale, "text": mark.text} for mark in memory.marks]
-    label_width = memory.samples[-1].at_s / time_scale * 0.02
-    named = without_overlaps(rows, lambda row: (row["x"] / label_width, 0.0))
-    words = {"angle": 270, "align": "left", "baseline": "top", "dx": 4, "dy": 3, "fontSize": 10, "fill": MUTED}
-    return [
-        plot(rows).mark_rule(strokeDash=(3, 3), color=MUTED).encode(x=x),
-        plot(named).mark_text(**words).encode(x=x, y=alt.YValue("height"), text="text:N"),
-    ]

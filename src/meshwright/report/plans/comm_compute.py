@@ -9,21 +9,26 @@ from collections.abc import Sequence
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Layer, alt, panel, si_scale, themed
-from meshwright.report.marks import Points, ReferenceLine, color_by, labels, lines, log_axis, plot, reference
+from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Layer, alt, panel, themed
+from meshwright.report.labels import Frame, point_labels, reference
+from meshwright.report.marks import SECONDS_LABEL, Points, ReferenceLine, color_by, lines, log_axis, plot
 
 PANEL_PX = (420, 320)
+GAPS = {"strokeWidth": 4, "strokeDash": (3, 3)}
+MEMORY_BOUND = "Dotted: HBM binds compute, not FLOPs; where that begins, a curve bends."
 
 
 class CommsCurve(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of communication and of compute at every batch size; compute can differ by mesh.
 
-    ``crossing`` is the batch in tokens above which compute takes longer, if any. A ``strong`` curve is wide and black.
+    ``memory_bound`` is True for the first batches, for which the chip's memory binds compute. ``crossing`` is the batch
+    in tokens above which compute takes longer, if any. A ``strong`` curve is wide and black.
     """
 
     name: str
     seconds: Sequence[float]
     compute_s: Sequence[float]
+    memory_bound: Sequence[bool] = ()
     crossing: float | None = None
     strong: bool = False
 
@@ -31,27 +36,32 @@ class CommsCurve(msgspec.Struct, frozen=True, kw_only=True):
 def comm_compute_figure(
     tokens: Sequence[float], curves: Sequence[CommsCurve], *, title: str, subtitle: str = ""
 ) -> Figure:
-    """Draws times over the batch (compute of the last curve dashed), and compute / communication with crossings."""
+    """Draws times over the batch (compute of the last curve dashed), and compute / communication with crossings;
+    ratios are dotted where the chip's memory binds compute, which makes them bend."""
     drawn = [curve for curve in curves if max(curve.seconds, default=0.0) > 0]
     if not drawn:
         raise InputError("there is no communication to draw: the mesh has one device. Give a larger mesh.")
-    colors = {curve.name: INK if curve.strong else PALETTE[number % 8] for number, curve in enumerate(drawn)}
+    colors = {curve.name: INK if curve.strong else PALETTE[number % len(PALETTE)] for number, curve in enumerate(drawn)}
     color = color_by("name", colors, title="communication", orient="right", symbolType="stroke", symbolStrokeWidth=3)
     x = log_axis(alt.X, "x", (min(tokens), max(tokens)), "batch (tokens)", grid=False)
     chart = alt.hconcat(_times(tokens, drawn, x, color), _ratios(tokens, drawn, x, color), spacing=36)
+    if any(any(curve.memory_bound) for curve in drawn):
+        subtitle = f"{subtitle} {MEMORY_BOUND}"
     return themed(chart.resolve_scale(color="shared"), title, subtitle)
 
 
 def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, color: Encoding) -> Layer:
     compute_s = curves[-1].compute_s
     every = [s for s in (*compute_s, *(s for curve in curves for s in curve.seconds)) if s > 0]
-    scale, unit = si_scale(max(every), "s")
-    low, high = min(every) / scale / 1.3, max(every) / scale * 1.3
-    y = log_axis(alt.Y, "y", (low, high), f"time ({unit})")
-    shown = [(one, [(batch, s / scale) for batch, s in zip(tokens, one.seconds, strict=True)]) for one in curves]
-    work = [{"x": batch, "y": s / scale, "text": "compute"} for batch, s in zip(tokens, compute_s, strict=True)]
+    low, high = min(every) / 1.3, max(every) * 1.3
+    y = log_axis(alt.Y, "y", (low, high), "time", labelExpr=SECONDS_LABEL)
+    shown = [(one, list(zip(tokens, one.seconds, strict=True))) for one in curves]
+    work = [{"x": batch, "y": s, "text": "compute"} for batch, s in zip(tokens, compute_s, strict=True)]
     dashed = plot(work).mark_line(strokeDash=(6, 4), strokeWidth=2, color="black").encode(x=x, y=y)
-    label = labels(work[-1:], x, y, align="right", dx=-8, dy=-8, fill="black")
+    frame = Frame(x=(min(tokens), max(tokens)), y=(low, high), size=PANEL_PX)
+    along = list(zip(tokens, compute_s, strict=True))
+    taken = [box for points in (*(_seen(points) for _, points in shown), along) for box in frame.curve(points)]
+    label = point_labels([{**work[-1], "along": along}], frame, taken, fill="black")
     return panel(*_lines(shown, x, y, color), dashed, label, size=PANEL_PX)
 
 
@@ -61,17 +71,28 @@ def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, 
         for one in curves
     ]
     ratios = [ratio for _, points in shown for _, ratio in points]
-    y = log_axis(alt.Y, "y", (min(ratios) / 1.2, max(ratios) * 1.2), "compute / communication")
+    up = (min([1.0, *ratios]) / 1.2, max([1.0, *ratios]) * 1.2)
+    y = log_axis(alt.Y, "y", up, "compute / communication")
+    frame = Frame(x=(min(tokens), max(tokens)), y=up, size=PANEL_PX)
+    taken = [box for _, points in shown for box in frame.curve(points)]
+    taken += frame.dots([(one.crossing, 1.0) for one in curves if one.crossing])
     crossings = plot({"x": one.crossing, "y": 1.0} for one in curves if one.crossing)
     rings = crossings.mark_point(size=60, filled=False, color="black", opacity=1).encode(x=x, y=y)
-    even = reference(ReferenceLine(axis="y", value=1.0, text="above: compute-bound", color=MUTED))
-    return panel(*_lines(shown, x, y, color), even, rings, size=PANEL_PX)
+    even = reference(ReferenceLine(axis="y", value=1.0, text="above: compute-bound", color=MUTED), frame, taken)
+    # white gaps make a dotted line of the part where memory binds, up to the first point where it does not
+    bound = [points[: sum(one.memory_bound) + 1] if any(one.memory_bound) else [] for one, points in shown]
+    gaps = [plot({"x": a, "y": b} for a, b in part).mark_line(color="white", **GAPS).encode(x=x, y=y) for part in bound]
+    return panel(*_lines(shown, x, y, color), *gaps, even, rings, size=PANEL_PX)
 
 
 def _lines(shown: Sequence[tuple[CommsCurve, Points]], x: Encoding, y: Encoding, color: Encoding) -> list[Layer]:
     """Returns a layer per curve; strong curves are wide. A value of 0 leaves a gap."""
     layers = []
     for one, points in shown:
-        there = [(batch, value or math.nan) for batch, value in points]
-        layers += lines({one.name: there}, x, y, color, strokeWidth=3.2 if one.strong else 1.8)
+        layers += lines({one.name: _seen(points)}, x, y, color, strokeWidth=3.2 if one.strong else 1.8)
     return layers
+
+
+def _seen(points: Points) -> list[tuple[float, float]]:
+    """Returns the points with a gap in place of zeros, which a logarithmic axis has not."""
+    return [(x, y or math.nan) for x, y in points]

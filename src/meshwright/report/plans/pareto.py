@@ -1,15 +1,15 @@
 """Pareto frontiers: plans by step time against memory and, where prices are known, against cost."""
 
-import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from meshwright.core.units import format_bytes
 from meshwright.report.figure import INK, MUTED, PALETTE, Figure, Layer, alt, panel, si_scale, themed
-from meshwright.report.marks import Datum, ReferenceLine, labels, log_axis, plot, reference, without_overlaps
+from meshwright.report.labels import Frame, point_labels, reference
+from meshwright.report.marks import Datum, ReferenceLine, log_axis, plot
 
 PANEL_PX = (430, 320)
-LABEL_PX = (16, 13)
 LOG_FROM = 5.0
 """Ratio of the largest to the smallest figure above which an axis is logarithmic."""
 
@@ -52,25 +52,20 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
     top = max([up[-1], *(line.value for line in limit)])
     y = _Axis(alt.Y, "y", [*up, top], (0, 1.08 * top), y_title)
 
-    def at(row: Datum) -> tuple[float, float]:
-        return x.share(row["x"]) * PANEL_PX[0] / LABEL_PX[0], y.share(row["y"]) * PANEL_PX[1] / LABEL_PX[1]
-
+    frame = Frame(x=x.domain, y=y.domain, size=PANEL_PX, log=(x.log, y.log))
     named = [row for row in rows if row["text"]]
-    right = without_overlaps(named, at)
-    left = without_overlaps([row for row in named if row not in right], at)
-    # The label of a plan close below the limit would overlap the limit's line.
-    near = 2 * LABEL_PX[1] / PANEL_PX[1]
-    close = [row for row in right for line in limit if 0 <= y.share(line.value) - y.share(row["y"]) < near]
-    above = [row for row in right if row not in close]
+    # a step function keeps the memory of the faster plan up to the time of the slower one
+    corners = [(row["x"], row["y"]) for row in rows]
+    if interpolate == "step-after":
+        corners = [corners[0], *(at for a, b in pairwise(corners) for at in ((b[0], a[1]), b))]
+    taken = [*frame.curve(corners), *frame.dots([(row["x"], row["y"]) for row in rows], half=4)]
     every, chosen = (plot(some).encode(x=x.drawn, y=y.drawn) for some in (rows, named))
     return panel(
         every.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
+        *(reference(line, frame, taken) for line in limit),
+        point_labels(named, frame, taken, fill=INK),
         every.mark_circle(size=26, opacity=1, color=PALETTE[4]),
         chosen.mark_circle(size=60, opacity=1, color=PALETTE[0]),
-        *map(reference, limit),
-        labels(above, x.drawn, y.drawn, align="left", baseline="bottom", dx=5, dy=-4, fill=INK),
-        labels(close, x.drawn, y.drawn, align="left", baseline="top", dx=5, dy=4, fill=INK),
-        labels(left, x.drawn, y.drawn, align="right", baseline="top", dx=-5, dy=2, fill=INK),
         size=PANEL_PX,
     )
 
@@ -81,13 +76,8 @@ class _Axis:
     def __init__(self, channel: Any, field: str, values: Sequence[float], linear: tuple[float, float], title: str):
         log = values[-1] > LOG_FROM * values[0]
         self.domain = (values[0] / 1.25, values[-1] * 1.25) if log else linear
-        self.scale = math.log if log else float
+        self.log = log
         scale, axis = alt.Scale(domain=list(self.domain), nice=False), alt.Axis(tickCount=6, grid=field == "y")
         self.drawn = channel(f"{field}:Q", title=title, scale=scale, axis=axis)
         if log:
             self.drawn = log_axis(channel, field, self.domain, title, grid=field == "y")
-
-    def share(self, value: float) -> float:
-        """Returns where the value is on the axis, from 0 to 1."""
-        low, high, at = (self.scale(one) for one in (*self.domain, value))
-        return (at - low) / (high - low)

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 from meshwright.report.figure import INK, Figure, alt, panel, themed
+from meshwright.report.labels import Frame, point_labels
 from meshwright.report.marks import (
     Points,
     check_positive,
     color_by,
-    labels,
     lines,
     log_axis,
     palette_of,
@@ -40,13 +40,14 @@ def services_figure(
     low, high = min(across), max(across)
     domain = (low / 1.05, high * 1.05)
     shared = log_axis(alt.X, "x", domain, WHOLE + " (ms)")
-    made = log_axis(alt.Y, "y", (min(up) / 1.5, max(up) * 1.5), "output tokens per second and chip")
+    tall = (min(up) / 1.5, max(up) * 1.5)
+    made = log_axis(alt.Y, "y", tall, "output tokens per second and chip")
     drawn = {"strokeWidth": 2.4, "point": {"size": 28}}
     rows = [{"x": x, "y": y, "text": name}]
-    right = x * x > low * high
     first = plot(rows).mark_point(size=170, color=INK, strokeWidth=2.4, opacity=1).encode(x=shared, y=made)
-    side = {"align": "right" if right else "left", "dx": -10 if right else 10}
-    label = labels(rows, shared, made, baseline="bottom", dy=-9, fill=INK, **side)
+    frame = Frame(x=domain, y=tall, size=SIZE_PX)
+    taken = [box for points in curves.values() for box in (*frame.curve(points), *frame.dots(points, half=4))]
+    label = point_labels(rows, frame, [*taken, *frame.dots([(x, y)], half=9)], fill=INK)
     legend = {"orient": "right", "symbolStrokeWidth": 3}
     above = lines(curves, shared, made, stroke_colors(curves, **legend), **drawn)
     shown = {WHOLE: [(at, at) for at in sorted({at for points in split.values() for at, _ in points})]}

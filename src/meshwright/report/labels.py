@@ -1,0 +1,154 @@
+"""Where texts of a picture go: boxes in pixels, and for each text the first place that overlaps no other mark."""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+
+from meshwright.report.figure import MUTED, Layer, alt
+from meshwright.report.marks import DASHES, Datum, Points, ReferenceLine, labels, plot
+
+FONT = 12
+LETTER, NARROW, LINE = 0.58, 0.3, 1.25
+"""Width of a letter, of a narrow one, and height of a line, in sizes of the font."""
+GAP_PX = 9
+"""Distance of a text from its point."""
+RINGS = 8
+"""Distances, a line apart, at which a place is looked for."""
+SHIFTS = (0.25, 0.5, 0.75, -0.25, -0.5, 1.25)
+"""Parts of its width by which a text that is no longer beside its point is moved to the left."""
+CURVE_PX = 5
+"""Length of the pieces that stand for a curve."""
+
+
+def text_px(text: str, font: float = FONT) -> float:
+    """Returns about how wide a text is."""
+    return font * sum(NARROW if letter in " .,:;|[](){}'ijlftrI" else LETTER for letter in text)
+
+
+class Box(msgspec.Struct, frozen=True):
+    """A rectangle of the picture in pixels, by its middle and its halves."""
+
+    x: float
+    y: float
+    across: float
+    down: float
+
+    def touches(self, other: "Box") -> bool:
+        """True if the boxes share more than an edge."""
+        near = abs(self.x - other.x) < self.across + other.across
+        return near and abs(self.y - other.y) < self.down + other.down
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True):
+    """The range of both axes, which of them are logarithmic, and the picture's size in pixels."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
+    size: tuple[float, float]
+    log: tuple[bool, bool] = (True, True)
+
+    def pixel(self, x: float, y: float) -> tuple[float, float]:
+        """Returns where the point is, in pixels from the left upper corner."""
+        shares = []
+        for value, ends, log in zip((x, y), (self.x, self.y), self.log, strict=True):
+            low, high, at = (math.log(max(one, 1e-300)) if log else one for one in (*ends, value))
+            shares.append((at - low) / (high - low))
+        return shares[0] * self.size[0], (1 - shares[1]) * self.size[1]
+
+    def holds(self, box: Box) -> bool:
+        """True if the box is inside the picture; a little of it may be beyond the edges above and below."""
+        width, height = self.size
+        return box.across <= box.x <= width - box.across and box.down - 6 <= box.y <= height - box.down + 2
+
+    def dots(self, points: Points, half: float = 6) -> list[Box]:
+        """Returns a box around each point."""
+        return [Box(*self.pixel(*point), half, half) for point in points]
+
+    def curve(self, points: Points) -> list[Box]:
+        """Returns boxes along a line through the points; one that is not finite leaves a gap."""
+        found = []
+        for one, other in pairwise(points):
+            if math.isfinite(one[1] + other[1]):
+                (x, y), (x2, y2) = self.pixel(*one), self.pixel(*other)
+                pieces = max(1, round(math.hypot(x2 - x, y2 - y) / CURVE_PX))
+                shares = (n / pieces for n in range(pieces + 1))
+                found += [Box(x + (x2 - x) * share, y + (y2 - y) * share, 2, 2) for share in shares]
+        return found
+
+
+def first_free(places: Sequence[Box], taken: list[Box], frame: Frame) -> Box:
+    """Returns the first box inside the picture that touches none of those taken, else the one that touches fewest, and
+    adds it to those taken."""
+    inside = [box for box in places if frame.holds(box)] or places
+    best = min(inside, key=lambda box: sum(box.touches(other) for other in taken))
+    taken.append(best)
+    return best
+
+
+def point_labels(rows: Iterable[Datum], frame: Frame, taken: list[Box], *, font: int = FONT, **style: Any) -> Layer:
+    """Draws the text of each row beside its point (``x``, ``y``), where it overlaps nothing that is taken, with a line
+    to its point if that is far; the boxes of the texts are added to those taken.
+
+    A row with ``along``, the points of a curve, has its text beside any of them, the last that has room.
+    """
+    found = []
+    for row in sorted(rows, key=lambda row: frame.pixel(row["x"], row["y"])):
+        dots = [frame.pixel(*point) for point in row.get("along", [(row["x"], row["y"])])][::-1]
+        # far from its point a text may also begin beside what is upright, such as a reference line
+        starts = [box.x + box.across + 3 for box in taken if box.down > frame.size[1] / 4]
+        places = {box: dot for dot in dots for box in _around(dot, row["text"], font, starts, 1 if dots[1:] else RINGS)}
+        box = first_free([*places], taken, frame)
+        x, y = places[box]
+        near = {"near_x_px": min(max(x, box.x - box.across), box.x + box.across), "near_y_px": box.y}
+        far = math.hypot(near["near_x_px"] - x, max(0.0, abs(box.y - y) - box.down)) > 2 * GAP_PX
+        place = {"x_px": box.x, "y_px": box.y, "dot_x_px": x, "dot_y_px": y, "far": far}
+        found.append({name: value for name, value in row.items() if name != "along"} | place | near)
+    rules = plot(row for row in found if row["far"]).mark_rule(color=MUTED, strokeWidth=1)
+    return alt.layer(
+        rules.encode(**_pixels("dot_x_px", "dot_y_px"), x2="near_x_px", y2="near_y_px"),
+        labels(found, **_pixels("x_px", "y_px"), baseline="middle", fontSize=font, **style),
+    )
+
+
+def _pixels(x: str, y: str) -> dict[str, Any]:
+    """Returns the encodings of two fields as pixels of the picture."""
+    return {"x": alt.X(f"{x}:Q", scale=None), "y": alt.Y(f"{y}:Q", scale=None)}
+
+
+def _around(dot: tuple[float, float], text: str, font: int, beside: Sequence[float], rings: int) -> list[Box]:
+    """Returns places beside a point: right and left of it, then above and below in rings, or from ``beside`` on."""
+    x, y = dot
+    width, half = text_px(text, font), LINE * font / 2
+    places = [(x + GAP_PX, y), (x - GAP_PX - width, y)]
+    for ring in range(rings):
+        away = GAP_PX + ring * 2 * half
+        starts = [x + 0.6 * GAP_PX, x - 0.6 * GAP_PX - width]
+        starts += [*(x - width * share for share in SHIFTS), *beside] if ring else []
+        places += [(start, y + side * away) for start in starts for side in (-1, 1)]
+    return [Box(left + width / 2, middle, width / 2, half) for left, middle in places]
+
+
+def reference(line: ReferenceLine, frame: Frame, taken: list[Box], *, font: int = 11) -> Layer:
+    """Draws a reference line from edge to edge, with its text along it where it overlaps nothing that is taken, as near
+    to the line's start or end (``line.at``) as there is room."""
+    flat = line.axis == "y"
+    (width, height), half = frame.size, LINE * font / 2
+    x, y = frame.pixel(frame.x[0] if flat else line.value, line.value if flat else frame.y[0])
+    long = text_px(line.text, font) / 2
+    room = max(0.0, (width if flat else height) - 2 * long - 12)
+    steps = [6 + long + room * n / 20 for n in range(21)]
+    steps = steps if (line.at == "start") == flat else steps[::-1]
+    sides = (1 + half, -1 - half)
+    places = [
+        Box(at, y - side, long, half) if flat else Box(x + side, at, half, long) for side in sides for at in steps
+    ]
+    box = first_free(places, taken, frame)
+    taken.append(Box(width / 2, y, width / 2, 1) if flat else Box(x, height / 2, 1, height / 2))
+    rows = [{"text": line.text, "x_px": box.x, "y_px": box.y}]
+    channel = {"y": alt.YDatum(line.value)} if flat else {"x": alt.XDatum(line.value)}
+    rule = plot(rows).mark_rule(strokeDash=DASHES, color=MUTED).encode(**channel)
+    style = {"baseline": "middle", "fontSize": font, "fill": line.color, "angle": 0 if flat else 270}
+    return alt.layer(rule, labels(rows, **_pixels("x_px", "y_px"), **style))
