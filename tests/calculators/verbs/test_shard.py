@@ -1,5 +1,7 @@
 """`meshwright shard`: the steps of one sharded product, every way, its execution, its picture."""
 
+import json
+
 import pytest
 
 from meshwright.spec.calibration import Calibration, CollectiveRate, save_calibration
@@ -100,6 +102,19 @@ def test_the_picture(call, tmp_path):
     said = call(*SMALL, "--png", "blocks.png")
     assert said.err == "wrote blocks.png\n"
     assert (tmp_path / "blocks.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_has_what_is_gathered_and_the_partial_sums(call, tmp_path):
+    args = ("--mesh", "X=2,Y=2", "--dims", "B=8,D=8,F=8", "--png", "blocks.json")
+    for product, titles in (
+        ("In[B_X,D_Y] * W[D,F] -> Out[B_X,F]", ["In[B_X, D_Y]", "W[D, F]", "In[B_X, D]", "Out[B_X, F]"]),
+        ("A[B,D_X] * C[D_X,F] -> Z[B,F]", ["A[B, D_X]", "C[D_X, F]", "Z[B, F]{U_X}", "Z[B, F]"]),
+    ):
+        assert call("shard", product, *args).code == 0
+        found = json.loads((tmp_path / "blocks.json").read_text())["concat"]
+        assert [panel["title"]["text"] for panel in found] == titles
+    assert found[2]["title"]["subtitle"] == "after the product: 8 x 8 on each device, partial sums"
+    assert found[3]["title"]["subtitle"] == "after AllReduce over X: 8 x 8 on each device"
 
 
 def test_axes_of_any_name_and_sums(call):

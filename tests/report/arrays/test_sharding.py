@@ -1,6 +1,7 @@
+import msgspec
 import pytest
 
-from meshwright.report.arrays.sharding import ShardingPanel, devices_text, sharding_figure
+from meshwright.report.arrays.sharding import COPIES, DEVICE_COLORS, SUMS, ShardingPanel, devices_text, sharding_figure
 from meshwright.report.figure import save
 from tests.charts import marks, panels
 
@@ -16,30 +17,45 @@ def sharded(num_rows, num_cols, holders, title="A[I_X, J_Y]"):
 
 
 def drawn(array):
-    """The rows of the stripes, of the outlines and of the texts of one array."""
-    stripes, outlines, texts, _ = marks(sharding_figure([array], subtitle="s"))
-    return stripes["rows"], outlines["rows"], texts["rows"]
+    """The rows of the blocks of one device, of those of several devices, and of the texts of one array."""
+    split, *shared, texts, _ = marks(sharding_figure([array], subtitle="s"))
+    return split["rows"], [row for mark in shared for row in mark["rows"]], texts["rows"]
 
 
 def test_every_block_has_its_device_and_place():
-    stripes, outlines, texts = drawn(sharded(4, 2, lambda row, col: [row * 2 + col]))
-    assert {(stripe["x"], stripe["y"]): stripe["device"] for stripe in stripes} == {
+    split, shared, texts = drawn(sharded(4, 2, lambda row, col: [row * 2 + col]))
+    assert {(block["x"] // 1, block["y"] // 1): block["device"] for block in split} == {
         (col, row): row * 2 + col for row in range(4) for col in range(2)
     }
-    assert len(outlines) == 8
+    assert shared == []
     assert [text["text"] for text in texts] == [[str(device)] for device in range(8)]
 
 
-def test_a_replicated_block_has_one_stripe_per_copy():
-    stripes, outlines, texts = drawn(sharded(1, 2, lambda _, col: [col, col + 2]))
-    assert [(s["x"], s["x2"], s["device"]) for s in stripes] == [
-        (0.0, 0.5, 0),
-        (0.5, 1.0, 2),
-        (1.0, 1.5, 1),
-        (1.5, 2.0, 3),
-    ]
-    assert len(outlines) == 2
+def test_a_replicated_block_is_one_block_without_a_devices_colour_and_lists_its_devices():
+    array = sharded(1, 2, lambda _, col: [col, col + 2])
+    split, shared, texts = drawn(array)
+    assert split == []
+    assert [(block["x"] // 1, block["kind"]) for block in shared] == [(0, COPIES), (1, COPIES)]
     assert [text["text"] for text in texts] == [["0,2"], ["1,3"]]
+    fill = marks(sharding_figure([array], subtitle="s"))[1]["encoding"]["fill"]
+    assert fill["scale"] == {"domain": [COPIES], "range": ["#DADADA"]}
+    assert fill["legend"]["orient"] == "bottom"
+    assert "#DADADA" not in DEVICE_COLORS
+    assert len(set(DEVICE_COLORS)) == 8
+
+
+def test_split_copied_and_partial_blocks_share_one_legend():
+    """A[I_X, J_Y] B[J_Y, K] on X=2, Y=2: split, copied over X, then partial sums over Y."""
+    arrays = [
+        sharded(2, 2, lambda row, col: [2 * row + col]),
+        sharded(2, 1, lambda row, _: [row, row + 2]),
+        msgspec.structs.replace(sharded(2, 1, lambda row, _: [2 * row, 2 * row + 1]), is_sum=True),
+    ]
+    found = panels(sharding_figure(arrays, subtitle="s"))
+    kinds = [[row["kind"] for mark in marks(panel, "rect") for row in mark["rows"]] for panel in found]
+    assert kinds == [[""] * 4, [COPIES] * 2, [SUMS] * 2]
+    legends = [marks(panel)[1]["encoding"]["fill"]["scale"]["domain"] for panel in found]
+    assert legends == [[COPIES, SUMS]] * 3
 
 
 def test_partial_sums_are_marked():
@@ -56,8 +72,8 @@ def test_a_device_has_one_colour_in_all_panels():
 
 
 def test_a_large_array_shows_its_ends():
-    _, outlines, texts = drawn(sharded(64, 32, lambda row, col: [row * 32 + col]))
-    assert len(outlines) == 15 * 15
+    split, _, texts = drawn(sharded(64, 32, lambda row, col: [row * 32 + col]))
+    assert len(split) == 15 * 15
     shown = [text["text"][0] for text in texts]
     assert shown.count("…") == 2 * 16 - 1
     assert {"0", "31", "2016", "2047"} <= set(shown)

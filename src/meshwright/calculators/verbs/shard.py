@@ -334,15 +334,27 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
 def _figure(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) -> Any:
     from meshwright.report.arrays.sharding import sharding_figure
 
-    # the last array as the steps leave it
-    last = asked.steps[-1].result if asked.steps else asked.result
-    panels = [panel(a, dims, mesh) for a in (*asked.arrays[:-1], last)]
+    # what was given, then the array that each step leaves
+    given = asked.arrays[:-1] if asked.steps else asked.arrays
+    panels = [panel(array, dims, mesh) for array in given]
+    panels += [panel(step.result, dims, mesh, by=_step_words(step)) for step in asked.steps]
     axes = ", ".join(f"{a}={n}" for a, n in mesh.items())
-    return sharding_figure(panels, title=asked.title, subtitle=f"Mesh {axes}: each block carries its devices.")
+    when = " Arrays as given and after each step;" if asked.steps else ""
+    subtitle = f"Mesh {axes}.{when} {'n' if when else 'N'}umbers in blocks are devices."
+    return sharding_figure(panels, title=asked.title, subtitle=subtitle)
 
 
-def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int]) -> Any:
-    """Returns the blocks of an array for the picture: its last dim to the right, all others flattened downwards."""
+def _step_words(step: Step) -> str:
+    """Returns ``"after AllGather over Y: "``."""
+    over = f" over {','.join(step.axes)}" if step.axes else ""
+    return f"after {BOOK_NAMES.get(step.op, 'the product')}{over}: "
+
+
+def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int], *, by: str = "") -> Any:
+    """Returns the blocks of an array for the picture: its last dim to the right, all others flattened downwards.
+
+    ``by`` begins its note, such as the step that leaves it.
+    """
     from meshwright.report.arrays.sharding import ShardingPanel
 
     held = holders(array, mesh)
@@ -358,6 +370,6 @@ def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int]) -> An
         col_labels=tuple(str(c[0]) if c else "" for c in cols),
         row_title=", ".join(array.dims[i] for i in split),
         col_title=array.dims[-1] if array.dims else "",
-        note=f"{' x '.join(map(str, shape))} on each device" + (", partial sums" if array.unreduced else ""),
+        note=f"{by}{' x '.join(map(str, shape))} on each device" + (", partial sums" if array.unreduced else ""),
         is_sum=bool(array.unreduced),
     )

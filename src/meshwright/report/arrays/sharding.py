@@ -1,17 +1,20 @@
-"""The picture of a sharding: a panel per array, a rectangle per block, a stripe per device that has the block."""
+"""The picture of a sharding: a panel per array, a rectangle per block, in the colour of its device if it has one."""
 
 from collections.abc import Sequence
 
 import msgspec
 
 from meshwright.report.arrays.canvas import Canvas, cell, grid, names, shown, texts_of
-from meshwright.report.figure import PALETTE, Encoding, Figure, Layer, alt, panel, themed
+from meshwright.report.figure import INK, PALETTE, Encoding, Figure, Layer, alt, panel, themed
 from meshwright.report.marks import Datum, labels
 
 MAX_BLOCKS_SHOWN = 16
 LAST_BLOCKS = 7
-MAX_STRIPES = 16
-MAX_NAMED_COLORS = 8
+# without the palette's grey, which is that of copies
+DEVICE_COLORS = tuple(color for color in PALETTE if color != "#999999")[:8]
+COPIES, SUMS = "a whole copy on each device that is listed", "a partial sum (\u03a3) on each device that is listed"
+SHARED = {COPIES: "#DADADA", SUMS: "#FFFFFF"}
+"""Blocks of several devices: they have no colour of a device and a dark edge, so that they do not look split."""
 PANEL_PX = (360, 240)
 ROW_OF_PANELS_PX = 1100
 CHARACTER_PX = 6.6
@@ -41,16 +44,22 @@ def sharding_figure(
     title: str = "Who holds which block",
     subtitle: str,
 ) -> Figure:
-    """Draws a panel per array; a device has one colour in all panels, and every copy of a block is a stripe.
+    """Draws a panel per array; a block of one device has the device's colour in all panels, one of several is grey
+    (copies) or white (partial sums), with a legend, and lists them.
 
     A dim of more than 16 blocks shows its first and last ones, with a gap between.
     """
     count = 1 + max(device for array in arrays for row in array.cells for cell in row for device in cell)
-    named, scale = count <= MAX_NAMED_COLORS, alt.Scale(scheme="viridis", domain=[0, count - 1])
+    named, scale = count <= len(DEVICE_COLORS), alt.Scale(scheme="viridis", domain=[0, count - 1])
     if named:
-        scale = alt.Scale(domain=list(range(count)), range=PALETTE[:count])
+        scale = alt.Scale(domain=list(range(count)), range=DEVICE_COLORS[:count])
     color = alt.Color("device:N" if named else "device:Q", scale=scale, legend=None)
-    panels = [_panel(array, color) for array in arrays]
+    found = {_shared(array, devices) for array in arrays for row in array.cells for devices in row}
+    kinds = {kind: fill for kind, fill in SHARED.items() if kind in found}
+    fills = alt.Scale(domain=list(kinds), range=list(kinds.values()))
+    legend = alt.Legend(orient="bottom", title=None, symbolType="square", symbolStrokeColor=INK, direction="vertical")
+    fill = alt.Fill("kind:N", scale=fills, legend=legend) if kinds else None
+    panels = [_panel(array, color, fill) for array in arrays]
     fitting = ROW_OF_PANELS_PX // (max(panel.width for panel in panels) + 90)
     chart = alt.concat(*panels, columns=max(1, min(len(panels), fitting)), spacing=40, align="each")
     return themed(chart, title, subtitle)
@@ -81,7 +90,12 @@ def devices_text(devices: Sequence[int], max_characters: int) -> list[str]:
     return []
 
 
-def _panel(array: ShardingPanel, color: Encoding) -> Layer:
+def _shared(array: ShardingPanel, devices: Sequence[int]) -> str:
+    """Returns what the block is to its devices: one of `SHARED`, or "" if one device has it alone."""
+    return SUMS if array.is_sum else COPIES if len(devices) > 1 else ""
+
+
+def _panel(array: ShardingPanel, color: Encoding, fill: Encoding | None) -> Layer:
     rows, cols = (shown(len(found), MAX_BLOCKS_SHOWN, LAST_BLOCKS) for found in (array.row_labels, array.col_labels))
     cell_px = (max(38, min(110, PANEL_PX[0] // len(cols))), max(24, min(56, PANEL_PX[1] // len(rows))))
     col_names = texts_of(cols, array.col_labels.__getitem__)
@@ -91,10 +105,11 @@ def _panel(array: ShardingPanel, color: Encoding) -> Layer:
     above = names(col_names, array.col_title, orient="top", titlePadding=4, **turned)
     beside = names(row_names, array.row_title, titleAngle=0, titleAlign="right", titlePadding=4)
     canvas = Canvas((0, len(cols)), (0, len(rows)), above, beside)
-    stripes, outlines, texts = _blocks(array, rows, cols, cell_px)
+    blocks, texts = _blocks(array, rows, cols, cell_px)
+    split, shared = ([block for block in blocks if bool(block["kind"]) is wanted] for wanted in (False, True))
     layers = [
-        canvas.boxes(stripes, opacity=0.65).encode(color=color),
-        canvas.boxes(outlines, filled=False, stroke="white", strokeWidth=2),
+        canvas.boxes(split, opacity=0.65, stroke="white", strokeWidth=2).encode(color=color),
+        *([canvas.boxes(shared, stroke=INK, strokeWidth=1.5).encode(fill=fill)] if fill is not None else []),
         labels(texts, **canvas.at("mid_x", "mid_y"), fontSize=11, lineHeight=LINE_PX, baseline="middle"),
     ]
     size = len(cols) * cell_px[0], len(rows) * cell_px[1]
@@ -103,16 +118,13 @@ def _panel(array: ShardingPanel, color: Encoding) -> Layer:
 
 def _blocks(
     array: ShardingPanel, rows: Sequence[int | None], cols: Sequence[int | None], cell_px: tuple[int, int]
-) -> tuple[list[Datum], list[Datum], list[Datum]]:
+) -> tuple[list[Datum], list[Datum]]:
     cells, texts = grid(rows, cols)
-    stripes, outlines = [], []
+    blocks = []
     for x, y, row, col in cells:
-        devices = sorted(array.cells[row][col])
-        if len(devices) > MAX_STRIPES:
-            devices = [devices[i * (len(devices) - 1) // (MAX_STRIPES - 1)] for i in range(MAX_STRIPES)]
-        width = 1 / len(devices)
-        stripes += [cell(x + i * width, y, width, device=device) for i, device in enumerate(devices)]
-        outlines.append(cell(x, y))
+        devices = array.cells[row][col]
+        # a gap keeps the edges of neighbours apart
+        blocks.append(cell(x + 0.02, y + 0.02, 0.96, 0.96, device=min(devices), kind=_shared(array, devices)))
         sigma = "\u03a3 " if array.is_sum else ""
         lines = devices_text(array.cells[row][col], int((cell_px[0] - 4) / CHARACTER_PX) - len(sigma))
         lines = [sigma + line if number == 0 else line for number, line in enumerate(lines)]
@@ -120,4 +132,4 @@ def _blocks(
             # Vega puts the first of several lines on the point: moving it up centres all of them.
             raised = (len(lines) - 1) * LINE_PX / 2 / cell_px[1]
             texts.append(cell(x, y - raised, text=lines))
-    return stripes, outlines, texts
+    return blocks, texts
