@@ -1,9 +1,11 @@
 """The picture of a collective hop by hop: a panel per step, a cell per block that is somewhere."""
 
-from meshwright.calculators.links.ring_steps import collective_frames, gather_moves
+import pytest
+
+from meshwright.calculators.links.ring_steps import collective_frames, exchange_moves, gather_moves
 from meshwright.report.arrays.ring import ring_figure
 from meshwright.report.figure import save
-from tests.charts import marks, panels
+from tests.charts import marks, panels, said
 
 
 def cells(panel):
@@ -20,12 +22,31 @@ def test_a_panel_per_step_and_a_cell_per_block(tmp_path):
     assert save(figure, tmp_path / "ring.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_sum_says_how_many_addends_it_has():
-    frames = collective_frames("reduce_scatter", 4, gather_moves(4, two_way=False))
-    texts = [{cell["text"] for cell in cells(panel)} for panel in panels(ring_figure(frames, title="", sums=True))]
-    assert texts[0] == {"0", "1", "2", "3"}
-    assert "2 of 4" in texts[1]
-    assert texts[-1] == {"sum"}
+@pytest.mark.parametrize(
+    ("kind", "numbers", "of_each_panel", "meaning"),
+    [
+        (
+            "reduce_scatter",
+            "addends",
+            [{"1"}, {"1", "2"}, {"1", "3"}, {"4"}],
+            "counts its addends; 4 are the whole sum",
+        ),
+        ("all_gather", "sources", [set("0123")] * 4, "is the device whose data it is"),
+    ],
+)
+def test_numbers_have_one_meaning_which_the_subtitle_says(kind, numbers, of_each_panel, meaning):
+    """Addends of a block on a ring of 4, one way: 1 at the start, one more with each hop, 4 at the end."""
+    frames = collective_frames(kind, 4, gather_moves(4, two_way=False))
+    figure = ring_figure(frames, title="", numbers=numbers)
+    assert [{cell["text"] for cell in cells(panel)} for panel in panels(figure)] == of_each_panel
+    assert meaning in said(figure)["title"]["subtitle"]
+
+
+def test_numbers_of_an_all_to_all_count_blocks():
+    frames = collective_frames("all_to_all", 4, exchange_moves(4, wraps=True, two_way=True))
+    found = panels(ring_figure(frames, title="", numbers="blocks"))
+    assert {cell["text"] for cell in cells(found[0])} == {"1"}
+    assert {cell["text"] for cell in cells(found[-1])} == {"4"}
 
 
 def test_arrows_leave_where_there_is_no_room():

@@ -36,7 +36,7 @@ WORDS = {
     "all_gather": "Every device passes on what it got last, until all have every block",
     "reduce_scatter": "Blocks travel to their own device and are added on the way",
     "all_reduce": "A ReduceScatter, then an AllGather of the sums",
-    "all_to_all": "Column b has the blocks for device b, x3 is three of them; they take the shortest way",
+    "all_to_all": "Column b has the blocks for device b, which take the shortest way",
 }
 
 
@@ -256,7 +256,7 @@ def _draw_frames(
     path: Path, kind: CollectiveKind | None, legs: tuple[Leg, ...], on: str, *, two_way: bool
 ) -> list[str]:
     """Draws all steps in one picture, or one picture a step if the path is a folder; returns the files."""
-    from meshwright.report.arrays.ring import MAX_DEVICES, ring_figure
+    from meshwright.report.arrays.ring import MAX_DEVICES, Numbers, ring_figure
     from meshwright.report.figure import PICTURES, save
 
     chosen = next((one for one in DRAWN_KINDS if one == kind), None)
@@ -276,12 +276,13 @@ def _draw_frames(
     frames = collective_frames(chosen, size, moves)
     title = f"{BOOK_NAMES[chosen]} on {where} of {size}: {len(frames) - 1} step{'s' * (len(frames) > 2)}"
     subtitle = f"{WORDS[chosen]}; {used} ({on})."
-    sums = chosen in ("reduce_scatter", "all_reduce")
+    numbers: Numbers = "sources" if chosen == "all_gather" else "blocks" if chosen == "all_to_all" else "addends"
     if path.suffix.lower() in PICTURES:
-        written = [save(ring_figure(frames, title=title, subtitle=subtitle, sums=sums), path)]
+        written = [save(ring_figure(frames, title=title, subtitle=subtitle, numbers=numbers), path)]
     else:
         written = [
-            save(ring_figure([frame], title=title, sums=sums), path / f"step-{frame.step:02}.png") for frame in frames
+            save(ring_figure([frame], title=title, numbers=numbers), path / f"step-{frame.step:02}.png")
+            for frame in frames
         ]
     say(f"wrote {written[0]}" if len(written) == 1 else f"wrote {len(written)} pictures to {path}")
     return [str(one) for one in written]

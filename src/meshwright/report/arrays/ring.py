@@ -16,6 +16,12 @@ COLUMNS = 4
 MIN_SIDE_WITH_ARROWS_PX = 24
 SHADES = ("#E8F1F8", "#0072B2")
 """Colours of a block with one addend and with all of them."""
+Numbers = Literal["sources", "addends", "blocks"]
+MEANINGS: dict[Numbers, str] = {
+    "sources": "The number in a block is the device whose data it is.",
+    "addends": "The number in a block counts its addends; {} are the whole sum.",
+    "blocks": "The number in a column counts the blocks in it; {} are all of them.",
+}
 WHITE_FROM = 0.6
 """Share of addends above which the text of a block is white."""
 
@@ -41,19 +47,20 @@ class RingFrame(msgspec.Struct, frozen=True, kw_only=True):
     phase: Literal["start", "gather", "reduce", "exchange"]
 
 
-def ring_figure(frames: Sequence[RingFrame], *, title: str, subtitle: str = "", sums: bool = False) -> Figure:
+def ring_figure(frames: Sequence[RingFrame], *, title: str, subtitle: str = "", numbers: Numbers = "sources") -> Figure:
     """Draws a panel per frame: the blocks of each device, and the moves of the step.
 
-    A block received in this step has a dark edge and, if all come from neighbours, an arrow from its sender; its text
-    names the source of its data.
-    With ``sums`` a block with more addends is darker.
+    A block received in this step has a dark edge and, if all come from neighbours, an arrow from its sender. Its number
+    is the device whose data it is (``sources``), or counts what is in it, and then a fuller block is darker; the
+    subtitle says which.
     """
     size = len(frames[0].held)
-    panels = [_panel(frame, size, sums=sums) for frame in frames]
+    panels = [_panel(frame, size, counts=numbers != "sources") for frame in frames]
+    subtitle = f"{subtitle} {MEANINGS[numbers].format(size)}".strip()
     return themed(alt.concat(*panels, columns=min(COLUMNS, len(frames)), spacing=30), title, subtitle)
 
 
-def _panel(frame: RingFrame, size: int, *, sums: bool) -> Layer:
+def _panel(frame: RingFrame, size: int, *, counts: bool) -> Layer:
     side = max(16, min(46, PANEL_PX // size))
     with_arrows = side >= MIN_SIDE_WITH_ARROWS_PX
     neighbours = frame.moves and all((m.target - m.source) % size in (1, size - 1) for m in frame.moves)
@@ -61,7 +68,7 @@ def _panel(frame: RingFrame, size: int, *, sums: bool) -> Layer:
     style = {"labelFontSize": 10, "titleFontSize": 10, "titlePadding": 3}
     canvas = Canvas.named(numbers, numbers, ("block", "device"), **style)
     rows = [
-        _block(block, device, held, size, sums=sums)
+        _block(block, device, held, size, counts=counts)
         for device, blocks in enumerate(frame.held)
         for block, held in enumerate(blocks)
         if held
@@ -71,7 +78,7 @@ def _panel(frame: RingFrame, size: int, *, sums: bool) -> Layer:
     words = canvas.words(rows, fontSize=10 if with_arrows else 8).encode(color=alt.Color("ink:N", scale=None))
     layers = [
         canvas.boxes([cell(0, 0, size, size)], filled=False, stroke="#D0D0D0", strokeWidth=1),
-        canvas.boxes(rows, stroke="white", strokeWidth=1).encode(color=shade if sums else alt.ColorValue(PALETTE[4])),
+        canvas.boxes(rows, stroke="white", strokeWidth=1).encode(color=shade if counts else alt.ColorValue(PALETTE[4])),
         canvas.boxes(received, filled=False, stroke=INK, strokeWidth=1.8),
         *(_arrows(frame.moves, size, canvas) if with_arrows and neighbours else []),
         words,
@@ -83,15 +90,10 @@ def _panel(frame: RingFrame, size: int, *, sums: bool) -> Layer:
     return panel(*layers, size=(size * side, size * side), title=name, note=note).resolve_scale(color="independent")
 
 
-def _block(block: int, device: int, held: tuple[int, ...], size: int, *, sums: bool) -> Datum:
-    """Returns the cell of a block, labelled with its source device, "sum", or its number of addends."""
-    share = len(held) / size
-    text = f"x{len(held)}" if not sums else f"{len(held)} of {size}" if size <= 6 else str(len(held))
-    if len(held) == 1:
-        text = str(held[0])
-    elif len(held) == size:
-        text = "sum" if sums else "all"
-    return cell(block, device, share=share, text=text, ink="white" if sums and share > WHITE_FROM else INK)
+def _block(block: int, device: int, held: tuple[int, ...], size: int, *, counts: bool) -> Datum:
+    """Returns the cell of a block, labelled with its source device or with the number of devices whose data it has."""
+    share, text = len(held) / size, str(len(held) if counts else held[0])
+    return cell(block, device, share=share, text=text, ink="white" if counts and share > WHITE_FROM else INK)
 
 
 def _arrows(moves: Sequence[Move], size: int, canvas: Canvas) -> list[Layer]:
