@@ -73,6 +73,26 @@ def test_16_way_tensor_parallelism_on_one_axis_never_is(work):
     assert tensor.ratio[-1] == pytest.approx(F / ALPHA / 16, rel=0.02)
 
 
+def test_tensor_alone_has_a_fixed_ratio_where_flops_bind():
+    """Figure 15: model parallelism over 64 chips, also of a width that 64 does not divide."""
+    tokens = 2.0 ** np.arange(10, 22.01)
+    curves = {one.name: one for one in scheme_curves(mlp_work("mlp:8192x30000"), parse_clusters("v5p:4x4x4"), tokens)}
+    alone = curves["tensor alone"]
+    assert alone.mesh["tensor"] == 64
+    assert alone.ratio == pytest.approx(alone.ratio[-1], rel=0.05)
+    assert alone.ratio[-1] < 1
+
+
+def test_memory_binds_small_batches_of_fsdp_alone(work):
+    """Each chip reads both gathered matrices: 2 x 2 x D F bytes at 2.765 TB/s, as long as the FLOPs 4 B D F / N of
+    B / N = 166 tokens at 459 TFLOP/s. Below, compute does not shrink with the batch."""
+    tokens = np.array([32.0, 83.0, 664.0, 2656.0]) * CHIPS
+    (curve,) = scheme_curves(work, [parse_cluster("v5p:16x16x16")], tokens, axes={})
+    assert curve.compute_s[0] == pytest.approx(4 * WIDTH * F / 2.765e12, rel=0.1)
+    assert (curve.compute_s > 1.05 * curve.flops_s).tolist() == [True, True, False, False]
+    assert curve.flops_s[3] == pytest.approx(4 * 2656 * WIDTH * F / 4.59e14, rel=1e-3)
+
+
 def test_ratios_grow_as_the_book_says(book):
     """FSDP's with B, as long as products rather than reading the weights bind; tensor's hardly. Source: figure 15."""
     alone, tensor = book["FSDP alone"].ratio, book["FSDP x tensor 16"].ratio

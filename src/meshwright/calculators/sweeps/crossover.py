@@ -114,6 +114,7 @@ def model_work(model: Model, *, seq_len: int, whole: bool = False, remat: str = 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
     """One way of sharding at every batch: seconds of compute and of the collectives by mesh axes.
 
+    ``flops_s`` are the seconds of the FLOPs alone: where compute takes longer, the chip's memory binds.
     ``meshes`` and ``shapes`` (of the cluster) have an entry per batch; ``mesh`` is None if the mesh differs by batch.
     """
 
@@ -121,6 +122,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     mesh: dict[str, int] | None
     tokens: Array
     compute_s: Array
+    flops_s: Array
     comms_s: dict[str, Array]
     meshes: Sequence[dict[str, int]]
     shapes: Sequence[str]
@@ -155,7 +157,8 @@ def scheme_curves(
     whole_axes: bool = False,
     calibration: Calibration | None = None,
 ) -> tuple[Curve, ...]:
-    """Returns FSDP alone, FSDP with each tensor size, and the best at every batch; or the one mesh of ``axes``.
+    """Returns FSDP alone, FSDP with each tensor size, tensor alone if all chips can share the widths (those of the
+    book's layer always, also unevenly), and the best at every batch; or the one mesh of ``axes``.
 
     ``clusters`` are shapes of equally many chips; every mesh takes the shape with the least communication.
     ``whole_axes`` keeps every torus axis to one mesh axis, as the book counts them; otherwise a mesh axis may take
@@ -168,6 +171,9 @@ def scheme_curves(
     else:
         sizes = [n for n in divisors(chips) if n <= MAX_TENSOR and not any(work.dims[dim] % n for dim in dims)]
         meshes = {f"FSDP x tensor {n}" if n > 1 else "FSDP alone": {"fsdp": chips // n, "tensor": n} for n in sizes}
+        if work.model is None or not any(work.dims[dim] % chips for dim in dims):
+            meshes = {name: mesh for name, mesh in meshes.items() if chips == 1 or mesh["tensor"] != chips}
+            meshes |= {"tensor alone": {"tensor": chips}} if chips > 1 else {}
         meshes = {name: make_mesh(mesh) for name, mesh in meshes.items()}
     found = _priced(work, clusters, list(meshes.values()), tokens, whole_axes, calibration)
     own = {name: [one for one in found if one.mesh == mesh] for name, mesh in meshes.items()}
@@ -237,11 +243,11 @@ def _priced(
         for number, placement in enumerate(placements):
             mesh = {axis: float(size) for axis, size in placement.mesh.items()}
             sizes, own = work.sizes(tokens, mesh, cluster), select(rates, number)
-            compute, comms = np.zeros(len(tokens)), dict[str, Array]()
+            compute, flops, comms = np.zeros(len(tokens)), np.zeros(len(tokens)), dict[str, Array]()
             for step, count in work.steps():
                 cost = price_step(step, sizes, own, num_microbatches=1)
                 if not step.is_collective:
-                    compute = compute + cost.local_s * count
+                    compute, flops = compute + cost.local_s * count, flops + cost.math_s * count
                 elif axes := [axis for axis in step.axes if placement.mesh[axis] > 1]:
                     name = "+".join(axes)
                     comms[name] = comms.get(name, np.zeros(len(tokens))) + cost.network_s * count
@@ -251,6 +257,7 @@ def _priced(
                     mesh=placement.mesh,
                     tokens=tokens,
                     compute_s=compute,
+                    flops_s=flops,
                     comms_s=comms,
                     meshes=[placement.mesh] * len(tokens),
                     shapes=[cluster.short_name] * len(tokens),
@@ -279,6 +286,7 @@ def _best(name: str, mesh: dict[str, int] | None, found: Sequence[Curve]) -> Cur
         mesh=mesh,
         tokens=found[0].tokens,
         compute_s=picked([one.compute_s for one in found]),
+        flops_s=picked([one.flops_s for one in found]),
         comms_s={axis: seconds for axis, seconds in comms.items() if seconds.any()},
         meshes=[found[number].meshes[spot] for spot, number in zip(spots, best, strict=True)],
         shapes=[found[number].shapes[spot] for spot, number in zip(spots, best, strict=True)],
