@@ -147,6 +147,15 @@ def test_microbatches_are_as_many_as_asked_for():
     assert kept[1] == pytest.approx(4 * kept[0])
 
 
+def test_data_takes_the_chips_that_a_given_fsdp_leaves():
+    """bf16-adam without sharding: 2 + 2 + 8 bytes a parameter over tensor alone, so that memory halves with it."""
+    points = given("fsdp=1", "tensor=1,2,4", "remat=block")
+    assert [point.best.strategy.mesh["data"] for point in points] == [8, 4, 2]
+    held = [point.best.estimate.memory["optimizer"] for point in points]
+    assert held[0] == pytest.approx(8 * 8.03e9, rel=1e-3)
+    assert held[1:] == pytest.approx([held[0] / 2, held[0] / 4], rel=1e-3)
+
+
 def test_points_that_cannot_be_had():
     whole, splits_heads = given("tensor=8,64", on="h100:8x8")
     assert whole.best is not None

@@ -135,6 +135,8 @@ def test_pictures(call, tmp_path):
         picture = tmp_path / f"{len(more)}.svg"
         assert call(*ARGS, *more, "--png", str(picture)).code == 0
         assert picture.exists()
+    # parts of milliseconds are in milliseconds, not in 0.0001 of a second
+    assert "time of a step (ms)" in (tmp_path / "0.svg").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`meshwright sweep`: every sweep's figures, text and picture, and what it refuses."""
 
 import csv
+import json
 
 import pytest
 
@@ -115,6 +116,32 @@ def test_clusters_of_several_chips(call):
     said = call("sweep", "llama3-8b", "--on", "h100:8x1,v5p:2x2x2", "batch=64seq")
     assert "cluster step" in said.words
     assert "v5p:2x2x2" in said.words
+
+
+def test_what_else_of_the_plan_changes_is_said(call):
+    """The best plans of two sizes of tensor differ in more than tensor; with micro only the mesh differs."""
+    searched = call("sweep", "llama3-8b", "--on", "h100:8x2", "batch=64seq", "tensor=1,8")
+    assert "each value has its own best plan, with other axes" in searched.words
+    assert "micro=1 in place of a batch holds them" in searched.words
+    held = call(*MEMORY, "tensor=1,8")
+    assert "fsdp takes the chips that are left; with fsdp=1 data takes them" in held.words
+    assert "takes the chips" not in call(*MEMORY, "fsdp=1", "tensor=1,8").words
+    assert "best plan" not in call(*CHIPS).words
+
+
+def test_memory_is_of_the_fullest_moment(call):
+    said = call(*MEMORY, "seq_len=4Ki,8Ki")
+    assert "items are of the fullest moment, while the loss head, the layers or the embedding run" in said.words
+
+
+def test_a_grid_marks_what_does_not_fit(call, tmp_path):
+    said = call(*MEMORY, "seq_len=4Ki,128Ki", "remat=none,full", "--png", "grid.json")
+    assert "699 GB (!)" in said.words
+    assert "(!) does not fit" in said.words
+    assert "16.3 GB (!)" not in said.words
+    rows = json.loads((tmp_path / "grid.json").read_text())["datasets"].values()
+    edged = {(row["row"], row["column"]) for found in rows for row in found if row.get("edge")}
+    assert edged == {("128Ki", "none")}
 
 
 def test_batch(call):

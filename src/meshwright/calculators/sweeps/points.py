@@ -172,11 +172,12 @@ def _too_large(need: float, setting: Setting) -> str:
 
 
 def filled_mesh(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
-    """Returns the mesh of all chips, with fsdp on those that ``axes`` leave. Raises InputError if sizes do not fit."""
+    """Returns the mesh of all chips, with fsdp on those that ``axes`` leave, or data if these say how many fsdp has.
+    Raises InputError if sizes do not fit."""
     mesh = make_mesh(axes)
-    taken = math.prod(mesh.values())
-    if "fsdp" not in axes and cluster.num_chips % taken == 0:
-        mesh["fsdp"] = cluster.num_chips // taken
+    taken, rest = math.prod(mesh.values()), "data" if "fsdp" in axes else "fsdp"
+    if rest not in axes and cluster.num_chips % taken == 0:
+        mesh[rest] = cluster.num_chips // taken
     if math.prod(mesh.values()) != cluster.num_chips:
         raise InputError(
             f"axes {mesh_words(make_mesh(axes), ' x ', alone='one chip')} do not make up the {cluster.num_chips} chips "

@@ -116,7 +116,7 @@ def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
                 "predicted": {name: b for name, b in priced.estimate.memory.items() if b > 0},
                 "measured": measured,
             },
-            subtitle="Measured: shards on one device, and the temporaries of the compiled step",
+            subtitle="Predicted: the fullest moment. Measured: shards of one device, temporaries of its step",
         ),
     }
     return [str(save(figure, out / name)) for name, figure in figures.items()]

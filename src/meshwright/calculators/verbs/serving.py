@@ -343,6 +343,7 @@ def _requests_text(at: dict[str, Any], mfu: float) -> Iterator[Piece]:
 
 def _figure(facts: dict[str, Any]) -> Any:
     """Returns throughput against latency for each context, or the parts of a step's time against the batch."""
+    from meshwright.report.figure import si_scale
     from meshwright.report.sweeps import curves_figure
 
     title = f"{facts['model'] or 'A model'} on {facts['cluster']}, weights in {facts['weights']}"
@@ -353,7 +354,11 @@ def _figure(facts: dict[str, Any]) -> Any:
             )
             for one in facts["contexts"]
         }
-        return curves_figure(curves, x_title="ms a token", y_title="tokens/s/chip", title=title)
+        return curves_figure(curves, x_title="time per token (ms)", y_title="tokens/s per chip", title=title)
     rows = facts["steps"]
-    parts = {words: [(row["batch"], row[name]) for row in rows] for name, words in {**PARTS, "time_s": "step"}.items()}
-    return curves_figure(parts, x_title="batch", y_title="seconds", title=title)
+    scale, unit = si_scale(max(row["time_s"] for row in rows), "s")
+    parts = {
+        words: [(row["batch"], row[name] / scale) for row in rows]
+        for name, words in {**PARTS, "time_s": "whole step"}.items()
+    }
+    return curves_figure(parts, x_title="batch (sequences)", y_title=f"time of a step ({unit})", title=title)

@@ -23,5 +23,7 @@ def command() -> None:
     meshwright sweep 1B,7B,70B --on h100:8x1..8x64 batch=4Mi --figure tokens_per_s
     meshwright sweep llama3-8b --on h100:8x8 batch=1Mi remat tensor=1,2,4,8
     meshwright sweep llama3-8b --on h100:8x1 micro=1 seq_len --figure memory
+    meshwright sweep llama3-70b --on h100:8x8 micro=1 fsdp=1 tensor=1,2,4,8 --figure memory
+    meshwright sweep llama3-8b --on h100:8x8 micro=1 pipeline=1,2,4,8 num_microbatches=8,32
     meshwright sweep services llama3-70b --on h100:8x1 prompt=1Ki..32Ki tpot=50ms
     """

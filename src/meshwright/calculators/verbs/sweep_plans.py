@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from meshwright.api.rates import rates_for
-from meshwright.calculators.sweeps.fields import SweptFields, describe, read_fields
+from meshwright.calculators.sweeps.fields import OWN, SweptFields, describe, read_fields
 from meshwright.calculators.sweeps.points import records, sweep_points
 from meshwright.cli.output import width
 from meshwright.cli.verb import CALIBRATION, PNG, Options, argument, option, verb
@@ -26,6 +26,11 @@ WIDE = 100
 """Width of the terminal from which the table has more columns."""
 CELL_WIDTH = 13
 """Columns of one column of a grid, the gap included."""
+TOO_LARGE = "(!)"
+"""Mark of a value in a cell of a grid whose plan does not fit."""
+FULLEST = "items are of the fullest moment, while the loss head, the layers or the embedding run"
+CHANGING = {"remat": "remat", "microbatches": "num_microbatches", "schedule": "schedule", "zero": "zero"}
+"""What may differ between the plans of points, besides their meshes: words -> the field."""
 ABBREVIATED = "pp pipeline, dp data, ep expert, cp context, tp tensor"
 
 
@@ -135,7 +140,7 @@ def command(given: Given) -> Answer:
     best = [(one.setting, one.best.strategy) for one in points if one.best]
     notes = dict.fromkeys(note for at, one in best for note in (*assumption_notes(at), *slots_note(at, one)))
     figure = "hbm_bytes_per_chip" if len(varied) > 1 and given.figure == "memory" else given.figure
-    swept = Swept(rows=rows, varied=varied, figure=figure, weak=given.weak)
+    swept = Swept(rows=rows, varied=varied, figure=figure, weak=given.weak, held="micro" in fields)
     models = [{"name": name, "params": num_params(model)} for name, model in fields["model"].items()]
     facts = {
         **{name: swept.same(name) for name in ("model", "cluster", "seq_len", "tokens_per_step", "limit_bytes")},
@@ -160,12 +165,13 @@ def varied_fields(fields: SweptFields) -> list[str]:
 
 
 class Swept(msgspec.Struct, frozen=True, kw_only=True):
-    """The records of a sweep; ``varied`` are the one or two fields that change."""
+    """The records of a sweep; ``varied`` are the one or two fields that change. With ``held`` no plan is searched."""
 
     rows: Sequence[Mapping[str, Any]]
     varied: Sequence[str]
     figure: str
     weak: bool = False
+    held: bool = False
 
     figures: ClassVar[Mapping[str, Figures]] = FIGURES
     words: ClassVar[Mapping[str, Callable[[Any], str]]] = SHARED
@@ -202,9 +208,25 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         names = [name for name in self.words if name != ("tokens_per_step" if self.weak else "tokens_per_chip")]
         return ", ".join(self.words[name](self.same(name)) for name in names if self.same(name) is not None)
 
+    @property
+    def changing(self) -> str:
+        """What differs between the plans of the points besides the swept fields of the plan; "" if nothing does."""
+        if self.noun != "plans" or {*self.varied} & {*OWN}:
+            return ""
+        ran = [row for row in self.rows if row["axes"] is not None]
+        meshes = {short_mesh({axis: n for axis, n in row["axes"].items() if axis not in self.varied}) for row in ran}
+        found = [words for words, name in CHANGING.items() if len({str(row[name]) for row in ran}) > 1]
+        found = [words for words in ("axes", *found) if words not in self.varied][len(meshes) < 2 :]
+        if self.held:
+            filled = len({row["axes"].get("fsdp") for row in ran}) > 1
+            return "fsdp takes the chips that are left; with fsdp=1 data takes them" if filled else ""
+        best = "each value has its own best plan, with other"
+        return f"{best} {', '.join(found)}; micro=1 in place of a batch holds them" if found else ""
+
     def text(self) -> Iterator[Piece]:
         """Yields the figures as a table or a grid, and why a point does not run."""
         yield f"{self.title}; {self.shared}"
+        yield from filter(None, [self.changing])
         if len(self.varied) > 1:
             yield from self.grid()
             return
@@ -234,6 +256,7 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         yield Table.of(self.rows, first | items | ends, f"memory of a chip in {unit_name}")
         limit = self.same("limit_bytes")
         yield f"a chip holds {format_bytes(limit)}" if limit else "the memory of a chip is not known"
+        yield f"{FULLEST}, so that an item can jump from row to row"
 
     def grid(self) -> Iterator[Piece]:
         """Yields one figure with the mesh below it: rows are values of the second field, columns of the first."""
@@ -244,7 +267,8 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         for start in range(0, len(across), per_table):
             names = across[start : start + per_table]
             yield Table([self.header(second), *names], [[one, *(cells[name, one] for name in names)] for one in down])
-        yield f"columns are values of {self.header(first)}; {self.meanings}; {refusals(self.rows) or 'all run'}"
+        large = f"{TOO_LARGE} does not fit; " * any(TOO_LARGE in text for text in cells.values())
+        yield f"columns are values of {self.header(first)}; {self.meanings}; {large}{refusals(self.rows) or 'all run'}"
 
     def lines(self, row: Mapping[str, Any]) -> list[str]:
         """Returns a figure and, below, the mesh in short form, broken between axes; or why nothing runs."""
@@ -252,7 +276,8 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
             return [row["reason"].partition(":")[0].replace("does not", "no")[: CELL_WIDTH - 1]]
         value = row[self.figure]
         shown = "-" if value is None else self.figures[self.figure].show(value)
-        return [shown, *wrap(self.mesh(row), CELL_WIDTH - 1)]
+        large = f" {TOO_LARGE}" if row.get("fits") is False else ""
+        return [shown + large, *wrap(self.mesh(row), CELL_WIDTH - 1)]
 
     def mesh(self, row: Mapping[str, Any]) -> str:
         """Returns the mesh in short form."""
@@ -263,7 +288,8 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
     def picture(self) -> Figure:
         """Returns curves over one field, bars of memory, or the heatmap of two fields."""
         ran = [row for row in self.rows if row["axes"] is not None]
-        words, limit = {"title": self.title, "subtitle": self.shared}, self.same("limit_bytes")
+        said = [self.shared, self.changing, FULLEST if self.figure == "memory" else ""]
+        words, limit = {"title": self.title, "subtitle": "; ".join(filter(None, said))}, self.same("limit_bytes")
         if len(self.varied) > 1:
             return self.heatmap()
         if self.figure == "memory":
@@ -277,7 +303,8 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         cells = []
         for row in self.rows:
             value = None if row[self.figure] is None else row[self.figure] * shown.times
-            cells.append(HeatCell(row["values"][first], row["values"][second], value, self.lines(row)))
+            at, fits = (row["values"][first], row["values"][second]), row.get("fits") is not False
+            cells.append(HeatCell(*at, value, self.lines(row), fits or value is None))
         return heatmap_figure(
             cells,
             axes=[self.header(name) for name in self.varied],

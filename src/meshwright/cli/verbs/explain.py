@@ -145,7 +145,7 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
         f"MFU {estimate.mfu:.1%} of {mfu_words(told.plan.model)}{also}; HFU {estimate.hfu:.1%}, recomputation counted",
     )
     items = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)
-    yield Fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)}: {items}")
+    yield Fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)} at the fullest moment: {items}")
     if told.training is not None:
         yield from budget_text(told.training, told.plan.cluster.num_chips)
 
