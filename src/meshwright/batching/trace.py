@@ -49,7 +49,6 @@ def load_trace(path: Path) -> RequestTraffic:
 
 def _rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yields every row with its line, from JSONL if the first character is a brace."""
-    text = text.removeprefix("\ufeff")
     if text.lstrip().startswith("["):
         raise InputError(f"{path} has one JSON array. Give an object on every line, without brackets around them.")
     if not text.lstrip().startswith("{"):

@@ -19,6 +19,8 @@ from meshwright.core.errors import OF_PATHS, InputError
 DAMAGED_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding JSON may raise that a file of it holds."""
 
+BOM = "\ufeff"
+"""The byte order mark, which editors of some systems put before the text of a file."""
 MOST_BYTES = 2**26
 """Largest file of settings or figures that is read; compiled programs may be larger."""
 
@@ -68,13 +70,13 @@ def read_bytes(path: Path, advice: str, *, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, advice: str, *, most: int = MOST_BYTES) -> str:
-    """Returns the text of a file, see `read_bytes`."""
+    """Returns the text of a file without a byte order mark, see `read_bytes`."""
     return _text(path, read_bytes(path, advice, most=most), advice)
 
 
 def _text(path: Path, found: bytes, advice: str) -> str:
     try:
-        return found.decode().replace("\r\n", "\n")
+        return found.decode().replace("\r\n", "\n").removeprefix(BOM)
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not text in UTF-8 (byte {error.start}). {advice}") from None
 
@@ -95,7 +97,7 @@ def read_json(path: Path, advice: str, remedy: str = "Mend the file, or fetch it
         return found
 
     try:
-        text = _text(path, read_bytes(path, advice), remedy).removeprefix("\ufeff")
+        text = _text(path, read_bytes(path, advice), remedy)
         found = json.loads(text, object_pairs_hook=once)
         json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is not text
     except json.JSONDecodeError as error:

@@ -53,6 +53,13 @@ def test_records_come_back_whole_from_each_format(tmp_path):
         assert read_documents(str(tmp_path / name)) == TEXTS
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json_lines(TEXTS), encoding="utf-8-sig")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(json_lines(TEXTS).encode("utf-8-sig")))
+    (tmp_path / "c.txt").write_text("plain\ufeff", encoding="utf-8-sig")
+    assert read_documents(str(tmp_path)) == (*TEXTS, *TEXTS, "plain\ufeff")
+
+
 def test_a_column_whose_name_is_no_text_is_named(tmp_path):
     write_parquet(tmp_path / "a.parquet", TEXTS, "text")
     data = (tmp_path / "a.parquet").read_bytes()

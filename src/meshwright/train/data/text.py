@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from meshwright.core.errors import CannotRunError, InputError, nearest
-from meshwright.core.files import DAMAGED_JSON
+from meshwright.core.files import BOM, DAMAGED_JSON
 from meshwright.train.settings import PYDOC
 
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")
@@ -287,7 +287,8 @@ def _decoded(raw: BinaryIO, file: Path, bad: set[str] | None) -> Iterator[str]:
         start = raw.tell() - len(utf8.getstate()[0])
         block = raw.read(PIECE_CHARS)
         try:
-            yield lines.decode(block, final=not block)
+            text = lines.decode(block, final=not block)
+            yield text if start else text.removeprefix(BOM)
         except UnicodeDecodeError as error:
             if bad is None:
                 raise InputError(
@@ -305,6 +306,7 @@ def _lines(file: Path) -> Iterator[tuple[bytes, str, int]]:
     """Yields the lines of a file, their places and the bytes read; of a line over `RECORD_BYTES` only its start."""
     with file.open("rb") as raw, _unpacked(file, raw) as lines:
         for number, line in enumerate(iter(partial(lines.readline, RECORD_BYTES + 1), b""), start=1):
+            line = line.removeprefix(BOM.encode()) if number == 1 else line
             if line.strip():
                 yield line, f"{file} line {number}", raw.tell()
             while len(line) > RECORD_BYTES and not line.endswith(b"\n"):
