@@ -14,7 +14,7 @@ import click
 
 from meshwright import __version__
 from meshwright.cli.group import VerbGroup
-from meshwright.core.errors import EX_TEMPFAIL, CannotRunError, ChangedFileWarning, InputError, StoppedError, one_line
+from meshwright.core.errors import EX_TEMPFAIL, CannotRunError, FileWarning, InputError, StoppedError, one_line
 
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("cli", "Find how to split a training job over a cluster."),
@@ -102,7 +102,7 @@ class LastingStream:
 def run(args: list[str]) -> int:
     """Returns the exit code of one call; errors and warnings go to standard error, one line each."""
     warnings.showwarning = _show_warning
-    warnings.simplefilter("always", ChangedFileWarning)
+    warnings.simplefilter("always", FileWarning)
     try:
         cli.main(args=args, prog_name="meshwright", standalone_mode=False)
     except StoppedError as error:
@@ -138,7 +138,7 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """Shows this package's warnings in one line, others as Python does."""
-    where = "meshwright" if issubclass(category, ChangedFileWarning) else f"{filename}:{lineno}: {category.__name__}"
+    where = "meshwright" if issubclass(category, FileWarning) else f"{filename}:{lineno}: {category.__name__}"
     click.echo(one_line(f"{where}: {message}"), err=True)
 
 

@@ -52,8 +52,8 @@ class StoppedError(Exception):
     """A run was asked to stop and did, with everything written. The command line ends with `EX_TEMPFAIL`."""
 
 
-class ChangedFileWarning(UserWarning):
-    """What meshwright wrote is not as it was written."""
+class FileWarning(UserWarning):
+    """A file is not as it was written, or has what is not read."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:

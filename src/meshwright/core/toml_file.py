@@ -16,7 +16,7 @@ import msgspec
 import tomli_w
 from msgspec import inspect
 
-from meshwright.core.errors import ChangedFileWarning, InputError, as_sentence, nearest
+from meshwright.core.errors import FileWarning, InputError, as_sentence, nearest
 from meshwright.core.fields import figure_faults
 from meshwright.core.files import read_text
 
@@ -129,11 +129,11 @@ def load_toml(path: Path, kind: type[T]) -> T:
 
 
 def warn_of_changes(file: TomlFile) -> None:
-    """Gives a ChangedFileWarning for a file that is not as it was written."""
+    """Gives a FileWarning for a file that is not as it was written."""
     if file.is_changed:
         warnings.warn(
             f"{file.path} is not as meshwright wrote it. If you edited it, remove its first line.",
-            ChangedFileWarning,
+            FileWarning,
             stacklevel=3,
         )
 

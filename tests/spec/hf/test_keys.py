@@ -1,14 +1,16 @@
-"""Every key of a config is honoured, declared to be without effect, or refused by name."""
+"""Every key of a config is honoured, known to be without effect, or refused or named."""
 
+import json
 from fnmatch import fnmatchcase
 
 import pytest
 
-from meshwright.core.errors import InputError
-from meshwright.spec.hf.families import formats
+from meshwright.core.errors import FileWarning, InputError
+from meshwright.spec.hf.families import FIELDS_FILE, config_fields, formats
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import FAMILIES
 from tests.nn.families import CONFIGS
+from tests.spec.hf.config_fields import table
 from tests.spec.hf.test_read import LLAMA, REQUIRED
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
@@ -80,6 +82,50 @@ def test_only_a_spelling_of_a_family_is_suggested(name, meant):
         model_from_config(LLAMA | {"model_type": name}, "toy")
     hint = f"Did you mean {meant!r}?" if meant else f"Known: {', '.join(FAMILIES)}."
     assert str(caught.value) == f"toy: model_type {name!r} is not known. {hint}"
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("gemma2", {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}),
+        ("gemma3_text", {"cache_implementation": "hybrid", "sliding_window_pattern": 6}),
+        (
+            "smollm3",
+            {"max_window_layers": 28, "use_sliding_window": False, "sliding_window": None, "pretraining_tp": 2},
+        ),
+        ("qwen3_moe", {"max_window_layers": 48, "num_local_experts": 4}),
+        ("llama", {"forced_eos_token_id": 2, "max_new_tokens": 9, "prefill_chunk_size": 4, "initializer_range": 0.1}),
+        ("deepseek_v3", {"pretraining_tp": 2, "output_router_logits": True}),
+    ],
+)
+def test_keys_that_transformers_knows_and_no_model_reads_are_of_no_effect(family, keys):
+    case = CASES[family.removesuffix("_text")]
+    assert model_from_config(case | keys, "toy") == model_from_config(case, "toy")
+
+
+def test_a_key_that_nobody_knows_is_named_in_a_warning_unless_its_name_says_numbers():
+    plain = model_from_config(CASES["llama"], "toy")
+    with pytest.warns(FileWarning) as caught:
+        assert model_from_config(CASES["llama"] | {"made_by": "us", "notes": {"heads": 3}}, "toy") == plain
+    assert [str(one.message) for one in caught] == [
+        f"toy: the key {key!r} is no key of a llama config, and is not read." for key in ("made_by", "notes")
+    ]
+    assert model_from_config(CASES["llama"] | {"made_by": None, "heads_too": False}, "toy") == plain
+    for key in ("extra_heads", "expertScale", "rope_thing", "mamba_d_state", "clip_qkv"):
+        assert repr(key) in refused("llama", **{key: 3})
+
+
+@pytest.mark.peer
+def test_the_table_of_fields_is_of_the_transformers_that_is_installed():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    assert config_fields()["transformers"] == transformers.__version__
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+def test_the_table_of_fields_is_as_it_is_made():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    assert json.loads(FIELDS_FILE.read_text()) == table()
 
 
 def other(value):

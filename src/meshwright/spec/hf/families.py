@@ -1,6 +1,7 @@
 """Formats of every family's published files, from ``data/families.toml``; reading and writing use the same rows."""
 
 import functools
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from meshwright.core.errors import InputError
 from meshwright.spec.model import FAMILIES, RopeScaling
 
 FILE = Path(__file__).parents[1] / "data" / "families.toml"
+FIELDS_FILE = FILE.with_name("config_fields.json")
 
 ROPE_KEYS = {name: name for name in RopeScaling.__struct_fields__} | {
     "kind": "rope_type",
@@ -67,6 +69,21 @@ def formats() -> dict[str, Format]:
             raise InputError(f"spec/data/families.toml has no table [{name}]. Add one with its keys.")
         tables[name]["base"] = ["_every", *tables[name].get("base", ())]
     return {name: msgspec.convert(laid_over_bases(name), Format) for name in FAMILIES}
+
+
+@functools.cache
+def config_fields() -> dict[str, Any]:
+    """Returns the fields of all configuration classes of one version of ``transformers``: those ``common`` to all,
+    which no model reads; by family, those that its code has "read" and "not_read"; of all models, those
+    ``read_by_some`` and ``read_by_none``."""
+    found: dict[str, Any] = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
+    return found
+
+
+@functools.cache
+def number_words() -> frozenset[str]:
+    """Returns the words of keys that change numbers."""
+    return frozenset(tomllib.loads(FILE.read_text(encoding="utf-8"))["number_words"])
 
 
 @functools.cache

@@ -7,15 +7,16 @@ where published files leave them out (gpt2, gemma3).
 
 import difflib
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import FileWarning, InputError, nearest
 from meshwright.core.fields import convert_fields, figure_faults
 from meshwright.core.files import read_json
-from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, aliases, formats
+from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, aliases, config_fields, formats, number_words
 from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeScaling
 
 SAME = {"gemma3_text": "gemma3", "kimi_k2": "deepseek_v3"}
@@ -67,8 +68,12 @@ class _Config:
         return dict(full)
 
     def require_understood(self) -> None:
-        """Raises InputError for a key that may change what the model computes and is not read."""
-        known = {*self.form.known, *MASK_KEYS}
+        """Raises InputError for a key that may change what the model computes and is not read; warns of an unknown one.
+
+        A key changes nothing that transformers' code of the family does not read, by `config_fields`.
+        """
+        known, fields = {*self.form.known, *MASK_KEYS}, config_fields()
+        idle = {*fields["common"], *fields["families"][self.family]["not_read"]}
         rotary = {key: self.rope[key] for key in self.rope.keys() - {"type", "rope_theta", *ROPE_KEYS.values()}}
         for key, value in (*self.given.items(), *rotary.items()):
             if key == "quantization_config" and isinstance(value, Mapping):
@@ -81,11 +86,16 @@ class _Config:
                 if value not in values:
                     words = " or ".join(map(repr, filter(lambda one: one != "", values))) or "no value"
                     raise InputError(f"{self.what}: {key} is {value!r}. Only {words} is known here.")
-            elif value and key not in known and not any(fnmatchcase(key, one) for one in self.form.harmless):
+            elif not value or key in known or any(fnmatchcase(key, one) for one in self.form.harmless):
+                continue
+            elif key in rotary or (key not in idle and _says_numbers(key)):
                 raise InputError(
                     f"{self.what}: the key {key!r} of a {self.family} config is not known, so that its {value!r} may "
                     f"change what the model computes. Remove it if it has no effect.{similar(key, known)}"
                 )
+            elif key not in idle and key not in fields["read_by_none"]:
+                unread = f"{self.what}: the key {key!r} is no key of a {self.family} config, and is not read."
+                warnings.warn(unread, FileWarning, stacklevel=2)
 
     def read(self, key: str, kind: type, of: type = object) -> Any:
         """Returns the value of a key as ``kind``; a list has entries of the type ``of``. Raises InputError if it is
@@ -123,6 +133,12 @@ class _Config:
 
     def layers(self) -> range:
         return range(self.read("num_hidden_layers", int))
+
+
+def _says_numbers(key: str) -> bool:
+    """True for a key that some model of transformers reads, or that has a word of those that are read here."""
+    words = {word.lower() for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", key)}
+    return key in config_fields()["read_by_some"] or not number_words().isdisjoint(words)
 
 
 def similar(name: str, known: Iterable[str]) -> str:
