@@ -9,14 +9,12 @@ from tokenizers import Tokenizer
 from meshwright.core.digests import require_intact
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, adapted_model, base_folder, is_adapter, model_with_adapters
+from meshwright.nn.hf.beside import files_beside
 from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
 from meshwright.nn.hf.format import stored_parts
-from meshwright.nn.hf.tokenizer import TOKENIZER, TOKENIZER_CONFIG, end_name, end_token, read_table, read_tokenizer
-from meshwright.nn.hf.weights import CONFIG
+from meshwright.nn.hf.tokenizer import CONFIG, GENERATION, TOKENIZER, end_tokens, read_tokenizer
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
-
-GENERATION = "generation_config.json"
 
 
 class TokenizedText(NamedTuple):
@@ -72,18 +70,20 @@ def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
             f"{base} has no {CONFIG}. Give the folder of a finished run, of a model with {CONFIG} and its "
             f"safetensors files, or the output of convert for a run that is not finished."
         )
-    require_intact(base, [CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION])
+    require_intact(base, [CONFIG, *(str(file.relative_to(base)) for file in files_beside(base))])
     model = model_from_config(base / CONFIG, folder.resolve().name)
     if is_adapter(folder):
-        require_intact(folder, [ADAPTER_CONFIG, TOKENIZER])
+        require_intact(folder, [ADAPTER_CONFIG, *(str(file.relative_to(folder)) for file in files_beside(folder))])
         model = adapted_model(model, folder)
     if adapters:
         model = model_with_adapters(model, list(adapters.values()))
     file = next((found for found in (folder / TOKENIZER, base / TOKENIZER) if found.is_file()), None)
-    text = TokenizedText(read_tokenizer(file)) if file else NumberedText()
+    tokenizer = read_tokenizer(file) if file else None
+    text = TokenizedText(tokenizer) if tokenizer else NumberedText()
     with open_checkpoint(base) as tensors:
         dtype = _dtype(model, tensors)
-    return ModelFolder(folder, model, text, _end_tokens(base, text), dtype, adapters)
+    ends = end_tokens(folder if (folder / GENERATION).is_file() else base, tokenizer)
+    return ModelFolder(folder, model, text, frozenset(ends), dtype, adapters)
 
 
 def _dtype(model: Model, tensors: Tensors) -> str:
@@ -92,22 +92,6 @@ def _dtype(model: Model, tensors: Tensors) -> str:
     if first.tensor not in tensors:
         return "fp32"
     return "fp32" if tensors[first.tensor].dtype.itemsize == DTYPES["fp32"].itemsize else "bf16"
-
-
-def _end_tokens(folder: Path, text: Text) -> frozenset[int]:
-    """Returns ``eos_token_id`` of the generation config or the config, else the tokenizer's end token, if any."""
-    for name in (GENERATION, CONFIG):
-        found = read_table(folder / name, remedy="fetch it again").get("eos_token_id")
-        if found is not None:
-            tokens = found if isinstance(found, list) else [found]
-            if not all(isinstance(token, int) for token in tokens):
-                raise InputError(f"{folder / name}: eos_token_id is {found!r}. Write the number of a token, or a list.")
-            return frozenset(tokens)
-    if not isinstance(text, TokenizedText):
-        return frozenset()
-    config = read_table(folder / TOKENIZER_CONFIG, remedy="fetch it again")
-    end = end_token(text.tokenizer, end_name(config))
-    return frozenset() if end is None else frozenset([end])
 
 
 MOST_HELD = 8

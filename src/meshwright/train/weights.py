@@ -16,9 +16,9 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from meshwright.core.digests import require_intact, write_sums
-from meshwright.core.errors import CannotRunError, ChangedFileWarning, InputError, first_line
+from meshwright.core.errors import CannotRunError, FileWarning, InputError, first_line
 from meshwright.core.files import write_whole
-from meshwright.nn.hf.tokenizer import TOKENIZER
+from meshwright.nn.hf.tokenizer import GENERATION, TOKENIZER, end_tokens
 from meshwright.nn.hf.weights import Fetch, save_adapter, save_hf, source_of
 from meshwright.nn.quantisation import dequantise_params, quantised_base
 from meshwright.nn.weights import Params, param_shapes
@@ -71,7 +71,7 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
     remedy = f"There are checkpoints of steps {others}." if others else "There is no other checkpoint."
     try:
         if not require_intact(run / CHECKPOINTS / str(chosen)):
-            warnings.warn(f"checkpoint {chosen} of {run} {UNCHECKED}.", ChangedFileWarning, stacklevel=3)
+            warnings.warn(f"checkpoint {chosen} of {run} {UNCHECKED}.", FileWarning, stacklevel=3)
     except CannotRunError as error:
         raise CannotRunError(f"{damaged}: {error} {remedy}") from None
     # Orbax warns about default options when a folder is opened for reading only.
@@ -127,9 +127,12 @@ def save_base(model: Model, params: Params, folder: Path) -> None:
         write_sums(base, [base / TOKENIZER])
 
 
-def end_of_text(model: Model, folder: Path) -> dict[str, int]:
-    """Returns eos_token_id for config.json from the tokenizer of the folder; {} without a tokenizer."""
+def end_of_text(model: Model, folder: Path) -> dict[str, int | list[int]]:
+    """Returns eos_token_id for config.json from the generation config of the folder, else from its tokenizer; {}
+    without a tokenizer."""
     if not (folder / TOKENIZER).is_file():
         require_intact(folder, [TOKENIZER])
         return {}
-    return {"eos_token_id": open_tokenizer(folder, vocab_size=model.vocab_size).end_id}
+    tokenizer, end = open_tokenizer(folder, vocab_size=model.vocab_size)
+    ends = end_tokens(folder, tokenizer) if (folder / GENERATION).is_file() else [end]
+    return {"eos_token_id": ends if len(ends) > 1 else ends[0] if ends else end}

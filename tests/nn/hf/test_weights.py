@@ -24,7 +24,7 @@ from meshwright.nn.hf.weights import (
     load_params,
     read_params,
     save_hf,
-    special_tokens,
+    token_numbers,
 )
 from meshwright.nn.weights import Params, param_shapes, rows, stacked_shape
 from meshwright.parallel.mesh import device_mesh
@@ -322,7 +322,7 @@ def test_a_folder_is_converted_tensor_by_tensor(tensors, tmp_path):
     save_file(bare, source / "model.safetensors")
     (source / "config.json").write_text(json.dumps({"model_type": "gpt2", "eos_token_id": 7}))
     convert_hf(model, source, target, dtype="bf16")
-    assert special_tokens(target) == {"eos_token_id": 7}
+    assert token_numbers(target) == {"eos_token_id": 7}
     assert sorted(load_file(target / "model.safetensors")) == sorted(tensors["gpt2"])
     expected = {n: a.astype(ml_dtypes.bfloat16) for n, a in random_params(model).items()}
     require_equal(load_params(model, target), expected)

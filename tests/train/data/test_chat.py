@@ -126,6 +126,21 @@ def test_what_cannot_be_rendered_gives_one_line(template, loss_on, record, said,
     assert "\n" not in str(error.value)
 
 
+def test_prompts_and_completions_as_texts_need_no_template(tmp_path):
+    """As TRL's SFTTrainer: joined as they are, with the end token once, which a completion may have already."""
+    folder = write_tokenizer(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    for completion in ("b c", f"b c{theirs.eos_token}"):
+        whole = theirs(f"a b {completion.removesuffix(theirs.eos_token)}{theirs.eos_token}")["input_ids"]
+        before = len(theirs("a b ")["input_ids"])
+        ids, counted = encoded(folder, {"prompt": "a b ", "completion": completion})
+        assert ids == whole
+        assert counted[before:] == [True] * (len(whole) - before)
+        assert not any(counted[: before - 1])
+    with pytest.raises(InputError, match=r"line 1 is a chat, and .* has no chat template: neither chat_template\.jinja"):
+        encoded(folder, {"prompt": CHATS[0]["messages"][:1], "completion": CHATS[0]["messages"][1:2]})
+
+
 @pytest.mark.parametrize("loss_on", ["completion", "assistant"])
 @pytest.mark.parametrize("said", [{}, *({"content": one} for one in (None, 3, {"a": 1})), {"tool_calls": []}])
 def test_a_message_that_says_nothing_is_refused(loss_on, said, tmp_path):

@@ -1,26 +1,17 @@
 """`meshwright convert`: weights of a run, of a checkpoint or of a Hugging Face folder as a Hugging Face folder."""
 
-import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.cli.verb import Bytes, Options, argument, option, verb
 from meshwright.core.digests import write_sums
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.files import write_whole
 from meshwright.core.units import format_bytes, format_params
 from meshwright.report.answer import Answer, Fact
 from meshwright.spec.catalogue import has_weights
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
 from meshwright.spec.weights import frozen_base, num_params, without_mtp_words
-
-BESIDE = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json"),
-)
-"""Files that are copied unchanged, if the source has them."""
 
 
 class Given(Options):
@@ -45,16 +36,14 @@ def command(given: Given) -> Answer:
         raise InputError(f"{folder} is there already and is not an empty folder. Give a new one.")
     if not source.is_dir():
         raise InputError(f"{source} is no folder. Give the folder of a run or of a Hugging Face model.")
-    try:
-        model, step, files = _convert(given)
-        beside = [name for name in BESIDE if (source / name).is_file()]
-        for name in beside:
-            write_whole(folder / name, partial(shutil.copyfile, source / name))
-        write_sums(folder, [folder / name for name in beside])
-    except OSError as error:
-        raise CannotRunError(f"{folder} cannot be written: {error.strerror or error}. Give another one.") from None
+    from meshwright.nn.hf.beside import copy_beside
     from meshwright.nn.hf.files import open_checkpoint
 
+    try:
+        model, step, files = _convert(given)
+        write_sums(folder, copy_beside(source, folder))
+    except OSError as error:
+        raise CannotRunError(f"{folder} cannot be written: {error.strerror or error}. Give another one.") from None
     with open_checkpoint(folder) as tensors:
         dtype = str(next(iter(tensors.values())).dtype)
     facts: dict[str, Any] = {

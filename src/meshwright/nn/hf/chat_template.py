@@ -1,8 +1,10 @@
 """The chat templates of a tokenizer's folder, rendered as transformers does it, in Jinja's sandbox."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,15 +15,19 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import read_text
-from meshwright.nn.hf.tokenizer import TOKENIZER_CONFIG, read_table
+from meshwright.nn.hf.tokenizer import TOKENIZER_CONFIG, read_table, special_tokens
 
-TEMPLATE = "chat_template.jinja"
-SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TEMPLATE, PROCESSOR_TEMPLATE = "chat_template.jinja", "chat_template.json"
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of templates by name, beside `TEMPLATE`, which is the one called "default"."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; templates read the first or the second."""
 REFUSES = "the chat template refuses it: "
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Two codes that no text has, around the text that a template renders in a generation block."""
+_UNMARKED = str.maketrans("", "", BEGIN + END)
+_OPEN_END = "\ufdd2 "
+"""Follows the text that a final message continues with; its space shows whether the template strips that text."""
 
 
 class ChatTemplates(NamedTuple):
@@ -34,49 +40,170 @@ class ChatTemplates(NamedTuple):
     def render(self, messages: list[dict[str, Any]], tools: Any = None, /, **more: Any) -> str:
         """Returns the text of a chat, in which `BEGIN` and `END` surround what a generation block marks.
 
-        Raises InputError for what the template refuses. ``more`` are variables of the template.
+        ``more`` are variables of the template; with ``continue_final_message`` the text ends where the content of the
+        last message does. Messages are given to the template as transformers does. Where it refuses them so, or leaves
+        out or quotes a part of them, they are given in the other forms of `_forms`. Raises InputError for what the
+        template refuses.
         """
-        template = self.templates.get("tool_use" if tools else "default", self.templates["default"])
-        given = {"messages": messages, "documents": None, "add_generation_prompt": False}
-        try:
-            return template.render({**self.special, **given, "tools": tools, **more})
-        except Exception as error:  # a template may raise anything
-            raise InputError(f"{REFUSES}{error}.") from None
+        template = self.templates.get("tool_use" if tools is not None else "default", self.templates["default"])
+        variables = {**self.special, "documents": None, "add_generation_prompt": False, "tools": tools, **more}
+        is_open = bool(variables.pop("continue_final_message", False))
+        if is_open and variables["add_generation_prompt"]:
+            raise InputError("continue_final_message and add_generation_prompt exclude each other. Give one of them.")
+        found = list[str | Exception]()
+        for form in _forms([_named(message) for message in messages]):
+            try:
+                text = template.render({**variables, "messages": _opened(form) if is_open else form})
+                found.append(text := _ended(text) if is_open else text)
+            except Exception as error:  # a template may raise anything
+                found.append(error)
+            else:
+                if _says_all(text, form):
+                    return text
+        if isinstance(found[0], Exception):
+            raise InputError(f"{REFUSES}{found[0]}.")
+        return found[0]
+
+    @property
+    def turn_end(self) -> str:
+        """What the default template writes right after an answer, up to the end of a line; "" where it has no answers
+        of text."""
+        with suppress(InputError):
+            text = self.render([{"role": "user", "content": "Q"}, {"role": "assistant", "content": _OPEN_END}])
+            return text.translate(_UNMARKED).partition(_OPEN_END.strip())[2].strip().partition("\n")[0]
+        return ""
 
 
 def read_chat_templates(folder: Path) -> ChatTemplates | None:
-    """Returns a folder's chat templates, of `TEMPLATE` or of its configuration; None without one.
+    """Returns a folder's chat templates: of `TEMPLATE` and `MORE_TEMPLATES`, else of the tokenizer's configuration,
+    else of `PROCESSOR_TEMPLATE`; None without a default one.
 
     Raises InputError for a template that is not valid.
     """
-    config = read_table(folder / TOKENIZER_CONFIG, remedy="remove it")
-    given = config.get("chat_template")
-    file = folder / TEMPLATE
-    if file.is_file():
-        given = read_text(file, "Mend it.")
+    given: Any = read_table(folder / TOKENIZER_CONFIG, remedy="remove it").get("chat_template")
+    given = given or read_table(folder / PROCESSOR_TEMPLATE, remedy="remove it").get("chat_template")
     listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
     pairs = ((one.get("name"), one.get("template")) for one in listed if isinstance(one, dict))
     sources = {str(name): source for name, source in pairs if isinstance(source, str)}
+    files = {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
+    files |= {"default": folder / TEMPLATE} if (folder / TEMPLATE).is_file() else {}
+    if files:
+        kept = {name: source for name, source in sources.items() if name == "default"}
+        sources = kept | {name: read_text(file, "Mend it.") for name, file in files.items()}
     if "default" not in sources:
         return None
     try:
         templates = {name: _compiled(source) for name, source in sources.items()}
     except TemplateError as error:
         raise InputError(f"the chat template of {folder} is not valid: {error}. Mend it.") from None
-    named = {name: config.get(name) for name in SPECIAL}
-    special = {
-        name: str(one.get("content")) if isinstance(one, dict) else str(one) for name, one in named.items() if one
-    }
-    return ChatTemplates(templates, sources, special)
+    return ChatTemplates(templates, sources, special_tokens(folder))
 
 
-def as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
+# -- messages as templates read them ------------------------------------------------------------------
+
+Message = dict[str, Any]
+
+
+def _named(message: Message) -> Message:
     """Returns a message without null fields, and with its reasoning under the names that templates read."""
     kept = {name: value for name, value in message.items() if value is not None}
     reasoning = next((kept[name] for name in REASONING if name in kept), None)
-    if reasoning is not None:
-        kept |= {"thinking": kept.get("thinking", reasoning), "reasoning_content": reasoning}
-    return kept
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def _forms(messages: list[Message]) -> Iterator[list[Message]]:
+    """Yields messages as they are, and in the other forms in which templates read the same messages.
+
+    Some read texts where OpenAI's format has a list of parts, some an object as the arguments of a call and some JSON,
+    some a null content beside calls, and some an empty one where there is none.
+    """
+    tried = list[list[Message]]()
+    for changes in product(*((None, change) for change in (_with_null, _with_text, _with_other_arguments))):
+        form = messages
+        for change in filter(None, changes):
+            form = [change(message) for message in form]
+        if form not in tried:
+            tried.append(form)
+            yield form
+
+
+def _calls(message: Message) -> list[Message]:
+    """Returns the functions that a message calls; none if one of its calls is of another kind."""
+    calls = message.get("tool_calls")
+    listed = calls if isinstance(calls, list) else []
+    found: list[Any] = [one.get("function") for one in listed if isinstance(one, dict)]
+    return found if len(found) == len(listed) and all(isinstance(one, dict) for one in found) else []
+
+
+def _parts(message: Message) -> list[str] | None:
+    """Returns the texts of a message whose content is a list of nothing else; None for another content."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = [one["text"] for one in parts if isinstance(one, dict) and isinstance(one.get("text"), str)]
+    return texts if isinstance(content, list) and len(texts) == len(parts) else None
+
+
+def _with_null(message: Message) -> Message:
+    return {**message, "content": None} if _calls(message) and "content" not in message else message
+
+
+def _with_text(message: Message) -> Message:
+    texts = _parts(message)
+    if texts is None:
+        return {"content": "", **message}
+    return {**message, "content": "\n".join(texts)}
+
+
+def _with_other_arguments(message: Message) -> Message:
+    functions = _calls(message)
+    if not functions:
+        return message
+    others = [{**one, "arguments": _other_form(one.get("arguments"))} for one in functions]
+    calls = [{**call, "function": other} for call, other in zip(message["tool_calls"], others, strict=True)]
+    return {**message, "tool_calls": calls}
+
+
+def _other_form(arguments: Any) -> Any:
+    """Returns the object of arguments that are JSON, and the JSON of an object; other arguments as they are."""
+    with suppress(TypeError, ValueError, RecursionError):
+        if not isinstance(arguments, str):
+            return json.dumps(arguments, ensure_ascii=False)
+        return found if isinstance(found := json.loads(arguments), dict) else arguments
+    return arguments
+
+
+def _says_all(text: str, messages: list[Message]) -> bool:
+    """True if a rendering has the texts of parts and the names of calls, and no arguments as a quoted text."""
+    for message in messages:
+        parts, calls = _parts(message), _calls(message)
+        if parts and (str(message["content"]) in text or not all(part.strip() in text for part in parts)):
+            return False
+        if not all(str(call.get("name")) in text for call in calls):
+            return False
+        given = [one for call in calls if isinstance(one := call.get("arguments"), str)]
+        if any(json.dumps(one, ensure_ascii=code) in text for one in given for code in (True, False)):
+            return False
+    return True
+
+
+def _opened(messages: list[Message]) -> list[Message]:
+    """Returns messages in which `_OPEN_END` follows the content of the last one."""
+    content: Any = messages[-1].get("content")
+    if _parts(messages[-1]):
+        content = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _OPEN_END}]
+    elif isinstance(content, str):
+        content += _OPEN_END
+    else:
+        raise InputError("continue_final_message needs a last message with a text. Give it one")
+    return [*messages[:-1], {**messages[-1], "content": content}]
+
+
+def _ended(text: str) -> str:
+    """Returns what comes before `_OPEN_END`, without spaces at its end if the template strips them."""
+    before, mark, after = text.rpartition(_OPEN_END.strip())
+    if not mark:
+        raise InputError("it does not write the last message, which is to be continued")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 class _Generation(Extension):

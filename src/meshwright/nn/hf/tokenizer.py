@@ -1,6 +1,5 @@
-"""Reads the tokenizer of a Hugging Face folder, and finds its end-of-text token."""
+"""Reads the tokenizer of a Hugging Face folder, its special tokens and those that end a text."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,9 @@ from meshwright.core.errors import InputError
 from meshwright.core.files import read_json
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+"""File of older folders: special tokens by name, over those of `TOKENIZER_CONFIG`."""
+CONFIG, GENERATION = "config.json", "generation_config.json"
 END_OF_TEXT = "<|endoftext|>"
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "<|return|>")
 """End-of-text tokens of known tokenizers, for folders without a file that names it."""
@@ -37,14 +39,38 @@ def read_table(path: Path, *, remedy: str) -> dict[str, Any]:
     return read_json(path, advice, advice)
 
 
-def end_name(config: Mapping[str, Any]) -> str | None:
-    """Returns the end-of-text token that a `TOKENIZER_CONFIG` names; None if it names none."""
-    named = config.get("eos_token")
-    name = named.get("content") if isinstance(named, dict) else named
-    return str(name) if name else None
+def special_tokens(folder: Path) -> dict[str, str]:
+    """Returns the special tokens of a folder by name, such as bos_token, as transformers names them to templates.
+
+    They are the keys of `TOKENIZER_CONFIG` that end in _token and its ``extra_special_tokens`` with a name; where it
+    lacks ``added_tokens_decoder``, also those of `SPECIAL_TOKENS`.
+    """
+    found = read_table(folder / TOKENIZER_CONFIG, remedy="remove it")
+    if "added_tokens_decoder" not in found:
+        found |= read_table(folder / SPECIAL_TOKENS, remedy="remove it")
+    named = {name: one for name, one in found.items() if name.endswith("_token")}
+    for name in ("extra_special_tokens", "model_specific_special_tokens"):
+        named |= one if isinstance(one := found.get(name), dict) else {}
+    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in named.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
 def end_token(tokenizer: Tokenizer, name: str | None) -> int | None:
     """Returns the number of the end-of-text token: ``name``, else the first of `END_NAMES` that exists; else None."""
     numbers = (tokenizer.token_to_id(known) for known in ((name,) if name else END_NAMES))
     return next((number for number in numbers if number is not None), None)
+
+
+def end_tokens(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
+    """Returns ``eos_token_id`` of a folder's generation config or config, else the tokenizer's end token, if any."""
+    for file in (folder / GENERATION, folder / CONFIG):
+        table = read_table(file, remedy="fetch it again")
+        nested = table.get("text_config")
+        found = table.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
+        if found is not None:
+            tokens = found if isinstance(found, list) else [found]
+            if not all(isinstance(token, int) for token in tokens):
+                raise InputError(f"{file}: eos_token_id is {found!r}. Write the number of a token, or a list.")
+            return tokens
+    end = end_token(tokenizer, special_tokens(folder).get("eos_token")) if tokenizer else None
+    return [] if end is None else [end]

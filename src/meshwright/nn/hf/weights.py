@@ -21,12 +21,12 @@ from meshwright.core.files import read_json, write_json_whole
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, ADAPTER_MODEL, adapter_config, base_folder, open_tensors
 from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensor, Tensors, write_checkpoint, write_file
 from meshwright.nn.hf.format import Box, StoredPart, stored_parts
+from meshwright.nn.hf.tokenizer import CONFIG
 from meshwright.nn.weights import STORED_DTYPES, Params, rows, stacked_shape
 from meshwright.spec.hf.write import TOKEN_KEYS, config_from_model, text_model
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, adapted, frozen_base
 
-CONFIG = "config.json"
 MAX_SHARD_BYTES = 5 * 10**9
 """Maximum size of one file of weights, as in transformers."""
 ROWS_AT_ONCE = 4096
@@ -303,7 +303,7 @@ def convert_hf(
 ) -> list[Path]:
     """Rewrites a folder in the published layout, in another dtype or file size, one tensor at a time; merges an adapter
     with its base. Returns the files of weights."""
-    keys = special_tokens(base_folder(source) if model.lora else source)
+    keys = token_numbers(base_folder(source) if model.lora else source)
     with open_source(model, source) as (fetch, dtypes):
         fetch, model = merged(model, fetch), frozen_base(model)
         return write_hf(model, fetch, dtypes, folder, dtype=dtype, max_shard_bytes=max_shard_bytes, config=keys)
@@ -329,7 +329,7 @@ def open_source(model: Model, folder: Path) -> Iterator[tuple[Fetch, dict[str, n
         yield fetch, {name: tensors[next(iter(found.values())).tensor].dtype for name, found in table.items()}
 
 
-def special_tokens(folder: Path) -> dict[str, Any]:
+def token_numbers(folder: Path) -> dict[str, Any]:
     """Returns the special token ids in the config.json of a folder."""
     keys = read_json(folder / CONFIG, "Give the folder of a model.")
     keys = {**keys.get("text_config", {}), **keys}

@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.adapter import base_folder, is_adapter
-from meshwright.nn.hf.chat_template import BEGIN, END, ChatTemplates, as_templates_read, read_chat_templates
+from meshwright.nn.hf.chat_template import BEGIN, END, ChatTemplates, read_chat_templates
 from meshwright.serve.drawing.grammar import Grammar, GrammarKind, GrammarReader
 from meshwright.serve.http.bodies import ChatMessage
 from meshwright.serve.http.errors import RequestError
@@ -83,7 +83,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Returns the text of a chat. Raises RequestError without a chat template, or for what it refuses."""
         if self.chat is None:
             raise RequestError(f"{self.name} has no chat template. Use /v1/completions.", param="messages")
-        given = [_as_template_reads(one, number) for number, one in enumerate(messages)]
+        given = [_texts_alone(one, number) for number, one in enumerate(messages)]
         try:
             return self.chat.render(given, tools, **variables).translate(_UNMARKED)
         except InputError as error:
@@ -138,28 +138,14 @@ def served_model(found: ModelFolder, name: str | None = None) -> ServedModel:
     )
 
 
-def _as_template_reads(message: ChatMessage, number: int) -> dict[str, Any]:
-    """Returns a message for a template: one text as content, empty if there are no calls either, and arguments of calls
-    as tables."""
-    given = as_templates_read(msgspec.to_builtins(message))
-    if not message.tool_calls:
-        given.setdefault("content", "")
-    if isinstance(message.content, list):
-        texts = [part.text for part in message.content if part.type == "text" and part.text is not None]
-        if len(texts) < len(message.content):
-            where = f"messages[{number}].content"
-            raise RequestError(f"{where} has a part that is no text. This server takes text alone.", param="messages")
-        given["content"] = "\n".join(texts)
-    for call in given.get("tool_calls", ()):
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                arguments = json.loads(function["arguments"])
-            except (ValueError, RecursionError):
-                arguments = None
-            if isinstance(arguments, dict):
-                function["arguments"] = arguments
-    return given
+def _texts_alone(message: ChatMessage, number: int) -> dict[str, Any]:
+    """Returns a message for a template. Raises RequestError for a part of another kind than text."""
+    parts = message.content if isinstance(message.content, list) else []
+    if any(part.type != "text" or part.text is None for part in parts):
+        where = f"messages[{number}].content"
+        raise RequestError(f"{where} has a part that is no text. This server takes text alone.", param="messages")
+    found: dict[str, Any] = msgspec.to_builtins(message)
+    return found
 
 
 def _bytes_by_letter() -> dict[str, int]:

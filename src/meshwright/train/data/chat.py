@@ -22,7 +22,6 @@ from meshwright.nn.hf.chat_template import (
     REFUSES,
     TEMPLATE,
     ChatTemplates,
-    as_templates_read,
     read_chat_templates,
 )
 from meshwright.nn.hf.tokenizer import TOKENIZER_CONFIG
@@ -32,12 +31,14 @@ from meshwright.train.settings import LossOn
 
 
 class ChatTokenizer(NamedTuple):
-    """A tokenizer with its chat templates; ``loss_on``: which tokens of a record count."""
+    """A tokenizer with the chat templates of its ``folder``, if it has any; ``loss_on``: which tokens of a record
+    count."""
 
     tokenizer: Tokenizer
     end_id: int
-    chats: ChatTemplates
+    chats: ChatTemplates | None
     loss_on: LossOn
+    folder: Path
     identity: str
     dtype: str = "int32"
     """The dtype of tokens in a store, which has the complement ``~token`` of a token without a loss."""
@@ -93,6 +94,11 @@ class ChatTokenizer(NamedTuple):
         self, record: Mapping[str, Any], messages: list[dict[str, Any]], where: str, **asked: bool
     ) -> tuple[list[int], np.ndarray]:
         """Returns tokens, and for each whether it counts: those of the assistant do, or all."""
+        if self.chats is None:
+            raise InputError(
+                f"{where} is a chat, and {self.folder} has no chat template: neither {TEMPLATE} nor one in "
+                f"{TOKENIZER_CONFIG}. Add it."
+            )
         tools, more = record.get("tools"), record.get("chat_template_kwargs") or {}
         try:
             tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -112,20 +118,19 @@ class ChatTokenizer(NamedTuple):
 
 
 def _messages(found: Any, where: str) -> list[dict[str, Any]]:
-    """Returns messages without null fields, and with reasoning under the names that templates read."""
+    """Returns the messages of a chat, each of which says something."""
     if not (isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found)):
         raise InputError(
             f"{where} is no chat. Give messages=[{{role, content}}, ...], or prompt and completion, both texts or both "
             "such lists (lists for train.loss_on=assistant)."
         )
-    kept = [as_templates_read(one) for one in found]
-    for number, one in enumerate(kept, 1):
+    for number, one in enumerate(found, 1):
         if not _says_something(one):
             raise InputError(
                 f"{where}: message {number}, of role {one.get('role')!r}, has no content that is a text. "
                 "Mend the record."
             )
-    return kept
+    return found
 
 
 def _says_something(message: Mapping[str, Any]) -> bool:
@@ -138,20 +143,17 @@ def _says_something(message: Mapping[str, Any]) -> bool:
 
 
 def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) -> ChatTokenizer:
-    """Returns the tokenizer with the chat template of its folder: `TEMPLATE`, or from its configuration.
+    """Returns the tokenizer with the chat templates of its folder, which prompts and completions as texts do not need.
 
-    Raises InputError for a folder without one and, with ``loss_on`` "assistant", for a template without `generation`
-    blocks.
+    Raises InputError, with ``loss_on`` "assistant", for a template without `generation` blocks.
     """
     folder = path.expanduser() if path.expanduser().is_dir() else path.expanduser().parent
     chats = read_chat_templates(folder)
-    if chats is None:
-        raise InputError(f"{folder} has no chat template: neither {TEMPLATE} nor one in {TOKENIZER_CONFIG}. Add it.")
-    if loss_on == "assistant" and not re.search(r"\{%-?\s*generation\s*-?%\}", chats.sources["default"]):
+    if chats and loss_on == "assistant" and not re.search(r"\{%-?\s*generation\s*-?%\}", chats.sources["default"]):
         raise InputError(
             f"the chat template of {folder} does not mark what the assistant says, as train.loss_on=assistant needs. "
             "Put {% generation %} and {% endgeneration %} around that, or leave the setting out."
         )
-    identity = json.dumps([given.identity, chats.sources, chats.special, loss_on])
+    identity = json.dumps([given.identity, *((chats.sources, chats.special) if chats else ()), loss_on])
     digest = hashlib.sha256(identity.encode()).hexdigest()
-    return ChatTokenizer(given.tokenizer, given.end_id, chats, loss_on, digest)
+    return ChatTokenizer(given.tokenizer, given.end_id, chats, loss_on, folder, digest)

@@ -14,10 +14,9 @@ from meshwright.nn.hf.tokenizer import (
     END_OF_TEXT,
     TOKENIZER,
     TOKENIZER_CONFIG,
-    end_name,
     end_token,
-    read_table,
     read_tokenizer,
+    special_tokens,
 )
 from meshwright.train.data.text import TextPiece
 
@@ -95,8 +94,8 @@ def num_ids(tokenizer: Tokenizer) -> int:
 def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
     """Reads a ``tokenizer.json``, given by its path or its folder, with its end-of-text token.
 
-    That token is the ``eos_token`` of a ``tokenizer_config.json`` beside the file, else the first of `END_NAMES` that
-    the tokenizer has. Raises InputError if it has none, or more tokens than ``vocab_size``.
+    That token is the ``eos_token`` of the special tokens beside the file, else the first of `END_NAMES` that the
+    tokenizer has. Raises InputError if it has none, or more tokens than ``vocab_size``.
     """
     file = path.expanduser() / TOKENIZER if path.expanduser().is_dir() else path.expanduser()
     if not file.is_file():
@@ -107,7 +106,7 @@ def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
             f"tokenizer {str(path)!r} has {num_ids(tokenizer)} tokens, but the model has vocab_size={vocab_size}. "
             f"Set model.vocab_size={num_ids(tokenizer)} or more, or leave the tokenizer out to train one."
         )
-    name = end_name(read_table(file.with_name(TOKENIZER_CONFIG), remedy="remove it"))
+    name = special_tokens(file.parent).get("eos_token")
     end_id = end_token(tokenizer, name)
     if end_id is None:
         known = f"eos_token {name!r}" if name else f"any of {', '.join(END_NAMES)}"

@@ -17,7 +17,7 @@ from meshwright.core.digests import SUMS, read_line, require_intact, summed_line
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import DAMAGED_JSON, write_json_whole, write_text_whole
 from meshwright.core.toml_file import dump_toml, read_toml
-from meshwright.nn.hf.tokenizer import TOKENIZER
+from meshwright.nn.hf.beside import files_beside
 from meshwright.spec.model import Model
 from meshwright.train.record.metrics import EvaluationRecord, StepRecord
 
@@ -203,7 +203,7 @@ class RunFolder:
         """Writes ``summary.json``, whole or absent, and its digest."""
         if self.writes:
             write_json_whole(self.path / SUMMARY, summary)
-            write_sums(self.path, [file for name in (SUMMARY, TOKENIZER) if (file := self.path / name).is_file()])
+            write_sums(self.path, [self.path / SUMMARY, *files_beside(self.path)])
 
 
 def _cut(path: Path, step: int, *numbers: str) -> tuple[list[dict[str, Any]], list[str]]:

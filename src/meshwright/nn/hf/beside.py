@@ -1,0 +1,55 @@
+"""What a folder has beside its weights: tokenizer, chat templates, generation config; runs and conversions keep it."""
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from meshwright.core.files import write_json_whole, write_whole
+from meshwright.nn.hf.chat_template import MORE_TEMPLATES, PROCESSOR_TEMPLATE, TEMPLATE, read_chat_templates
+from meshwright.nn.hf.tokenizer import (
+    GENERATION,
+    SPECIAL_TOKENS,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    end_token,
+    end_tokens,
+    read_table,
+    special_tokens,
+)
+
+FILES = (
+    *(TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"),
+    *(TEMPLATE, PROCESSOR_TEMPLATE, GENERATION),
+)
+
+
+def files_beside(folder: Path) -> list[Path]:
+    """Returns the files of a folder that are no weights and no config, and say how its texts begin, go on and end."""
+    named = [folder / name for name in FILES if (folder / name).is_file()]
+    return named + sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+
+
+def copy_beside(source: Path, folder: Path) -> list[Path]:
+    """Copies `files_beside` unchanged, and returns the copies."""
+    copies = [(file, folder / file.relative_to(source)) for file in files_beside(source)]
+    for file, copy in copies:
+        write_whole(copy, partial(shutil.copyfile, file))
+    return [copy for _, copy in copies]
+
+
+def keep_beside(source: Path, run: Path, tokenizer: Tokenizer) -> None:
+    """Copies what is beside a ``tokenizer`` into the folder of a run that is trained with it.
+
+    The run's generation config names every token that may end a text: those of the source, the end of a document, and
+    what the chat template writes after an answer, if that is one token.
+    """
+    if source.resolve() == run.resolve():
+        return
+    copy_beside(source, run)
+    chats = read_chat_templates(source)
+    turn_end = tokenizer.token_to_id(chats.turn_end) if chats else None
+    ends = (*end_tokens(source, tokenizer), end_token(tokenizer, special_tokens(source).get("eos_token")), turn_end)
+    named = list(dict.fromkeys(end for end in ends if end is not None))
+    write_json_whole(run / GENERATION, read_table(run / GENERATION, remedy="remove it") | {"eos_token_id": named})
