@@ -44,6 +44,25 @@ def test_the_string_that_is_complete_first_ends_the_text(text, strings, before):
         assert stopped == (before != text)
 
 
+def test_hidden_pieces_count_for_stop_strings_alone():
+    def scanned_so(*strings, keep=False):
+        scan, found = StopScan(StopStrings(strings, keep=keep)), []
+        for piece, hidden in (("ab", False), ("<|e|>", True), ("cd", False)):
+            text, stopped = scan.push(piece, hidden=hidden)
+            found.append(text)
+            if stopped:
+                return found, True
+        return [*found, scan.finish()], False
+
+    assert scanned_so("<|e|>") == (["ab", ""], True)
+    assert scanned_so("<|e|>", keep=True) == (["ab", "<|e|>"], True)
+    assert scanned_so("b<|e|>c") == (["a", "", ""], True)
+    assert scanned_so("b<|e|>c", keep=True) == (["a", "", "b<|e|>c"], True)
+    assert scanned_so("b<|e|>x") == (["a", "", "bcd", ""], False)
+    assert scanned_so("abc") == (["", "ab", "cd", ""], False)
+    assert scanned_so() == (["ab", "", "cd", ""], False)
+
+
 def test_the_result_does_not_depend_on_pieces():
     chance = random.Random(0)
     for _ in range(300):

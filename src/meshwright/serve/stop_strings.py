@@ -20,29 +20,30 @@ class StopScan:
         self.stops = stops
         self._fallbacks = [_fallbacks(one) for one in stops.strings]
         self._matched = [0] * len(stops.strings)
-        self._held = ""
+        self._held = list[str]()
 
-    def push(self, piece: str) -> tuple[str, bool]:
-        """Returns the text that is certain, and whether a stop string ended it."""
+    def push(self, piece: str, *, hidden: bool = False) -> tuple[str, bool]:
+        """Returns the text that is certain, and whether a stop string ended it. A hidden piece, a special token that
+        the text leaves out, counts for stop strings alone."""
         if not self._matched:
-            return piece, False
-        text = self._held + piece
-        for at, character in enumerate(piece, len(self._held) + 1):
-            longest = self._advance(character)
-            if longest:
-                return text[: at if self.stops.keep else at - longest], True
-        certain = len(text) - max(self._matched)
-        self._held = text[certain:]
-        return text[:certain], False
+            return "" if hidden else piece, False
+        held = self._held
+        for character in piece:
+            held.append("" if hidden else character)
+            if string := self._advance(character):
+                return "".join(held[: -len(string)]) + (string if self.stops.keep else ""), True
+        certain = len(held) - max(self._matched)
+        self._held = held[certain:]
+        return "".join(held[:certain]), False
 
     def finish(self) -> str:
         """Returns what was held back."""
-        held, self._held = self._held, ""
-        return held
+        held, self._held = self._held, []
+        return "".join(held)
 
-    def _advance(self, character: str) -> int:
-        """Returns the length of the longest string that the character completes, else 0."""
-        longest = 0
+    def _advance(self, character: str) -> str:
+        """Returns the longest string that the character completes, else ""."""
+        longest = ""
         for number, (string, fallbacks) in enumerate(zip(self.stops.strings, self._fallbacks, strict=True)):
             matched = self._matched[number]
             while matched and string[matched] != character:
@@ -50,7 +51,7 @@ class StopScan:
             matched += string[matched] == character
             self._matched[number] = matched
             if matched == len(string):
-                longest = max(longest, matched)
+                longest = max(longest, string, key=len)
         return longest
 
 

@@ -1,14 +1,19 @@
 """Completions: forms of prompts, settings as the engine gets them, texts, tokens and ends."""
 
+import random
+
 import httpx
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
 from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.frontend import Frontend
 from meshwright.serve.http.app import make_app
 from meshwright.serve.http.growing import GrowingText
 from meshwright.serve.http.served import ServedModel
-from meshwright.serve.model_folder import NumberedText
+from meshwright.serve.model_folder import NumberedText, TokenizedText
+from meshwright.serve.request import TokenLogprob
+from tests.serve.http import fake
 from tests.serve.http.fake import FakeEngine, bench, events, in_loop, letters, served, streamed_text
 
 
@@ -130,7 +135,11 @@ async def test_a_token_after_a_prompt_that_is_scored_is_reported_whatever_it_is(
         assert answer.json()["choices"][0]["logprobs"]["tokens"] == ["a", "b", "c", "</s>"]
         assert texts(answer) == ["abc"]
         answer = await b.complete("abc", max_tokens=1, logprobs=1)
-        assert answer.json()["choices"][0]["logprobs"] is None
+        empty = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        assert answer.json()["choices"][0]["logprobs"] == empty
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "logprobs": True}
+        answer = await b.post("/v1/chat/completions", **chat)
+        assert answer.json()["choices"][0]["logprobs"] == {"content": []}
 
 
 @in_loop
@@ -145,6 +154,149 @@ async def test_characters_of_several_tokens_come_whole():
         names = [one for chunk in chunks for one in chunk["logprobs"]["tokens"]]
         assert names == [r"bytes:\xc3", r"bytes:\xa9", r"bytes:\xc3"]
         assert [served().piece(one)[1] for one in (first, last)] == [b"\xc3", b"\xa9"]
+
+
+def offsets_of(answer):
+    return answer.json()["choices"][0]["logprobs"]["text_offset"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_loop
+async def test_offsets_count_the_whole_characters_before_a_token(stream):
+    """Of what the text has: a character of several tokens counts from its end, a special token where it is shown."""
+    async with bench() as b:
+        b.engine.says = [*tokens_of("é中"), 0, *tokens_of("a😀b")]
+        body = {"max_tokens": 12, "logprobs": 0, "stream": stream}
+
+        async def offsets(prompt, **more):
+            answer = await b.complete(prompt, **body, **more)
+            if not stream:
+                return offsets_of(answer)
+            chunks = [event["choices"][0]["logprobs"] for event in events(answer.text)]
+            return [one for chunk in chunks if chunk for one in chunk["text_offset"]]
+
+        #                       é     中       <pad> a  😀          b
+        assert await offsets("xy") == [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 3, 4]
+        shown = [0, 0, 1, 1, 1, 2, 7, 8, 8, 8, 8, 9]
+        assert await offsets("xy", skip_special_tokens=False) == shown
+        assert await offsets("xé", echo=True) == [0, 1, 1, *(2 + one for one in [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 3, 4])]
+        assert await offsets("x</s>y", echo=True) == [
+            0,
+            1,
+            5,
+            *(6 + one for one in [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 3, 4]),
+        ]
+        assert await offsets([70, 1, 71], echo=True) == [
+            0,
+            1,
+            1,
+            *(2 + one for one in [0, 0, 1, 1, 1, 2, 2, 3, 3, 3, 3, 4]),
+        ]
+
+
+def sentence_pieces():
+    """A tokenizer as Llama 2's: pieces with "▁" for a space, one before every text, and bytes for what has no piece."""
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"▁aefiorstu",
+        "tr",
+        "ue",
+        "true",
+        "▁true",
+    ]
+    merges = [("t", "r"), ("u", "e"), ("tr", "ue"), ("▁", "true")]
+    model = models.BPE({word: n for n, word in enumerate(words)}, merges, byte_fallback=True, unk_token="<unk>")
+    made = Tokenizer(model)
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(steps)
+    made.add_special_tokens(words[:3])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return made
+
+
+@in_loop
+async def test_pieces_of_sentences_keep_their_spaces(monkeypatch):
+    tokenizer = sentence_pieces()
+    true, spaced = map(tokenizer.token_to_id, ("true", "▁true"))
+    monkeypatch.setattr(fake, "letters", sentence_pieces)
+    async with bench(FakeEngine(vocab_size=274)) as b:
+        b.engine.says = [spaced, true, tokenizer.token_to_id("<0x65>"), spaced]
+        asked = {"max_tokens": 4, "logprobs": 1}
+        choice = (await b.complete("is it", **asked)).json()["choices"][0]
+        assert choice["logprobs"]["tokens"] == [" true", "true", "e", " true"]
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"] == " truetruee true"
+        assert choice["logprobs"]["text_offset"] == [0, 5, 9, 10]
+        echoed = (await b.complete("is true", **asked, echo=True)).json()["choices"][0]
+        assert echoed["logprobs"]["tokens"][:5] == ["<s>", "", "i", "s", " true"]
+        assert echoed["logprobs"]["text_offset"][:6] == [0, 0, 0, 1, 2, 7]
+        # a prompt without text: the first token begins the text, without its space
+        begun = (await b.complete([1], **asked)).json()["choices"][0]
+        assert begun["text"] == "truetruee true"
+        assert begun["logprobs"]["tokens"] == ["true", "true", "e", " true"]
+        chat = {
+            "messages": [{"role": "user", "content": "is it"}],
+            "max_tokens": 1,
+            "logprobs": True,
+            "top_logprobs": 2,
+        }
+        (row,) = (await b.post("/v1/chat/completions", **chat)).json()["choices"][0]["logprobs"]["content"]
+        assert (row["token"], bytes(row["bytes"])) == (" true", b" true")
+        assert row["top_logprobs"][0]["token"] == " true"
+
+
+def test_what_tokens_add_makes_up_the_text():
+    """As `tokenizers` decodes them together, wherever they are."""
+    tokenizer, chance = sentence_pieces(), random.Random(3)
+    model = ServedModel(name="toy", text=TokenizedText(tokenizer), vocab_size=274)
+    for _ in range(100):
+        tokens = chance.choices(range(259, 274), k=chance.randint(1, 9))
+        added = [model.piece(token, first=place == 0) for place, token in enumerate(tokens)]
+        assert "".join(text for text, _ in added) == tokenizer.decode(tokens)
+        assert b"".join(raw for _, raw in added).decode() == tokenizer.decode(tokens)
+
+
+@in_loop
+async def test_likely_tokens_of_one_text_have_a_name_each(monkeypatch):
+    """The token that was drawn has its text as its name, whichever is likelier."""
+    tokenizer = sentence_pieces()
+    letter, byte = tokenizer.token_to_id("e"), tokenizer.token_to_id("<0x65>")
+    monkeypatch.setattr(fake, "letters", sentence_pieces)
+
+    def rows(self, token, most=1):
+        return TokenLogprob(token=token, logprob=-2.0, top=((letter, -1.0), (byte, -2.0)))
+
+    monkeypatch.setattr(FakeEngine, "_logprob", rows)
+    async with bench(FakeEngine(vocab_size=274)) as b:
+        for drawn, names in (
+            (byte, {f"token_id:{letter}": -1.0, "e": -2.0}),
+            (letter, {"e": -1.0, f"token_id:{byte}": -2.0}),
+        ):
+            b.engine.says = [drawn]
+            answer = await b.complete("is", max_tokens=1, logprobs=2)
+            assert answer.json()["choices"][0]["logprobs"]["top_logprobs"] == [names]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_loop
+async def test_a_stop_string_may_have_special_tokens(stream):
+    async with bench() as b:
+        b.engine.says = [*tokens_of("ab"), 0, *tokens_of("cd")]
+
+        async def said(**more):
+            answer = await b.complete("x", max_tokens=5, stream=stream, **more)
+            return streamed_text(answer.text) if stream else answer.json()["choices"][0]["text"]
+
+        assert await said() == "abcd"
+        assert await said(stop=["<pad>"]) == "ab"
+        assert await said(stop=["b<pad>c"], include_stop_str_in_output=True) == "ab<pad>c"
+        assert await said(stop=["<pad>d"]) == "abcd"
+        assert await said(stop=["<pad>"], skip_special_tokens=False) == "ab"
+        assert await said(stop=["<pad>"], min_tokens=4) == "abcd"
+        await b.rest()
 
 
 @in_loop
@@ -248,7 +400,7 @@ async def test_a_model_without_a_tokenizer_takes_numbers():
         body = {"prompt": "5, 6", "max_tokens": 3, "logprobs": 1, "stop": " 9"}
         found = (await client.post("/v1/completions", json=body)).json()["choices"][0]
         assert (found["text"], found["finish_reason"]) == (" 7 8", "stop")
-        assert found["logprobs"]["tokens"] == ["7", "8", "9"]
+        assert found["logprobs"]["tokens"] == [" 7", " 8", " 9"]
         for prompt in ("x", "9" * 5_000, "-1", "999"):
             assert (await client.post("/v1/completions", json={"prompt": prompt})).status_code == 400
         chat = {"messages": [{"role": "user", "content": "5"}]}

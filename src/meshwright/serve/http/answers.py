@@ -140,7 +140,7 @@ class Writer:
         rows = []
         for choice in choices:
             text, entries = choice.take()
-            rows.append(self.row(choice, text, self.logprobs(choice, entries) if entries else None))
+            rows.append(self.row(choice, text, self.logprobs(choice, entries) if choice.reports else None))
         given = {"id": self.name, "created": self.created_s, "model": self.served.name}
         return encode(self.whole(**given, choices=rows, usage=usage))
 
@@ -168,25 +168,27 @@ class CompletionWriter(Writer):
     def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> CompletionLogprobs:
         found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token, given in entries:
-            text = self._token(token)
+            first = choice.at_start
+            text, raw = self._token(token, first)
             found.tokens.append(text)
             found.token_logprobs.append(None if given is None else given.logprob)
             top = dict[str, float]()
-            # Of tokens with the same text the likelier counts; the sampled one is always there.
             for one, value in (*given.top, (token, given.logprob)) if given else ():
-                top.setdefault(self._token(one), value)
+                name = self._token(one, first)[0]
+                # One text may be that of several tokens: the sampled one has it, or the likeliest of the others.
+                is_taken = one != token and (name == text or name in top)
+                top.setdefault(f"token_id:{one}" if is_taken else name, value)
             found.top_logprobs.append(top if given else None)
-            found.text_offset.append(choice.offset)
-            choice.offset += len(self.served.piece(token)[0])
+            found.text_offset.append(choice.place(token, raw))
         return found
 
     def row(self, choice: GrowingText, text: str, logprobs: Any) -> CompletionChoice:
         return CompletionChoice(index=choice.index, text=text, logprobs=logprobs, finish_reason=choice.finish)
 
-    def _token(self, token: int) -> str:
-        """Returns a token's text; for a part of a character its bytes, as OpenAI writes them."""
-        text, raw = self.served.piece(token)
-        return text if "\ufffd" not in text else "bytes:" + "".join(rf"\x{one:02x}" for one in raw)
+    def _token(self, token: int, first: bool) -> tuple[str, bytes]:
+        """Returns a token's text, for a part of a character its bytes as OpenAI writes them, and its bytes."""
+        text, raw = self.served.piece(token, first=first)
+        return text if "\ufffd" not in text else "bytes:" + "".join(rf"\x{one:02x}" for one in raw), raw
 
 
 class ChatWriter(Writer):
@@ -203,15 +205,16 @@ class ChatWriter(Writer):
         rows = []
         for token, given in entries:
             if given is not None:
-                top = [self._likely(one, value) for one, value in given.top]
-                text, raw = self.served.piece(token)
+                first = choice.at_start
+                top = []
+                for one, value in given.top:
+                    text, raw = self.served.piece(one, first=first)
+                    top.append(LikelyToken(token=text, logprob=value, bytes=list(raw)))
+                text, raw = self.served.piece(token, first=first)
                 rows.append(ChatToken(token=text, logprob=given.logprob, bytes=list(raw), top_logprobs=top))
+                choice.place(token, raw)
         return ChatLogprobs(rows)
 
     def row(self, choice: GrowingText, text: str, logprobs: Any) -> ChatChoice:
         message = AnswerMessage(content=text)
         return ChatChoice(index=choice.index, message=message, logprobs=logprobs, finish_reason=choice.finish)
-
-    def _likely(self, token: int, value: float) -> LikelyToken:
-        text, raw = self.served.piece(token)
-        return LikelyToken(token=text, logprob=value, bytes=list(raw))

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -27,7 +27,8 @@ other requests go on meanwhile."""
 
 class AskedText(msgspec.Struct, kw_only=True):
     """Requests for the engine, ``n`` for each prompt in turn, and how to answer. ``echoes`` are the texts of prompts
-    that are repeated, ``logprobs`` whether tokens are reported."""
+    that are repeated, ``logprobs`` whether tokens are reported, ``special`` texts of special tokens, which the text
+    leaves out with ``skips_special``."""
 
     prompts: list[tuple[int, ...]]
     requests: list[TokenRequest]
@@ -35,6 +36,8 @@ class AskedText(msgspec.Struct, kw_only=True):
     stops: StopStrings
     n: int
     logprobs: bool
+    special: Mapping[int, str] = {}
+    skips_special: bool = True
     echoes: list[str] | None = None
     stream: bool = False
     include_usage: bool = False
@@ -234,10 +237,13 @@ def _asked(
             for number in range(len(requests), len(requests) + n)
         )
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    skips_special = body.skip_special_tokens
     return AskedText(
         prompts=prompts,
         requests=requests,
-        text=served.whole if body.skip_special_tokens is False else served.text,
+        text=served.whole if skips_special is False else served.text,
+        special=served.special,
+        skips_special=skips_special is not False,
         stops=StopStrings(tuple(dict.fromkeys(stop)), keep=bool(body.include_stop_str_in_output)),
         n=n,
         logprobs=logprobs is not None,

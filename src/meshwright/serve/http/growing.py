@@ -1,5 +1,6 @@
 """One sequence of an answer: its tokens become text, up to a stop string."""
 
+import codecs
 from typing import Literal
 
 from meshwright.serve.http.asked import AskedText
@@ -15,7 +16,8 @@ ReportedToken = tuple[int, TokenLogprob | None]
 
 class GrowingText:
     """A sequence while it grows. ``piece`` and ``entries`` are text and reported tokens that are not taken yet;
-    ``finish`` is why it ended, None before. ``num_tokens`` were made, the one that ended it too."""
+    ``finish`` is why it ended, None before. ``num_tokens`` were made, the one that ended it too; ``at_start``: the text
+    has nothing of the tokens that were placed."""
 
     def __init__(self, asked: AskedText, index: int) -> None:
         request = asked.requests[index]
@@ -24,14 +26,19 @@ class GrowingText:
         self.finish: FinishReason | None = None
         self.piece = "" if asked.echoes is None else asked.echoes[index // asked.n]
         self.entries = list[ReportedToken]()
-        self.offset = 0
         self.cached = self.num_tokens = 0
         self.started = False
         self.prompt = request.prompt
         self._min_tokens, self._max_tokens = request.min_tokens, request.max_tokens
-        self._reports, self._echoes = asked.logprobs, asked.logprobs and asked.echoes is not None
+        self.reports, self._echoes = asked.logprobs, asked.logprobs and asked.echoes is not None
         self._stream = TextStream(asked.text, request.prompt[-8:])  # a stream looks no further back
         self._scan = StopScan(asked.stops)
+        self._special, self._skips_special = asked.special, asked.skips_special
+        self._echo, self._placed, self._offset = self.piece, 0, 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.at_start = self._echoes or (
+            asked.skips_special and all(one in asked.special for one in request.prompt[-8:])
+        )
 
     def push(self, output: TokenOutput) -> bool:
         """Adds an output. Returns True if a stop string ended the text before the engine ended the sequence."""
@@ -40,21 +47,24 @@ class GrowingText:
             if self._echoes:
                 self.entries.append((self.prompt[0], None))
                 self.entries += ((one.token, one) for one in output.prompt)
-        text = ""
+        text = special = ""
         self.num_tokens += output.token is not None or (output.finish == "stop" and self._max_tokens > 0)
         if output.token is not None:
             text = self._stream.push(output.token)
-            if self._reports:
+            special = self._special.get(output.token, "") if self._skips_special else ""
+            if self.reports:
                 self.entries.append((output.token, output.logprob))
         if output.finish is not None:
             text += self._stream.finish()
         stopped = False
-        if text:
-            if self.times.num_tokens < self._min_tokens:
-                self.piece += text
-            else:
-                certain, stopped = self._scan.push(text)
-                self.piece += certain
+        if self.times.num_tokens < self._min_tokens:
+            self.piece += text
+        elif text or special:
+            certain, stopped = self._scan.push(text)
+            if special and not stopped:
+                more, stopped = self._scan.push(special, hidden=True)
+                certain += more
+            self.piece += certain
         if output.finish is not None:
             self.finish = "stop" if stopped or output.finish == "stop" else "length"
             if not stopped:
@@ -63,6 +73,17 @@ class GrowingText:
         if stopped:
             self.finish = "stop"
         return stopped
+
+    def place(self, token: int, raw: bytes) -> int:
+        """Returns where in the text the next reported token begins, in characters that are whole before it. ``raw`` are
+        its bytes; a special token that the text leaves out has no width."""
+        at, special = self._offset, self._special.get(token)
+        is_echo = self._echoes and self._placed < len(self.prompt)
+        self._placed += 1
+        if special is None or (self._echo.startswith(special, at) if is_echo else not self._skips_special):
+            self._offset += len(self._utf8.decode(raw))
+            self.at_start = False
+        return at
 
     def take(self) -> tuple[str, list[ReportedToken]]:
         """Returns the text and the reported tokens since the last call."""

@@ -99,13 +99,33 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise InputError(f"{self.name} has no tokenizer, so its texts cannot follow a grammar. Ask for any text.")
         return GrammarReader(self.text.tokenizer, self.vocab_size, self.end_tokens)
 
-    def piece(self, token: int) -> tuple[str, bytes]:
-        """Returns a token's text and its bytes, also of one that is a part of a character."""
+    @cached_property
+    def special(self) -> dict[int, str]:
+        """Texts of special tokens, which `text` leaves out and `whole` has."""
+        if not isinstance(self.text, TokenizedText):
+            return {}
+        added = self.text.tokenizer.get_added_tokens_decoder()
+        return {token: one.content for token, one in added.items() if one.special}
+
+    def piece(self, token: int, *, first: bool = False) -> tuple[str, bytes]:
+        """Returns what a token adds to a text, and its bytes, also of one that is a part of a character; ``first``: to
+        an empty text, of which some tokenizers leave out the first space."""
+        if first:
+            text = self.whole.decode([token])
+            return text, self._bytes(token, text)
         found = self.pieces.get(token)
         if found is None:
-            text = self.whole.decode([token])
+            before, whole = self._before
+            text = self.whole.decode([*before, token])
+            text = text[len(whole) :] if text.startswith(whole) else self.whole.decode([token])
             found = self.pieces[token] = (text, self._bytes(token, text))
         return found
+
+    @cached_property
+    def _before(self) -> tuple[list[int], str]:
+        """The tokens of some text, and the text that they decode to."""
+        tokens = self.encode("0", special=False)
+        return tokens, self.whole.decode(tokens)
 
     def _bytes(self, token: int, text: str) -> bytes:
         name = (self.text.tokenizer.id_to_token(token) or "") if isinstance(self.text, TokenizedText) else ""
