@@ -237,6 +237,8 @@ async def test_pieces_of_sentences_keep_their_spaces(monkeypatch):
         begun = (await b.complete([1], **asked)).json()["choices"][0]
         assert begun["text"] == "truetruee true"
         assert begun["logprobs"]["tokens"] == ["true", "true", "e", " true"]
+        assert (await b.complete(None, **asked)).json()["choices"][0]["text"] == begun["text"]
+        assert b.engine.seen[-1].prompt == (1,)
         chat = {
             "messages": [{"role": "user", "content": "is it"}],
             "max_tokens": 1,
@@ -333,11 +335,12 @@ async def test_special_tokens():
         ({"prompt": ["a", 1]}, "prompt mixes texts and tokens", "prompt"),
         ({"prompt": [300]}, "prompt has token 300", "prompt"),
         ({"prompt": [[-1]]}, "prompt", "prompt"),
-        ({"prompt": None}, "prompt: expected", "prompt"),
+        ({"prompt": None}, "the prompt is empty", None),
+        ({"prompt": 5}, "prompt is 5: expected `str | array | null`", "prompt"),
         ({"stream_options": {"include_usage": True}}, "stream_options needs stream", "stream_options"),
         ({"stream_options": {"x": 1}}, "stream_options.x is not a field", "stream_options.x"),
         ({"beams": 1}, "beams is not a field that this server knows", "beams"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", "prompt_logprobs"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs is not supported by this server. Leave it out.", "prompt_logprobs"),
         ({"seed": 2**64}, "seed", "seed"),
         ({"n": 100}, "100 sequences were asked for; this server takes 64 sequences at once", "n"),
     ],

@@ -51,7 +51,7 @@ async def asked_of_completion(body: CompletionBody, served: ServedModel, fronten
     if body.best_of not in (None, body.n or 1):
         raise RequestError("best_of may only equal n. Leave it out.", param="best_of")
     special = body.add_special_tokens is not False
-    given = _prompts(body.prompt)
+    given = _prompts("" if body.prompt is None else body.prompt)
     _require_room(len(given) * (body.n or 1), frontend)
     for one in given:
         if isinstance(one, str):
@@ -68,6 +68,8 @@ async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend)
     """Returns what a chat asks for. Raises RequestError or InputError for what cannot be answered."""
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
+    if body.functions:
+        raise RequestError("functions are not supported. Send tools, which replace them.", param="functions")
     _require_room(body.n or 1, frontend)
     more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
     text = await chat_text(served, body.messages, body.tools, more | template_variables(body))
@@ -132,6 +134,8 @@ def template_variables(body: Any) -> dict[str, Any]:
     taken = sorted({"messages", "tools"} & variables.keys())
     if taken:
         raise RequestError(f"chat_template_kwargs has {taken[0]}. Give it beside it.", param="chat_template_kwargs")
+    if body.continue_final_message:
+        raise RequestError("continue_final_message is not supported. Leave it out.", param="continue_final_message")
     return {"add_generation_prompt": body.add_generation_prompt is not False} | variables
 
 
@@ -213,6 +217,8 @@ def _asked(
     options, vocab_size = body.stream_options, frontend.vocab_size
     if options is not None and not body.stream:
         raise RequestError("stream_options needs stream. Set stream to true.", param="stream_options")
+    if body.return_hidden_states:
+        raise RequestError("return_hidden_states is not supported. Leave it out.", param="return_hidden_states")
     if body.stop_token_ids:
         require_tokens(body.stop_token_ids, vocab_size, "stop_token_ids")
     ends = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else served.end_tokens)
@@ -237,14 +243,14 @@ def _asked(
             for number in range(len(requests), len(requests) + n)
         )
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    skips_special = body.skip_special_tokens
+    keeps_stop, skips_special = body.include_stop_str_in_output or body.no_stop_trim, body.skip_special_tokens
     return AskedText(
         prompts=prompts,
         requests=requests,
         text=served.whole if skips_special is False else served.text,
         special=served.special,
         skips_special=skips_special is not False,
-        stops=StopStrings(tuple(dict.fromkeys(stop)), keep=bool(body.include_stop_str_in_output)),
+        stops=StopStrings(tuple(dict.fromkeys(stop)), keep=bool(keeps_stop)),
         n=n,
         logprobs=logprobs is not None,
         stream=bool(body.stream),

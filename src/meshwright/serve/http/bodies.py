@@ -1,12 +1,13 @@
 """Bodies of requests. A field that is null is as one that is not given; an unknown one is refused."""
 
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, inspect
 from starlette.requests import Request
 
 from meshwright.core.files import DAMAGED_JSON
@@ -18,6 +19,7 @@ _Positive32 = Annotated[int, Meta(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _ONE_FIELD = Meta(extra_json_schema={"minProperties": 1, "maxProperties": 1})
 _StopString = Annotated[str, Meta(min_length=1, max_length=1_000)]
+_MOST_NAMED = 8
 
 
 class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -30,7 +32,14 @@ class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
     parallel_tool_calls: Any = None
+    prediction: Any = None
+    # Reasoning is not taken out of texts, and prompts are computed where they come, so these say nothing new.
+    separate_reasoning: Any = None
+    stream_reasoning: Any = None
+    include_reasoning: Any = None
+    kv_transfer_params: Any = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -68,7 +77,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 
 class GenerationBody(Harmless, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chats are asked for alike: OpenAI's fields, then those that vLLM adds."""
+    """What completions and chats are asked for alike: OpenAI's fields, then those that vLLM and SGLang add."""
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -94,12 +103,14 @@ class GenerationBody(Harmless, kw_only=True, forbid_unknown_fields=True):
     response_format: ResponseFormat | None = None
     structured_outputs: Annotated[StructuredOutputs, _ONE_FIELD] | None = None
     prompt_logprobs: None = None
+    no_stop_trim: bool | None = None
+    return_hidden_states: Annotated[bool, Meta(extra_json_schema={"const": False})] | None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     """The body of ``/v1/completions``."""
 
-    prompt: str | list[str | int | Tokens]
+    prompt: str | list[str | int | Tokens] | None
     best_of: int | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -124,14 +135,14 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
-    refusal: Any = None
+    refusal: None = None
     annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
+    audio: None = None
+    function_call: None = None
 
 
 class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``/v1/chat/completions``."""
+    """The body of ``/v1/chat/completions``; the last seven fields are taken with what asks for nothing."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     tools: list[dict[str, Any]] | None = None
@@ -142,6 +153,14 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    functions: Annotated[list[Any], Meta(extra_json_schema={"maxItems": 0})] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: list[Annotated[str, Meta(pattern="^text$")]] | None = None
+    verbosity: Literal["medium"] | None = None
+    audio: None = None
+    moderation: None = None
+    web_search_options: None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -153,6 +172,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -199,13 +219,22 @@ def _misfit(said: str, kind: Any, raw: bytearray) -> RequestError:
             kind = next(one for one in (*get_args(hint), hint) if one is not NoneType and not isinstance(one, str))
         what += f": give one of {', '.join(get_args(kind))}"
     if what.startswith("Object contains unknown field"):
-        name = what.split("`")[1]
-        where = f"{path}.{name}" if path else name
-        return RequestError(f"{where} is not a field that this server knows. Leave it out.", param=where)
+        names = [f"{path}.{what.split('`')[1]}".removeprefix(".")]
+        with suppress(*DAMAGED_JSON):
+            names = list(_unknown(msgspec.json.decode(raw), inspect.type_info(kind)))
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        said = (
+            "are not fields that this server knows. Leave them"
+            if names[1:]
+            else "is not a field that this server knows. Leave it"
+        )
+        return RequestError(f"{', '.join(names[:_MOST_NAMED])}{more} {said} out.", param=names[0])
     param = path.partition("[")[0] or None
     if what.startswith("Object missing required field"):
         param = param or what.split("`")[1]
     where = path or "the body"
+    if what.startswith("Expected `null`"):
+        return RequestError(f"{where} is not supported by this server. Leave it out.", param=param)
     with suppress(*DAMAGED_JSON, LookupError, TypeError):
         found = msgspec.json.decode(raw)
         for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
@@ -213,3 +242,23 @@ def _misfit(said: str, kind: Any, raw: bytearray) -> RequestError:
         if isinstance(found, str | float | int):
             where += f" is {msgspec.json.encode(found).decode()[:60]}"
     return RequestError(f"{where}: {what[:1].lower()}{what[1:]}.", param=param)
+
+
+def _unknown(found: Any, kind: inspect.Type, path: str = "") -> Iterator[str]:
+    """Yields the paths of fields that a decoded body has and its type has not."""
+    if isinstance(kind, inspect.Metadata):
+        yield from _unknown(found, kind.type, path)
+    elif isinstance(kind, inspect.UnionType):
+        for one in kind.types:
+            yield from _unknown(found, one, path)
+    elif isinstance(kind, inspect.ListType) and isinstance(found, list):
+        for number, one in enumerate(found):
+            yield from _unknown(one, kind.item_type, f"{path}[{number}]")
+    elif isinstance(kind, inspect.StructType) and isinstance(found, dict):
+        types = {field.encode_name: field.type for field in kind.fields}
+        for name, value in found.items():
+            where = f"{path}.{name}".removeprefix(".")
+            if name in types:
+                yield from _unknown(value, types[name], where)
+            elif kind.forbid_unknown_fields:
+                yield where
