@@ -39,7 +39,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"max_tokens={self.max_tokens} must be at least 1, or 0 with echo.")
         if self.min_tokens < 0 or self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens={self.min_tokens} must be between 0 and max_tokens={self.max_tokens}.")
-        if self.min_tokens and self.grammar:
+        if self.grammar and self.min_tokens > (not self.grammar.start().is_accepting()):  # 1 where no text is empty
             raise InputError(
                 f"min_tokens={self.min_tokens} is given with a grammar, whose texts may be shorter. Give one."
             )

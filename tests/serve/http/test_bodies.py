@@ -75,6 +75,12 @@ async def test_settings_of_routers_are_honoured():
     async with bench() as b:
         kept = await b.complete("a", stop="de", no_stop_trim=True)
         assert kept.json()["choices"][0]["text"] == "bcde"
+        # a router asks the server that computes the prompt for one token, whatever its form
+        form = {"response_format": {"type": "json_object"}, "max_tokens": 3}
+        assert (await b.complete("a", min_tokens=1, **form)).status_code == 200
+        empty = {"structured_outputs": {"regex": "a*"}, "max_tokens": 3}
+        for more in ({"min_tokens": 2, **form}, {"min_tokens": 1, **empty}):
+            assert "is given with a grammar" in (await b.complete("a", **more)).json()["error"]["message"]
         refused = await b.complete("a", return_hidden_states=True)
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "return_hidden_states"
