@@ -8,7 +8,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.clients.folder import NAME
+from tests.clients.folder import NAME, SPECIAL
 from tests.clients.server import Server
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a mesh?"}]
@@ -95,6 +95,17 @@ def test_a_chat(api):
     assert [one.choices[0].finish_reason for one in chunks if one.choices][-1] == whole.choices[0].finish_reason
 
 
+def test_settings_that_ask_for_nothing_and_settings_that_are_not_supported(api):
+    given = {"model": NAME, "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+    nothing = {"modalities": ["text"], "verbosity": "medium", "functions": [], "function_call": "auto", "audio": None}
+    plain, more = (api.chat.completions.create(**given, **one) for one in ({}, nothing))
+    assert more.choices[0].message == plain.choices[0].message
+    for name, value in (("modalities", ["text", "audio"]), ("verbosity", "low"), ("web_search_options", {})):
+        with pytest.raises(openai.BadRequestError, match=name) as refused:
+            api.chat.completions.create(**given, **{name: value})
+        assert refused.value.param == name
+
+
 def test_the_stream_helper_of_the_package(api):
     with api.chat.completions.stream(model=NAME, messages=MESSAGES, max_tokens=8, temperature=0) as stream:
         kinds = {event.type for event in stream}
@@ -144,6 +155,9 @@ def test_logprobs_and_echo_of_a_completion(api):
     assert choice.logprobs.token_logprobs[-4:] == pytest.approx(found.token_logprobs, abs=1e-4)
     assert choice.logprobs.text_offset[0] == 0
     assert choice.logprobs.text_offset[-4] == len("A mesh of devices")
+    shown = [one for one in choice.logprobs.tokens if one not in SPECIAL]
+    raw = [bytes.fromhex(one[6:].replace(r"\x", "")) if one.startswith("bytes:") else one.encode() for one in shown]
+    assert b"".join(raw).decode(errors="replace") == choice.text
     alone = api.completions.create(model=NAME, prompt="A mesh of devices", max_tokens=0, logprobs=1, echo=True)
     assert alone.choices[0].text == "A mesh of devices"
     assert alone.usage.completion_tokens == 0

@@ -99,3 +99,6 @@ async def test_all_unknown_fields_are_named():
         assert said.json()["error"]["message"].startswith(
             "messages[0].mood, messages[1].a, x0, x1, x2, x3, x4, x5 and 3"
         )
+        twice = b'{"prompt": "a", "stream_options": {"x": 1}, "stream_options": null}'
+        said = await b.client.post("/v1/completions", content=twice, headers={"content-type": "application/json"})
+        assert said.json()["error"]["message"].startswith("stream_options.x is not a field")

@@ -221,14 +221,11 @@ def _misfit(said: str, kind: Any, raw: bytearray) -> RequestError:
     if what.startswith("Object contains unknown field"):
         names = [f"{path}.{what.split('`')[1]}".removeprefix(".")]
         with suppress(*DAMAGED_JSON):
-            names = list(_unknown(msgspec.json.decode(raw), inspect.type_info(kind)))
+            names = list(_unknown(msgspec.json.decode(raw), inspect.type_info(kind))) or names
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        said = (
-            "are not fields that this server knows. Leave them"
-            if names[1:]
-            else "is not a field that this server knows. Leave it"
-        )
-        return RequestError(f"{', '.join(names[:_MOST_NAMED])}{more} {said} out.", param=names[0])
+        said, left = ("are not fields", "them") if names[1:] else ("is not a field", "it")
+        said = f"{', '.join(names[:_MOST_NAMED])}{more} {said} that this server knows. Leave {left} out."
+        return RequestError(said, param=names[0])
     param = path.partition("[")[0] or None
     if what.startswith("Object missing required field"):
         param = param or what.split("`")[1]
