@@ -1,13 +1,15 @@
 """Chats: the template's text, what is streamed, and what is refused."""
 
+import msgspec
 import pytest
 from jinja2 import TemplateError
 
 from meshwright.core.errors import InputError
-from meshwright.nn.hf.chat_template import read_chat_templates
+from meshwright.nn.hf.chat_template import ChatTemplates, _compiled, read_chat_templates
 from meshwright.serve.http.served import served_model
 from meshwright.serve.model_folder import ModelFolder
 from tests.parallel.generate_cases import LLAMA
+from tests.serve.http import fake
 from tests.serve.http.fake import TEMPLATE, bench, events, in_loop, letters, streamed_text
 from tests.train.data.chats import TEMPLATES, write_tokenizer
 
@@ -51,6 +53,35 @@ async def test_messages_as_the_template_reads_them():
         assert prompt_of(b) == '<|system|>one\ntwo<|assistant|><|tool|>3<|user|>[{"é": "<a>"}]<|assistant|>'
         await b.post(PATH, messages=HI, max_tokens=1, add_generation_prompt=False, add_special_tokens=True)
         assert prompt_of(b) == "<|user|>hi a"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (TEMPLATE, "well, "),
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}", "well, "),
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}</s>{% endfor %}", "well,"),
+        ("{% for m in messages %}<|{{ m.role }}|> {{ m.content | trim }} {% endfor %}", " well, "),
+    ],
+)
+@in_loop
+async def test_the_last_message_goes_on(template, said, monkeypatch):
+    """The text is that of transformers."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    chat = ChatTemplates({"default": _compiled(template)}, {"default": template}, {})
+    model = msgspec.structs.replace(fake.served(), chat=chat)
+    monkeypatch.setattr(fake, "served", lambda: model)
+    messages = [*HI, {"role": "assistant", "content": "well, "}]
+    ((text,), _) = render_jinja_template([messages], chat_template=template, continue_final_message=True)
+    assert text.endswith("<|assistant|>" + said)
+    async with bench() as b:
+        for more in ({}, {"add_generation_prompt": False}):
+            answer = await b.post(PATH, messages=messages, max_tokens=1, continue_final_message=True, **more)
+            assert answer.status_code == 200, answer.text
+            assert prompt_of(b) == text
+        tokens = (await b.post("/tokenize", messages=messages, continue_final_message=True)).json()["tokens"]
+        assert tokens == list(b.engine.seen[-1].prompt)
 
 
 @in_loop
@@ -125,6 +156,8 @@ async def test_logprobs():
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs has messages"),
         ({"chat_template_kwargs": {"add_generation_prompt": [], "self": 1, "x y": 2}, "max_tokens": 505}, "positions"),
         ({"prompt": "x"}, "prompt is not a field"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "exclude each other"),
+        ({"continue_final_message": True, "messages": [{"role": "assistant"}]}, "needs a last message whose content"),
     ],
 )
 @in_loop
