@@ -115,6 +115,31 @@ def test_batches_that_do_not_fit_are_marked(call):
     assert [(row["batch"], row["fits"]) for row in steps] == [(16, True), (32, True), (64, False)]
 
 
+def test_what_follows_from_a_batch_that_does_not_fit_is_marked(call):
+    """Of 64 sequences each waits for the prefills of the other 63 while it makes its 512 tokens."""
+    said, fits = call(*ARGS, "--batch", "64"), call(*ARGS, "--batch", "32")
+    assert "does not fit a batch of 64: what follows is as if it did" in said.words
+    assert "does not fit" not in fits.words
+    asked = call(*ARGS, "--batch", "64", "--json").json["requests"]
+    assert not asked["fits"]
+    assert asked["tpot_interleaved_s"] == pytest.approx(asked["tpot_s"] + 63 / 512 * asked["ttft_s"])
+
+
+def test_letters_of_the_bounds_are_explained(call):
+    """llama3-70b in int8 on 8 v5e of the book, which are lines: alpha 1.97e14 / 4.5e10, beta 8.1e11 / 4.5e10."""
+    words = call(*ARGS, "--batch", "32").words
+    for letter in ("M axes of links (2)", "N chips (8)", "(8,192, 28,672)", "w bytes of a weight (1)",
+                   "B the batch (32)", "alpha = C / W (4,378 FLOPs a byte)", "hop 1 us"):  # fmt: skip
+        assert letter in words
+    assert "G" not in {one for bound in call(*ARGS, "--json").json["sharding"]["bounds"] for one in bound["formula"]}
+
+
+def test_batches_beyond_use_are_called_so(call):
+    tiny = ("serving", "--params", "600M", "--kv-per-token", "1", "--context", "1", "--on", "v5e-book-section1:2x2")
+    assert "tokens/s hardly more, so that such batches are of no use" in call(*tiny).words
+    assert "of no use" not in call(*tiny, "--batch", "1..4").words
+
+
 def test_experts_are_read_as_they_are_reached(call):
     one, many = call("serving", "deepseek-v3", "--on", "h200:8x2", "--batch", "1,4096", "--json").json["steps"]
     assert one["weights_s"] < 0.1 * many["weights_s"]
@@ -146,6 +171,8 @@ def test_pictures(call, tmp_path):
         (("llama3-70b", "--on", "v5e-book:2x2"), 3, "do not fit v5e-book:2x2. Use v5e-book:4x4, fewer positions"),
         (("llama3-8b", "--on", "v5e:4x4", "--batch", "0"), 2, "--batch 0: each must be at least 1."),
         (("llama3-8b", "--on", "v5e:4x4", "--kv-per-token", "1kB", "--kv", "int8"), 2, "for caches without --kv-per-"),
+        (("--params", "600M", "--kv-per-token", "0", "--on", "v5e-book-section1:2x2", "--context", "1", "--batch", "1,4"),
+         2, "caches of 0 bytes fit without end. Give --kv-per-token of at least 1 byte."),
         (("llama3-8b", "--on", "v5e:4x4", "--zipf", "1"), 2, "--zipf changes nothing here: it is for --prefixes"),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas import serving
@@ -85,11 +86,12 @@ def test_latency_of_section_7_6_3():
 
 
 def test_requests():
-    """Section 8.1.2; interleaved, every finished sequence makes room for one prefill."""
+    """Section 8.1.2; interleaved, a sequence waits for the prefills that fill the other 31 places in 4096 steps."""
     stream = RequestStream(batch_seqs=32, step_s=0.019, prompt_len=8192, output_len=4096, num_chips=16)
     assert (stream.finished_per_step, stream.evicted_per_step) == (32 / 4096, 96)
     assert stream.per_s_per_chip == pytest.approx(32 / (4096 * 0.019) / 16)
-    assert stream.interleaved_step_s(0.91) == pytest.approx(0.019 + 32 / 4096 * 0.91)
+    assert stream.interleaved_step_s(0.91) == pytest.approx(0.019 + 31 / 4096 * 0.91)
+    assert replace(stream, batch_seqs=1).interleaved_step_s(0.91) == 0.019
     assert stream.prefill_servers(0.91) == pytest.approx(0.91 * stream.per_s)
     assert serving.usd_per_million_tokens(1000, num_chips=8, price_usd_per_hour=1.2) == pytest.approx(8 * 1.2 / 3.6)
     assert serving.kv_transfer_s(8e9, num_links=4, link_bytes_per_s=1e9) == 2

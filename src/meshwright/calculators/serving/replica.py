@@ -88,7 +88,10 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         return kv_cache_bytes(self.model, num_positions, element_bytes=dtype_bytes(self.kv)) / self.layers_per_cache
 
     def batch_that_fits(self, kv_bytes: float) -> int:
-        """Returns the most caches that fit beside the weights. Raises CannotRunError if none does."""
+        """Returns the most caches that fit beside the weights. Raises CannotRunError if none does, InputError if a cache
+        has no bytes."""
+        if kv_bytes <= 0:
+            raise InputError("caches of 0 bytes fit without end. Give --kv-per-token of at least 1 byte.")
         found = int(serving.largest_batch(self.free_bytes, kv_bytes))
         if found:
             return found
@@ -145,14 +148,17 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         beta, best = serving.hbm_over_link(hbm, rate), layer.best_size
         most = serving.decode_max_tensor(d_ff, batch_seqs, beta=beta, weight_element_bytes=width_bytes)
         shards = serving.latency_bound_shards(2 * batch_seqs * d_model, link, hop_s=hop_s)
+        wide, narrow = ("((M - 1) D)", "((M - 1) F)") if axes > 1 else ("D", "F")
         rows = {
             "tensor, prefill": ("< M F / alpha", tensor_max_size(d_ff, ici_intensity(self.peak_flops, rate), axes)),
             "tensor, generation": ("< w F / (2 B beta)", most),
-            "chips, two dims send less": ("> 4 M^2 F / (G D)", layer.min_chips),
-            "shards over D, two dims": ("= sqrt(N D / (G F))", best),
+            "chips, two dims send less": (f"> 4 M^2 F / {wide}", layer.min_chips),
+            "shards over D, two dims": (f"= sqrt(N D / {narrow})", best),
             "shards, gather not by latency": ("< 2 B D / (W hop)", shards),
         }
         return {
+            "letters": {"alpha": ici_intensity(self.peak_flops, rate), "beta": beta, "M": axes, "N": chips,
+                        "D": d_model, "F": d_ff, "B": batch_seqs, "w": width_bytes, "W": rate, "hop": hop_s},
             "beta": beta,
             "bounds": [{"name": name, "formula": formula, "bound": bound} for name, (formula, bound) in rows.items()],
             "product": {"links_s": product.link_s(rate), "hbm_s": product.hbm_s(hbm),

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from meshwright.calculators.serving.replica import ServingReplica, tricks
 from meshwright.cli.fields import parse_fields, split_values, with_fields
-from meshwright.cli.output import four_digits, three_digits
+from meshwright.cli.output import counted, four_digits, three_digits
 from meshwright.cli.verb import Bytes, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_bytes, format_params, format_seconds, parse_count
+from meshwright.core.units import format_bytes, format_params, format_rate, format_seconds, parse_count
 from meshwright.cost.formulas import serving
 from meshwright.report.answer import Answer, Fact, Heading, Piece, Quantity, Show, Table, TableColumns
 from meshwright.spec.catalogue import load_model
@@ -25,6 +25,8 @@ from meshwright.spec.slices import slice_shapes
 POSITIVE, SHARE = click.FloatRange(0, min_open=True), click.FloatRange(0, 1, min_open=True)
 MOST_BATCH = 8192
 """Largest batch of the points of --contexts."""
+MANY = 100
+"""From so many times the batch that FLOPs bind, the text says that a larger one is of no use."""
 USUAL_ACCEPTANCE = 0.8
 """The probability that a drafted token is right, for --tricks: that of Leviathan et al. 2022 in the middle."""
 PARTS = {"weights_s": "weights", "kv_s": "KV cache", "flops_s": "FLOPs"}
@@ -158,7 +160,7 @@ def _counts(text: str | None, flag: str) -> list[int]:
 
 def _memory(at: ServingReplica, kv_bytes: float, batch: int) -> list[dict[str, Any]]:
     """Returns bytes, chips that they fill, and the smallest slice on offer, None beyond a pod."""
-    rows = {"weights": at.weight_bytes, f"{batch:,} cache{'s' * (batch > 1)}": kv_bytes * batch,
+    rows = {"weights": at.weight_bytes, counted(batch, "cache"): kv_bytes * batch,
             "both": at.weight_bytes + kv_bytes * batch, "another cache": kv_bytes}  # fmt: skip
     found = []
     for what, size in rows.items():
@@ -181,6 +183,7 @@ def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> 
     link, cache = unit.dcn_bytes_per_s if unit.topology == "torus" else unit.nic_bytes_per_s, at.kv_bytes(given.prompt)
     return {
         "batch": batch,
+        "fits": batch <= at.batch_that_fits(kv_bytes),
         "ttft_s": prefill,
         "tpot_s": stream.step_s,
         "tpot_interleaved_s": stream.interleaved_step_s(prefill),
@@ -260,6 +263,11 @@ STEPS: TableColumns = {
     "longest": ("longest", lambda part: part.replace("_", " ")),
     "fits": ("fits", lambda fits: "yes" if fits else "no"),
 }
+LETTERS = (
+    "M axes of links ({M:g}), one of them for D with two dims; W the rate of one, both ways on a ring ({W}); N chips "
+    "({N:,}); D, F widths of the model and of its feed-forward ({D:,}, {F:,}); B the batch ({B:,}); w bytes of a weight "
+    "({w:g}); alpha = C / W ({alpha:,.0f} FLOPs a byte); beta = memory rate / W ({beta:.3g}); hop {hop}"
+)
 BOUNDS: TableColumns = {"sharding": "name", "formula": "formula", "bound": ("bound", three_digits)}
 SLICES: dict[str, tuple[str, Show]] = {
     "free for caches": ("free_bytes", BYTES), "largest batch": ("largest_batch", "{:,}".format),
@@ -283,19 +291,26 @@ CONTEXTS: TableColumns = {
 
 def _text(facts: dict[str, Any]) -> Iterator[Piece]:
     yield (
-        f"{facts['model'] or 'a model'} on {facts['cluster']} ({facts['num_chips']:,} chips): "
+        f"{facts['model'] or 'a model'} on {facts['cluster']} ({counted(facts['num_chips'], 'chip')}): "
         f"{format_params(facts['params'])} parameters in {facts['weights']}, {BYTES(facts['kv_bytes_per_token'])} of "
         f"cache a token{f' in {kv}' if (kv := facts['kv']) else ''}, products in {facts['dtype']}; prompts of "
         f"{facts['prompt']:,}, {facts['output']:,} generated"
     )
     yield Table.of(facts["memory"], MEMORY)
     free, most = BYTES(facts["free_bytes"]), facts["largest_batch"]
-    yield Fact("fits", f"{most:,} caches of {facts['context']:,} in the {free} that weights leave", WIDE)
+    yield Fact("fits", f"{counted(most, 'cache')} of {facts['context']:,} in the {free} that weights leave", WIDE)
     yield Table.of(facts["steps"], STEPS, "A step: caches, then weights or FLOPs, whichever takes longer")
-    yield Fact("bound by FLOPs", f"products with weights, from {four_digits(facts['critical_batch'])} sequences", WIDE)
+    late = facts["requests"]["batch"] > MANY * facts["critical_batch"]
+    longer = "; with more, a step is longer and tokens/s hardly more, so that such batches are of no use" * late
+    bound = f"products with weights, from {four_digits(facts['critical_batch'])} sequences{longer}"
+    yield Fact("bound by FLOPs", bound, WIDE)
+    if not facts["requests"]["fits"]:
+        yield Fact("does not fit", f"a batch of {facts['requests']['batch']:,}: what follows is as if it did", WIDE)
     yield from _requests_text(facts["requests"], facts["mfu"])
     if at := facts["sharding"]:
         yield Table.of(at["bounds"], BOUNDS)
+        letters = at["letters"]
+        yield LETTERS.format(**letters | {"W": format_rate(letters["W"]), "hop": SECONDS(letters["hop"])})
         links, memory, flops = map(SECONDS, at["product"].values())
         yield Fact("a product", f"over all chips: links {links}, memory {memory}, FLOPs {flops}", WIDE)
         tensor, two = map(SECONDS, at["layer"].values())

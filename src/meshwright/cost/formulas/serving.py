@@ -200,16 +200,16 @@ class WeightStationary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wide_axes(self) -> Number:
-        """Axes that split F: G = M - 1, at least 1."""
+        """Axes that split F: A = M - 1, at least 1."""
         return np.maximum(self.num_axes - 1, 1)
 
     @property
     def best_size(self) -> Number:
-        """The X that communicates least: sqrt(N D / (G F)), which is sqrt(N / 8) for F = 4 D on three axes."""
+        """The X that communicates least: sqrt(N D / (A F)), which is sqrt(N / 8) for F = 4 D on three axes."""
         return (self.num_chips * self.d_model / (self.wide_axes * self.d_ff)) ** 0.5
 
     def comms_s(self, batch_seqs: Number, *, over_d: Number, axis_bytes_per_s: Number) -> Number:
-        """Returns the seconds of the collectives: 4 B D / (G X W) + 4 B F X / (N W), 8 sqrt(D F / (G N)) B / W at best.
+        """Returns the seconds of the collectives: 4 B D / (A X W) + 4 B F X / (N W), 8 sqrt(D F / (A N)) B / W at best.
 
         Three axes and F = 4 D give sqrt(128 / N) B D / W.
         """
@@ -222,7 +222,7 @@ class WeightStationary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def min_chips(self) -> Number:
-        """Chips from which this beats splitting F alone: 4 M^2 F / (G D), 72 for F = 4 D (the book prints 81)."""
+        """Chips from which this beats splitting F alone: 4 M^2 F / (A D), 72 for F = 4 D (the book prints 81)."""
         return 4 * self.num_axes**2 * self.d_ff / (self.wide_axes * self.d_model)
 
 
@@ -273,8 +273,8 @@ class RequestStream(msgspec.Struct, frozen=True, kw_only=True):
         return self.per_s * prefill_s
 
     def interleaved_step_s(self, prefill_s: Number) -> Number:
-        """Returns the mean seconds per output token if the same chips prefill in between: T + T_prefill B / G."""
-        return self.step_s + self.finished_per_step * prefill_s
+        """Returns the mean seconds per output token if the same chips prefill in between: T + T_prefill (B - 1) / G."""
+        return self.step_s + waiting_s(prefill_s, batch=self.batch_seqs, output_len=self.output_len)
 
 
 def waiting_s(prefill_s: Number, *, batch: Number, output_len: Number) -> Number:
