@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.hlo.groups import axes_of, group_size, permute_pairs, replica_groups, slice_groups
+from meshwright.hlo.groups import are_shifted, axes_of, group_size, permute_pairs, replica_groups, slice_groups
 
 
 def as_sets(groups) -> set[frozenset[int]]:
@@ -79,3 +79,18 @@ def test_a_device_outside_the_mesh():
 def test_unknown_forms_are_not_guessed(text):
     with pytest.raises(ValueError, match="replica groups in a form that is not known"):
         replica_groups(f"replica_groups={text}", 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "shifted"),
+    [
+        ("replica_groups={{0,1},{2,3,4,5,6,7}}", False),
+        ("replica_groups={{0,1},{2,5},{3,4},{6,7}}", False),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", True),
+        ("replica_groups={{1,0},{2,3},{5,4},{6,7}}", True),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", True),
+        ("replica_groups={}", True),
+    ],
+)
+def test_groups_along_axes_are_one_group_shifted(text, shifted):
+    assert are_shifted(replica_groups(text, 8), {"a": 2, "b": 4}) is shifted

@@ -86,3 +86,39 @@ ENTRY %main (x: f32[8]) -> f32[4] {
     facts = dict(explain_instruction(read, read.find("start")))
     assert facts["does"] == "async-start of slice: takes a part of an array; only begins here"
     assert "another operation" in dict(explain_instruction(read, read.find("done")))["does"]
+
+
+def told(line: str) -> dict[str, str]:
+    read = parse_module(line)
+    return dict(explain_instruction(read, [*read][-1]))
+
+
+DOT = "bf16[16,128,4096]{2,1,0} dot(bf16[16,8192,128]{2,1,0} %a, bf16[16,8192,4096]{2,1,0} %b)"
+
+
+@pytest.mark.parametrize(
+    ("line", "label", "words"),
+    [
+        # section 3.1 of How to Scale Your Model reads this line
+        ("%f = bf16[32,32,4096]{2,1,0:T(8,128)(2,1)S(1)} fusion(...), kind=kCustom", "memory", "S(1): VMEM"),
+        ("ROOT %f = bf16[8]{0} fusion(bf16[16]{0:T(256)} %x), kind=kCustom, calls=%gone", "operands", "x bf16[16]"),
+        (f"%d = {DOT}, lhs_batch_dims={{0}}, lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}", "product",
+         "over dim 1 of the first and dim 1 of the second: 2 x 8,388,608 x 8,192 = 137 GFLOP"),
+        ('%c = (bf16[64,256]{1,0}, s8[4]{0}) custom-call(bf16[64,512]{1,0} %a, bf16[512,256] %b), custom_call_target='
+         '"__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":'
+         '["1"],"rhs_contracting_dimensions":["0"]}}}', "product", "2 x 16,384 x 512 = 16.8 MFLOP"),
+        ("%ag = f32[8]{0} all-gather(f32[4]{0} %p), replica_groups=[8,2]<=[4,4]T(1,0), dimensions={0}", "devices",
+         "8 groups of 2: 0,4, ..."),
+        ("%r = f32[8]{0} all-reduce(f32[8]{0} %p), replica_groups={{0,1},{2,3,4,5,6,7}}", "devices",
+         "1 group of 2: 0,1, ...; 1 group of 6: 2,3,4,5,6,7, ..."),
+        ("%s = (f32[8]{0}, f32[8]{0:S(1)}, u32[]{:S(2)}) copy-start(f32[8]{0} %p)", "does", "only begins here"),
+    ],
+)  # fmt: skip
+def test_an_instruction_alone(line, label, words):
+    assert words in told(line)[label]
+
+
+def test_a_text_without_instructions_is_none():
+    for text in ("", "x = foo(1)\n", "the sum = of all (parts)\n"):
+        with pytest.raises(ValueError, match="no HLO computation"):
+            parse_module(text)

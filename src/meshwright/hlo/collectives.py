@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from meshwright.core.labels import StepLabel, find_label
-from meshwright.hlo.groups import Groups, axes_of, group_size, permute_pairs, replica_groups, slice_groups
+from meshwright.hlo.groups import Groups, are_shifted, axes_of, group_size, permute_pairs, replica_groups, slice_groups
 from meshwright.hlo.loops import runs_at_most_once, runs_further_rounds, trip_count
 from meshwright.hlo.module import Instruction, Module, parse_module
 from meshwright.hlo.schedule import Overlap, fuses_compute, runs_beside_compute
@@ -41,14 +41,16 @@ MAX_STEPS_AWAY = 8
 class CompiledCollective(msgspec.Struct, frozen=True):
     """One collective of a program.
 
-    ``full_bytes`` are those of the whole array on the group: the result of an all-gather, the operand of a
-    reduce-scatter, either of an all-reduce, the blocks of the whole group for an all-to-all (for a ragged one the whole
+    ``full_bytes`` are those of the whole array on the group: the result of an all-gather, the operand of a reduce-
+    scatter, either of an all-reduce, the blocks of the whole group for an all-to-all (for a ragged one the whole
     buffers, which its rows may not fill). ``trips`` is how often it runs in one call of the program, ``axes`` the mesh
-    axes that its groups span, ``num_arrays`` how many arrays it combines, ``dtype`` that of the largest. ``sliced``: an
-    all-reduce of which each device keeps a slice, as a reduce-scatter would leave it. ``windowed``: a permute of a
-    matmul that was cut to overlap with it. ``dcn``: between TPU slices, over the data-centre network. ``overlap``: how
-    it runs beside compute in the schedule; empty if it does not. ``label``: the derived step that it came from; if the
-    compiler dropped the label, ``near`` is the closest step that takes or makes its array.
+    axes that its groups span (empty for groups that are not along axes), ``group_size`` that of the largest group and
+    ``group_sizes`` all sizes where they differ, ``num_arrays`` how many arrays it combines, ``dtype`` that of the
+    largest. ``sliced``: an all-reduce of which each device keeps a slice, as a reduce-scatter would leave it.
+    ``windowed``: a permute of a matmul that was cut to overlap with it. ``dcn``: between TPU slices, over the data-
+    centre network. ``overlap``: how it runs beside compute in the schedule; empty if it does not. ``label``: the
+    derived step that it came from; if the compiler dropped the label, ``near`` is the closest step that takes or makes
+    its array.
     """
 
     kind: str
@@ -60,6 +62,7 @@ class CompiledCollective(msgspec.Struct, frozen=True):
     in_conditional: bool = False
     dtype: str = ""
     group_size: int = 1
+    group_sizes: tuple[int, ...] = ()
     is_async: bool = False
     sliced: bool = False
     windowed: bool = False
@@ -81,6 +84,7 @@ class CompiledCollective(msgspec.Struct, frozen=True):
             "cut matmul": self.windowed,
             "sliced after": self.sliced,
             "in a branch": self.in_conditional,
+            f"groups of {' and '.join(map(str, self.group_sizes))}": self.group_sizes,
         }
         return tuple(word for word, holds in marks.items() if holds)
 
@@ -192,13 +196,14 @@ class _Walk:
         yield CompiledCollective(
             kind=kind,
             full_bytes=full_bytes,
-            axes=axes_of(groups, self.mesh),
+            axes=axes_of(groups, self.mesh) if kind == "permute" or are_shifted(groups, self.mesh) else (),
             trips=around.trips,
             num_arrays=num_arrays,
             name=one.name,
             in_conditional=around.in_conditional,
             dtype=largest.dtype,
             group_size=size,
+            group_sizes=tuple(sorted(block.shape[1] for block in groups)) if len(groups) > 1 else (),
             is_async=bool(around.start or key) or one.opcode.endswith("-start") or one.opcode == "send",
             sliced=kind == "all_reduce" and _is_sliced(self.module, one),
             windowed=windowed,

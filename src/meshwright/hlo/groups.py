@@ -70,6 +70,18 @@ def group_size(groups: Groups) -> int:
     return max((block.shape[1] for block in groups), default=1)
 
 
+def are_shifted(groups: Groups, mesh: Mapping[str, int]) -> bool:
+    """Returns whether the groups are one group shifted over the mesh, as groups along its axes are; True without one.
+
+    Raises ValueError where a device number is not in the mesh.
+    """
+    if not mesh or len(groups) != 1:
+        return len(groups) < 2
+    places = np.array(np.unravel_index(np.sort(groups[0], axis=1), tuple(mesh.values())))
+    shifts = places - places[:, :, :1]
+    return bool((shifts == shifts[:, :1]).all())
+
+
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the mesh axes along which the members of a group differ.
 

@@ -1,7 +1,7 @@
 """HLO text as data: a module, its computations, their instructions."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from graphlib import TopologicalSorter
 from typing import Any
@@ -34,6 +34,8 @@ _FIELD = re.compile(r"(\w+)=(\d+)")
 
 CONTAINERS = ("while", "conditional", "call")
 """Opcodes that only run other computations."""
+LINES = "lines"
+"""Name of the computation that holds instructions which the text gives without one."""
 NO_WORK = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 """Opcodes that neither compute nor move anything."""
 
@@ -228,13 +230,18 @@ class Module(msgspec.Struct, frozen=True, dict=True):
 
 
 def parse_module(text: str) -> Module:
-    """Parses an HLO text. Raises ValueError if it has no computation."""
+    """Parses an HLO text, or instructions alone, whose operands are then parameters of their written shapes.
+
+    Raises ValueError if it has none.
+    """
     computations: dict[str, Computation] = {}
     entry, lines = "", text.splitlines()
     for name, is_entry, written in _bodies(lines):
         if body := tuple(one for line in written if (one := _instruction(line, name))):
             computations[name] = Computation(name, body)
         entry = name if is_entry else entry
+    if not computations and (written := [one for line in lines if (one := _instruction(line, LINES)) and one.shapes]):
+        computations[LINES] = Computation(LINES, (*_operands(text, {one.name for one in written}), *written))
     if not computations:
         raise ValueError("the text holds no HLO computation.")
     header = next((line for line in lines if line.startswith("HloModule")), "HloModule ?")
@@ -251,6 +258,7 @@ def parse_module(text: str) -> Module:
 
 NEEDED = {"fusion": ("calls",), "while": ("body", "condition"), "call": ("to_apply",), "get-tuple-element": ("index",)}
 """Opcode -> attributes without which it cannot be read."""
+_TYPED = re.compile(r"([a-z]\w*\[[^\s\[\]]*\](?:\{[^{}]*\})?) %([\w.\-]+)")
 _FAR = re.compile(r"(replica_groups|source_target_pairs)=\S*\d{9}")
 _READS = re.compile(r"copy|-done|element|while|slice|send|gather|reduce|all-to|permute|broadcast|bitcast|convert")
 MOST_NESTED, MOST_EXPANDED, MOST_DEVICES = 100, 10_000_000, 10_000_000
@@ -264,7 +272,7 @@ def require_readable(module: Module) -> Module:
     calls = {name: [n for one in c.instructions for _, n in one.called] for name, c in module.computations.items()}
     sizes: dict[str, tuple[int, int]] = {}
     # a part of a program calls computations that its text lacks
-    for name in filter(calls.__contains__, TopologicalSorter(calls).static_order()):
+    for name in filter(calls.__contains__, TopologicalSorter(calls).static_order() if LINES not in calls else ()):
         inside = [sizes[one] for one in calls[name] if one in sizes]
         depth, size = 1 + max((one[0] for one in inside), default=0), sum(one[1] for one in inside)
         sizes[name] = depth, size + len(module.computations[name].instructions)
@@ -285,6 +293,15 @@ def require_readable(module: Module) -> Module:
                 raise ValueError(f"{one.opcode} {one.name} {fault}.")
             made.add(one.name)
     return module
+
+
+def _operands(text: str, made: Collection[str]) -> Iterator[Instruction]:
+    """Yields a parameter for each operand that no line of a text makes, of the shape before its name."""
+    known = set(made)
+    for shape, name in _TYPED.findall(text):
+        if name not in known:
+            known.add(name)
+            yield Instruction(name, "parameter", shape, (), "", LINES)
 
 
 def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:

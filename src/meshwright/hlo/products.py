@@ -8,7 +8,7 @@ from meshwright.hlo.module import Instruction
 from meshwright.hlo.shapes import Shape
 
 _LIBRARY = re.compile(r"gemm|matmul", re.IGNORECASE)
-_CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:]\s*[\[{]([0-9,\" ]*)[\]}]")
+_CONTRACTED = re.compile(r"(lhs|rhs)_contracting_dim(?:ension)?s\"?[=:]\s*[\[{]([0-9,\" ]*)[\]}]")
 _NUMBER = re.compile(r"\d+")
 _WINDOW = re.compile(r"window=\{([^}]*)\}")
 _DIM_LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -24,6 +24,12 @@ def precision(product: Instruction) -> str:
     """Returns the precision of the first operand, which matters in float32: default, high or highest."""
     found = _PRECISION.search(product.attributes)
     return found[1].lower() if found else "default"
+
+
+def contracted_dims(product: Instruction) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Returns the dims of both operands that a dot, or a library's product, sums over; None if it does not say."""
+    found = {side: tuple(map(int, _NUMBER.findall(dims))) for side, dims in _CONTRACTED.findall(product.attributes)}
+    return (found["lhs"], found["rhs"]) if len(found) == 2 else None
 
 
 def product_flops(product: Instruction, instructions: Mapping[str, Instruction]) -> int:
@@ -45,9 +51,8 @@ def _sum_length(product: Instruction, left: Shape, right: Shape) -> int:
     batch (on TPU) are not summed.
     """
     if product.opcode != "convolution":
-        found = _CONTRACTED.search(product.attributes)
-        dims = [int(n) for n in _NUMBER.findall(found[1])] if found else []
-        return math.prod(left.dims[dim] for dim in dims if dim < len(left.dims))
+        dims = contracted_dims(product) or ((), ())
+        return math.prod(left.dims[dim] for dim in dims[0] if dim < len(left.dims))
     labels = _DIM_LABELS.search(product.attributes)
     if labels is None:
         return 0

@@ -3,12 +3,14 @@
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from meshwright.core.units import format_bytes
+from meshwright.core.units import counted, format_bytes, format_flops
+from meshwright.hlo.groups import replica_groups
 from meshwright.hlo.loops import times_run
-from meshwright.hlo.module import NO_WORK, Instruction, Module
+from meshwright.hlo.module import LINES, NO_WORK, Instruction, Module
+from meshwright.hlo.products import contracted_dims, is_product, product_flops
 from meshwright.hlo.shapes import Shape
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -23,10 +25,9 @@ def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, st
     shapes = one.shapes
     times = times_run(module, one.computation)
     often = "once" if times == 1 else f"{times:,} times"
-    facts = [
-        ("does", _does(module, one)),
-        ("runs", f"{often} in a call of the program, in computation {one.computation}"),
-    ]
+    facts = [("does", _does(module, one))]
+    if one.computation != LINES:
+        facts.append(("runs", f"{often} in a call of the program, in computation {one.computation}"))
     if len(shapes) != 1:
         total = format_bytes(sum(shape.padded_bytes for shape in shapes))
         facts.append(("tuple", f"{len(shapes)} arrays, {total} in memory: {_listed(shapes, ', ')}"))
@@ -36,12 +37,40 @@ def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, st
     facts += [("step", str(one.label))] if one.label else []
     facts += [("operation", one.op_name)] if one.op_name else []
     facts += zip(("source", "called by", "called by"), map(str, module.source(one)), strict=False)
+    if "replica_groups=" in one.attributes:
+        groups = replica_groups(one.attributes, module.num_devices)
+        kinds = [f"{counted(len(block), 'group')} of {block.shape[1]:,}: {_comma(block[0])}, ..." for block in groups]
+        facts.append(("devices", "; ".join(kinds)))
+    facts += [("product", words) for words in product_words(module, one)]
     if cycles := _CYCLES.search(one.attributes):
         facts.append(("estimate", f"{int(cycles[1]):,} cycles by the compiler's own model"))
     computation = module.computations[one.computation]
     facts.append(("operands", _named(computation.by_name.get(name) for name in one.operands)))
+    if one.computation == LINES:
+        return tuple(facts)
     used = "the computation's caller" if one.is_root else _named(computation.users.get(one.name, ()))
     return (*facts, ("used by", used))
+
+
+def product_words(module: Module, one: Instruction) -> Iterator[str]:
+    """Yields the contracted dims and FLOPs of each matrix product that an instruction is or has fused."""
+    for inner in filter(is_product, module.fused(one)):
+        known = module.computations[inner.computation].by_name
+        sides = [known[name].shapes[0] for name in inner.operands[:2] if name in known and known[name].shapes]
+        flops = product_flops(inner, known)
+        contracted = contracted_dims(inner)
+        if flops and len(sides) == 2 and contracted:
+            (left, right), length = contracted, flops // (2 * inner.shapes[0].num_elements)
+            yield (
+                f"{sides[0]} x {sides[1]} over {_dims(left)} of the first and {_dims(right)} of the second: 2 x "
+                f"{inner.shapes[0].num_elements:,} x {length:,} = {format_flops(flops, unit='FLOP')}"
+            )
+        elif flops:
+            yield f"{inner.opcode} of {sides[0]} and {sides[1]}: {format_flops(flops, unit='FLOP')}"
+
+
+def _dims(dims: Sequence[int]) -> str:
+    return f"dim{'s' * (len(dims) != 1)} {_comma(dims)}"
 
 
 def layout_facts(shape: Shape, *, is_tpu: bool = True) -> list[tuple[str, str]]:
@@ -153,5 +182,5 @@ def _by(sizes: tuple[int, ...]) -> str:
     return " x ".join(f"{size:,}" for size in sizes)
 
 
-def _comma(sizes: tuple[int, ...]) -> str:
+def _comma(sizes: Iterable[int]) -> str:
     return ",".join(map(str, sizes))

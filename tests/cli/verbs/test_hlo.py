@@ -138,3 +138,36 @@ def test_a_text_that_is_cut_off(call):
     assert call("hlo", "part.hlo", "--json").json["whole"] is False
     Path("cut.hlo").write_text(LONG.removesuffix("}\n"))
     call("hlo", "cut.hlo").assert_refused(2, "breaks off inside its ENTRY")
+
+
+def test_an_instruction_given_as_text(call):
+    line = "%fusion.3 = bf16[32,32,4096]{2,1,0:T(8,128)(2,1)S(1)} fusion(...), kind=kCustom"
+    words = call("hlo", line).words
+    assert words.startswith("fusion.3 does fusion: several operations as one kernel")
+    assert "(2,1): inside, 2 rows share 32-bit words" in words
+    Path("line.txt").write_text(line + "\n")
+    assert call("hlo", "line.txt").words == words
+    assert call("hlo", line, "--json").json["instructions"][0]["name"] == "fusion.3"
+
+
+UNEVEN = """HloModule sums, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+ENTRY %main (h: f32[256]) -> f32[256] {
+  %h = f32[256]{0} parameter(0)
+  %rows = f32[256]{0} all-reduce(%h), channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add
+  ROOT %mixed = f32[256]{0} all-reduce(%rows), channel_id=2, replica_groups={{0,1},{2,3,4,5,6,7}}, to_apply=%add
+}
+"""
+
+
+def test_groups_of_unequal_sizes_are_no_mesh_axes(call):
+    Path("uneven.hlo").write_text(UNEVEN)
+    rows = call("hlo", "uneven.hlo", "--mesh", "a=2,b=4", "--json").json["collectives"]
+    found = {(tuple(row["axes"]), row["group_size"], *row["notes"]) for row in rows}
+    assert found == {(("a",), 2), ((), 6, "groups of 2 and 6")}

@@ -17,7 +17,7 @@ from meshwright.hlo.files import StableHlo, has_entry, hlo_file, read_hlo
 from meshwright.hlo.graph import block_graphs, computation_graph
 from meshwright.hlo.layout import largest_arrays, paddings, relayouts
 from meshwright.hlo.loops import loops
-from meshwright.hlo.module import Instruction, Module
+from meshwright.hlo.module import LINES, Instruction, Module
 from meshwright.hlo.shapes import Shape
 from meshwright.hlo.words import explain_instruction
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table, TableColumns, filled
@@ -40,7 +40,10 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Read the compiled program in FILE: HLO text, a folder that XLA dumped into, or StableHLO."""
+    """Read the compiled program in FILE: HLO text, a folder that XLA dumped into, or StableHLO.
+
+    FILE may also be instructions alone, or the text of one, which are put into words.
+    """
     path = hlo_file(given.file)
     read = read_hlo(path, stablehlo=given.stablehlo)
     if isinstance(read, StableHlo):
@@ -49,6 +52,10 @@ def command(given: Given) -> Answer:
         return _stable(path, read)
     if given.op:
         return _explained(read, given.op, given.png)
+    if read.entry == LINES:
+        names = [one.name for one in read if one.opcode != "parameter"]
+        told = [_explained(read, name, None) for name in names[: given.top]]
+        return Answer({"instructions": [one.facts for one in told]}, [piece for one in told for piece in one.pieces])
     if given.png:
         return _drawn(read, given)
     found = {**_summary(read, given.mesh or {}), "whole": has_entry(path.read_text())}
