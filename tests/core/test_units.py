@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import (
+    counted,
     format_bytes,
     format_count,
     format_flops,
@@ -31,11 +32,23 @@ def test_counts(text, value):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("4Qi", "unknown suffix 'Qi'"), ("1.5", "not a whole number"), ("-3", "is below 0"), ("", "is not a number")],
+    [
+        ("1e-9", "not a whole number"),
+        ("1e16", "larger than 1e.15"),
+        ("4Qi", "unknown suffix 'Qi'"),
+        ("1.5", "not a whole number"),
+        ("-3", "is below 0"),
+        ("", "is not a number"),
+    ],
 )
 def test_counts_refused(text, words):
     with pytest.raises(InputError, match=words):
         parse_count(text)
+
+
+def test_counts_in_words():
+    assert [counted(n, "chip") for n in (0, 1, 2048)] == ["0 chips", "1 chip", "2,048 chips"]
+    assert [counted(n, "microbatch") for n in (1, 1.5, 16.0)] == ["1 microbatch", "1.5 microbatches", "16 microbatches"]
 
 
 def test_bytes_of_both_kinds():
@@ -53,6 +66,9 @@ def test_bytes_of_both_kinds():
         (3.4, "3.4 s"),
         (0, "0 ns"),
         (7200, "2 h"),
+        (86400, "1 day"),
+        (365 * 86400 * 3, "3 years"),
+        (1.23e12, "39,003 years"),
         (44 * 86400, "44 days"),
         (float("inf"), "never"),
     ],

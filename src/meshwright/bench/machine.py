@@ -29,6 +29,7 @@ from meshwright.bench.workloads import (
     product_workload,
 )
 from meshwright.core.dims import CollectiveKind
+from meshwright.core.units import counted
 from meshwright.spec.calibration import Calibration, CollectiveRate
 from meshwright.spec.chip import chip
 
@@ -77,9 +78,10 @@ def measure_machine(
         if rate.kind == "all_gather":
             each = f"{rate.latency_s * 1e6:.3g} us + bytes at {rate.bytes_per_s / 1e9:.3g} GB/s"
             say(f"AllGather over {rate.group_size}: {each}")
-    how = f"measured with {num_devices} devices busy, median of {SWEEPS} sweeps"
+    counts = counted(num_devices, "device")
+    how = f"measured with {counts} busy, median of {SWEEPS} sweeps"
     return Calibration(
-        name=f"this machine, {num_devices} devices",
+        name=f"this machine, {counts}",
         chip="cpu",
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         date=datetime.date.today().isoformat(),

@@ -12,7 +12,7 @@ import click
 import msgspec
 
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_flops, format_seconds
+from meshwright.core.units import LONG_S, format_flops, format_seconds
 from meshwright.report.answer import Fact, Piece, Table, as_markdown
 
 
@@ -63,22 +63,19 @@ def format_range(lower: float, upper: float) -> str:
     if not math.isfinite(upper):
         return f"{format_seconds(lower)} or more"
     unit = format_seconds(upper).split()[1]
-    low, high = (value / _SECONDS[unit] for value in (lower, upper))
+    low, high = (
+        value / _SECONDS[unit if unit in ("ms", "us", "ns") else unit.rstrip("s") or "s"] for value in (lower, upper)
+    )
     decimals = 2 if high < 10 else 1 if high < 100 else 0
     return f"{low:.{decimals}f}-{high:.{decimals}f} {unit}"
 
 
-_SECONDS = {"days": 86400.0, "h": 3600.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_SECONDS = {**{unit: size for unit, (size, _) in LONG_S.items()}, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def three_digits(value: float) -> str:
     """Returns ``"80.1"``, ``"11,574"``: at least three digits, and no power of ten for large numbers."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def counted(number: int, what: str) -> str:
-    """Returns ``"1 chip"``, ``"1,024 chips"``."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def four_digits(value: float) -> str:

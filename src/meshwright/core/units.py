@@ -10,34 +10,38 @@ from meshwright.core.fields import LARGEST
 _DECIMAL: dict[str, float] = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY: dict[str, float] = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
 _SMALL: dict[str, float] = {"": 1, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+MOST = 1e15
+"""Largest count where nothing else is said: above the parameters, tokens and positions of any run."""
 _NUMBER = re.compile(r"\s*(-?[0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
-def _split(text: str, what: str, least: int = 0) -> tuple[float, str]:
+def _split(text: str, what: str, least: int = 0, most: float = LARGEST) -> tuple[float, str]:
     match = _NUMBER.fullmatch(text)
     if match is None:
         raise InputError(f"{what} {text!r} is not a number. Write for example 4Mi, 15T, 4096 or 1e6.")
     value = float(match.group(1).replace("_", ""))
     if value < 0 or value == 0 < least:
         raise InputError(f"{what} {text!r} is below {least}. Give a number of at least {least}.")
-    if value > LARGEST:
-        raise InputError(f"{what} {text!r} is larger than {LARGEST:g}. Give a smaller number.")
+    if value > most:
+        raise InputError(f"{what} {text!r} is larger than {most:g}. Give a smaller number.")
     return value, match.group(2)
 
 
-def parse_count(text: str, *, what: str = "count", least: int = 0) -> int:
+def parse_count(text: str, *, what: str = "count", least: int = 0, most: float = MOST) -> int:
     """Parses a whole number from ``"4Mi"``, ``"15T"``, ``"1e6"``: k M G T are powers of ten, Ki Mi Gi of two.
 
-    Raises InputError if the text is not a whole number of at least ``least``, 0 or 1.
+    Raises InputError if the text is not a whole number of at least ``least``, 0 or 1, and at most ``most``.
     """
-    value, suffix = _split(text, what, least)
+    value, suffix = _split(text, what, least, most)
     scale = _BINARY.get(suffix, _DECIMAL.get(suffix))
     if scale is None:
         raise InputError(
             f"{what} {text!r} has the unknown suffix {suffix!r}. Use k M G T (1e3..) or Ki Mi Gi (1024..)."
         )
     scaled = value * scale
-    if not math.isfinite(scaled) or abs(scaled - round(scaled)) > 1e-9 * max(1.0, abs(scaled)):
+    if scaled > most:
+        raise InputError(f"{what} {text!r} is larger than {most:g}. Give a smaller number.")
+    if abs(scaled - round(scaled)) > 1e-9 * scaled:
         raise InputError(f"{what} {text!r} is {scaled:g}, not a whole number.")
     return round(scaled)
 
@@ -76,20 +80,23 @@ def _significant(value: float) -> str:
     return f"{float(text):.0f}" if "e" in text else text
 
 
+LONG_S = {"year": (365 * 86400.0, 999.5 * 86400), "day": (86400.0, 86400), "h": (3600.0, 3600)}
+"""Units of long times in seconds, and the seconds from which they are used."""
 NOTHING_S = 5e-13
 """Shorter times, in seconds, are rounding errors and are printed as 0."""
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns ``"1.2 ms"``, ``"2.5 h"`` or ``"44 days"``: three significant digits; "never" for infinity."""
+    """Returns ``"1.2 ms"``, ``"2.5 h"``, ``"44 days"`` or ``"3 years"``: three significant digits; "never" for
+    infinity."""
     if math.isinf(seconds):
         return "never"
     if abs(seconds) < NOTHING_S:
         return "0 ns"
-    if seconds >= 86400:
-        return f"{_significant(seconds / 86400)} days"
-    if seconds >= 3600:
-        return f"{_significant(seconds / 3600)} h"
+    for unit, (size, least) in LONG_S.items():
+        if seconds >= least:
+            text = f"{seconds / size:,.0f}" if seconds >= 999.5 * size else _significant(seconds / size)
+            return f"{text} {unit}{'s' * (unit != 'h' and text != '1')}"
     return _scaled(seconds, "s", _SMALL, _SMALL)
 
 
@@ -106,6 +113,12 @@ def format_rate(bytes_per_s: float) -> str:
 def format_flops(flops: float, *, unit: str = "FLOP/s") -> str:
     """Returns ``"459 TFLOP/s"``: powers of ten, three significant digits (``unit="FLOP"`` for an amount)."""
     return _scaled(flops, unit, (*"EPTGMk", ""))
+
+
+def counted(number: float, what: str) -> str:
+    """Returns ``"1 chip"``, ``"1,024 chips"``, ``"2 microbatches"``."""
+    text = f"{number:,.0f}" if number == round(number) else f"{number:.4g}"
+    return f"{text} {what}{'' if number == 1 else 'es' if what.endswith('ch') else 's'}"
 
 
 def format_count(count: float) -> str:

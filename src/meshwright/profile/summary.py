@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from meshwright.algebra.generation import AS_WRITTEN, Storage, job_strategy
+from meshwright.core.units import counted
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
@@ -163,7 +164,7 @@ def _notes(trace: DeviceTrace, times: StepTimes, of_derived: float, *, num_devic
             "communication would overlap on separate devices."
         )
     if len(times.devices) < num_devices:
-        yield f"The trace has {len(times.devices)} of {num_devices} devices: those of one process."
+        yield f"The trace has {len(times.devices)} of {counted(num_devices, 'device')}: those of one process."
     if trace.by_thread:
         yield "The events name no device: each thread of the host counts as one."
     words = {
@@ -181,7 +182,7 @@ def _notes(trace: DeviceTrace, times: StepTimes, of_derived: float, *, num_devic
             "turns them off."
         )
     if len(trace.windows) > 1:
-        yield f"Figures are means over {len(trace.windows)} steps and {len(times.devices)} devices."
+        yield f"Figures are means over {len(trace.windows)} steps and {counted(len(times.devices), 'device')}."
     yield (
         "A fusion's time counts for the derived step of its last operation; work that the compiler adds (slices of "
         "stacked weights, copies between loops) is outside the steps."

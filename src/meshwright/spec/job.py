@@ -3,7 +3,7 @@
 from typing import Literal, get_args
 
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.fields import Checked
+from meshwright.core.fields import LARGEST, Checked
 from meshwright.core.units import format_count, parse_count
 from meshwright.spec.strategy import MAX_SEQUENCES
 
@@ -80,8 +80,8 @@ def parse_batch(text: str, *, seq_len: int) -> int:
     if seq_len < 1:
         raise InputError(f"seq={seq_len} must be at least 1 token.")
     if text.strip().endswith("seq"):
-        return parse_count(text.strip().removesuffix("seq"), what="batch", least=1)
-    tokens = parse_count(text, what="batch", least=1)
+        return parse_count(text.strip().removesuffix("seq"), what="batch", least=1, most=LARGEST)
+    tokens = parse_count(text, what="batch", least=1, most=LARGEST)
     if tokens > MAX_SEQUENCES * seq_len:
         raise InputError(f"batch {text} is {tokens:.3g} tokens. Give at most {MAX_SEQUENCES} sequences of {seq_len}.")
     if tokens < seq_len:
@@ -95,7 +95,7 @@ def parse_batch(text: str, *, seq_len: int) -> int:
         powers = (one for one in (power // 2, power) if abs(one / exact_seqs - 1) <= 0.1)
         near = next(powers, max(1, round(exact_seqs)))
         short = format_count(near * seq_len).replace(" ", "")
-        exact = parse_count(short, what="batch") == near * seq_len
+        exact = parse_count(short, what="batch", most=LARGEST) == near * seq_len
         advice = f"{short} ({near} sequence{'s' * (near > 1)})" if exact else f"{near}seq ({near * seq_len:,} tokens)"
         raise InputError(
             f"batch {text} is {tokens} tokens, not a whole number of sequences of {seq_len} "

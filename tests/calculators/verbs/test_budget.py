@@ -200,3 +200,16 @@ def test_words_of_a_run(call):
 )
 def test_which_parameters_n_counts(call, size, words):
     assert words in call("budget", *size, "--tokens", "1T").words
+
+
+def test_runs_too_small_for_a_law_are_called_so(call):
+    """ln 262,144 = 12.48 nats are a guess; 8 B parameters on one token cost 4.5e10 FLOPs."""
+    said = call("budget", "--model", "llama3-8b", "--tokens", "1").words
+    assert "a loss above 12.5, that of a guess among 262,144 tokens: no law holds for a run so small" in said
+    assert "no law holds" not in call("budget", "--model", "llama3-8b", "--tokens", "15T").words
+
+
+def test_failures_once_a_day(call):
+    said = call("budget", "1e24", "--on", "h100:1", "--mfu", "1", "--failures-per-1000-node-days", "1000").words
+    assert "1 a day, one every 1 day somewhere in the fleet" in said
+    assert "33.5 years on h100:1x1 (1 chip) at 100%" in said

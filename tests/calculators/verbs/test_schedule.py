@@ -137,3 +137,12 @@ def test_what_can_be_wrong(call, args, message):
     assert (said.code, said.out) == (2, "")
     assert message in said.err
     assert said.err.count("\n") == 1
+
+
+def test_one_of_a_thing_is_not_several(call):
+    words = call(
+        "schedule", "1f1b", "--stages", "1", "--microbatches", "1", "--forward", "0.5", "--backward", "0.5"
+    ).words
+    assert words.startswith("1f1b: 1 device, 1 microbatch passes forward 0.5, backward 0.5")
+    assert "step 1 unit, of it work 1 unit bubble 0 units" in words
+    assert "peak stash 1 whole-stage microbatch;" in words

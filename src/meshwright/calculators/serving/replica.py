@@ -88,7 +88,7 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         return kv_cache_bytes(self.model, num_positions, element_bytes=dtype_bytes(self.kv)) / self.layers_per_cache
 
     def batch_that_fits(self, kv_bytes: float) -> int:
-        """Returns the most caches that fit beside the weights. Raises CannotRunError if none does, InputError if a cache
+        """Returns the most caches that fit beside the weights. Raises CannotRunError if none does, InputError if one
         has no bytes."""
         if kv_bytes <= 0:
             raise InputError("caches of 0 bytes fit without end. Give --kv-per-token of at least 1 byte.")

@@ -10,7 +10,7 @@ from meshwright.algebra.notation import product
 from meshwright.calculators.sweeps.fields import OWN, SweptFields, combinations
 from meshwright.cli.fields import PLANNED, parse_fields, take_axes, with_fields
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_bytes, parse_count
+from meshwright.core.units import counted, format_bytes, parse_count
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import PricedStrategy, price_strategy
@@ -22,7 +22,7 @@ from meshwright.plan.space import Space
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, parse_batch, require_training
-from meshwright.spec.strategy import AS_RUN, BATCH_AXES, Strategy, make_mesh, mesh_words
+from meshwright.spec.strategy import AS_RUN, BATCH_AXES, Strategy, make_mesh
 
 NO_RATES: dict[str, Calibration | None] = {}
 """Chips at the rates of their data sheets."""
@@ -127,7 +127,7 @@ def _point(
         if left:
             raise InputError(
                 f"{of_first} sequences on {first.num_chips} chips are no whole number on {cluster.num_chips} chips. "
-                f"Give a batch that is a multiple of {first.num_chips} sequences."
+                f"Give a batch that is a multiple of {counted(first.num_chips, 'sequence')}."
             )
     job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", given["job"])
     require_training(job, "sweep")
@@ -179,8 +179,9 @@ def filled_mesh(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
     if rest not in axes and cluster.num_chips % taken == 0:
         mesh[rest] = cluster.num_chips // taken
     if math.prod(mesh.values()) != cluster.num_chips:
+        named = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         raise InputError(
-            f"axes {mesh_words(make_mesh(axes), ' x ', alone='one chip')} do not make up the {cluster.num_chips} chips "
-            f"of {cluster.short_name}. Use sizes that divide them, and leave fsdp out to let it take the rest."
+            f"axes {named} do not make up the {counted(cluster.num_chips, 'chip')} of {cluster.short_name}. "
+            f"Use sizes that divide them, and leave fsdp out to let it take the rest."
         )
     return mesh

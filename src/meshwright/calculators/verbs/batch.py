@@ -14,7 +14,7 @@ from meshwright.calculators.training.scaling_laws import critical_batch_tokens
 from meshwright.calculators.verbs.show_chip import product_dtype
 from meshwright.cli.verb import SEQ_NEEDED, Count, Options, option, verb
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_count, format_params
+from meshwright.core.units import counted, format_count, format_params
 from meshwright.cost.formulas.limit_table import sparsity
 from meshwright.cost.formulas.limits import data_parallel_min_tokens_per_chip, ici_intensity
 from meshwright.cost.formulas.roofline import critical_batch, dtype_bytes
@@ -163,7 +163,7 @@ def _nothing_divides(batch: int, given: dict[str, int]) -> str:
     if len(given) == 3:
         return f"{words} = {product:,} sequences, not {batch:,}. Leave one of them out, or give --batch {product}seq."
     made = words if len(given) == 1 else f"{words} = {product:,}"
-    return f"{made} does not divide {batch:,} sequences. Use {near} sequences a step."
+    return f"{made} does not divide {counted(batch, 'sequence')}. Use {near} sequences a step."
 
 
 def compute_bound_tokens(
@@ -209,7 +209,8 @@ COLUMNS: dict[str, Any] = {
 
 def _text(facts: dict[str, Any], limits: dict[str, Any] | None, cluster: Cluster | None) -> Iterator[Piece]:
     yield (
-        f"{facts['batch_seqs']:,} sequences of {facts['seq_len']:,} = {format_count(facts['tokens_per_step'])} "
+        f"{counted(facts['batch_seqs'], 'sequence')} of {facts['seq_len']:,} = "
+        f"{format_count(facts['tokens_per_step'])} "
         f"tokens a step = micro x accumulate x replicas"
     )
     rows = facts["solutions"]

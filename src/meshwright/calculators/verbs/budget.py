@@ -1,5 +1,6 @@
 """`meshwright budget`: what a compute budget trains, and what it takes: size, tokens, loss, days, energy, money."""
 
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -21,7 +22,8 @@ from meshwright.calculators.verbs.show_chip import product_dtype
 from meshwright.cli.output import format_energy, format_power, three_digits
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_flops, format_params, format_seconds, parse_count
+from meshwright.core.fields import LARGEST
+from meshwright.core.units import counted, format_flops, format_params, format_seconds, parse_count
 from meshwright.cost.formulas.training_budget import (
     DAY_S,
     available_flops,
@@ -48,6 +50,8 @@ MAX_FLOPS = 1e36
 ASSUMED_MFU = 0.4
 """Share of the peak that is assumed where neither --mfu nor --chip-hours says it."""
 PRICED, FAILING = {"on": "--on", "with_years": "--years"}, {"failure_rate": "--failures-per-1000-node-days"}
+GUESSED = math.log(262_144)
+"""Nats per token of a model that has learned nothing and has the largest vocabulary of the catalogue."""
 POSITIVE = click.FloatRange(0, min_open=True)
 
 
@@ -149,7 +153,7 @@ def _budget(given: Given, model: Model | None, law: ScalingLaw) -> tuple[float, 
 
 
 def _count(text: str | None, what: str) -> float | None:
-    return None if text is None else float(parse_count(text, what=what, least=1))
+    return None if text is None else float(parse_count(text, what=what, least=1, most=LARGEST))
 
 
 # -- laws -----------------------------------------------------------------------------------------------
@@ -327,6 +331,8 @@ def _laws_text(facts: dict[str, Any], law: ScalingLaw) -> Iterator[Piece]:
     marked = {"best by": ("law", lambda name: f"{name} *" if name == law.name else name)}
     rule = {**asdict(facts["rule_of_20"]), "law": f"{TOKENS_PER_PARAM} tokens a parameter"}
     yield Table.of([*facts["laws"], rule], {**marked, **LAW_COLUMNS})
+    if max(one["loss"] for one in facts["laws"]) > GUESSED or (facts["spent"] and facts["spent"].loss > GUESSED):
+        yield f"a loss above {GUESSED:.3g}, that of a guess among 262,144 tokens: no law holds for a run so small"
     yield Fact("*", f"{law.name}: {law.source}", column=4)
     yield Fact("", "a loss is of its law's own data, so losses of two laws do not compare; Kaplan counts no "
                "embeddings, and the last row's loss is by *", column=4)  # fmt: skip
@@ -354,12 +360,11 @@ def _spent_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> 
 
 
 def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
-    days = run["days"]
-    time = f"{three_digits(days / 365)} years" if days >= 1000 else format_seconds(days * DAY_S)
     yield Fact(
         "the run",
-        f"{time} on {run['cluster']} ({run['num_chips']:,} chips) at {run['mfu']:.0%} of "
-        f"{format_flops(run['peak_flops'])} {run['dtype']}; {format_params(run['chip_hours'])} chip-hours",
+        f"{format_seconds(run['days'] * DAY_S)} on {run['cluster']} ({counted(run['num_chips'], 'chip')}) at "
+        f"{run['mfu']:.0%} of {format_flops(run['peak_flops'])} {run['dtype']}; {format_params(run['chip_hours'])} "
+        "chip-hours",
     )
     if run["goodput"] < 1:
         yield Fact("", f"{run['goodput']:.1%} of the time is useful, by the failures below")

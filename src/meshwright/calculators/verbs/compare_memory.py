@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_count, format_params
+from meshwright.core.units import counted, format_bytes, format_count, format_params
 from meshwright.cost.formulas.accounting import (
     ZERO_SHARDS,
     StatePart,
@@ -168,7 +168,7 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
             for one in chips
         ]
         columns = {**MEMORY_COLUMNS, **{name: (f"shares/{name}", "{:.1%}".format) for name in shares}}
-        title = f"One of {given.num_chips:,} chips holds {_sizes_words(shares)}; of its memory:"
+        title = f"One of {counted(given.num_chips, 'chip')} holds {_sizes_words(shares)}; of its memory:"
         tables.append(Table.of(rows, columns, title))
     words = f" and {given.results_per_layer:g} results of width D a layer of {format_count(batch_tokens)} tokens"
     note = f"{each:g} bytes a parameter ({state}){words if batch_tokens else ''}: {_sizes_words(needed)}"

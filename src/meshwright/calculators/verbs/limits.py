@@ -7,7 +7,7 @@ from meshwright.cli.fields import job_of
 from meshwright.cli.verb import BATCH, SEQ_NEEDED, Count, Options, argument, option, verb
 from meshwright.cli.verbs.explain import legend, limit_tables
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_count, format_seconds
+from meshwright.core.units import counted, format_count, format_seconds
 from meshwright.cost.formulas.accounting import state_bytes
 from meshwright.cost.formulas.limit_table import Letters, limits_at
 from meshwright.cost.formulas.limits import MixedLayer, ici_intensity
@@ -47,8 +47,8 @@ def command(given: Given) -> Answer:
     at = letters(sizes, cluster, job, given)
     found = limits_at(at)
     heading = (
-        f"{name} on {cluster.short_name} ({cluster.num_chips:,} chips), {format_count(job.tokens_per_step)} "
-        f"tokens a step = {job.batch_seqs:,} sequences of {job.seq_len:,}"
+        f"{name} on {cluster.short_name} ({counted(cluster.num_chips, 'chip')}), {format_count(job.tokens_per_step)} "
+        f"tokens a step = {counted(job.batch_seqs, 'sequence')} of {job.seq_len:,}"
     )
     layer: dict[str, float] | None = None
     if at.tensor is not None and at.mixed_alpha is not None:
@@ -97,7 +97,7 @@ def letters(sizes: dict[str, Any], cluster: Cluster, job: Job, given: Given) -> 
             f"--tensor-axes {given.tensor_axes}: {cluster.short_name} has {len(axes)} axes. Leave one for the data."
         )
     if given.tensor is not None and not 1 <= given.tensor <= chips:
-        raise InputError(f"--tensor {given.tensor} must be between 1 and the {chips:,} chips of a slice.")
+        raise InputError(f"--tensor {given.tensor} must be between 1 and the {counted(chips, 'chip')} of a slice.")
     return Letters(
         batch_tokens=job.tokens_per_step / slices,
         num_chips=chips,

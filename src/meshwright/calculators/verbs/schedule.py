@@ -17,7 +17,7 @@ from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.fields import LARGEST
 from meshwright.core.files import write_text_whole
-from meshwright.core.units import format_seconds
+from meshwright.core.units import counted, format_seconds
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
 from meshwright.report.plans.timeline import timeline_figure, timeline_text
 
@@ -78,7 +78,7 @@ def command(given: Given) -> Answer:
         text += _rows_text("All schedules, same work per device:", result["compare"], columns)
     if given.sweep_stages:
         result["sweep"] = _sweep(given, times)
-        rows = [{**row, "name": f"{row['stages']} stages"} for row in result["sweep"]]
+        rows = [{**row, "name": f"{counted(row['stages'], 'stage')}"} for row in result["sweep"]]
         columns = {"stages": "stages", "microbatches per replica": "microbatches", **stepped, **stash}
         columns["of the whole model"] = ("peak_stash_of_model", "{:.3g}".format)
         text += _rows_text("More stages on the same chips, the same batch:", rows, columns)
@@ -142,11 +142,11 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
     def show(self, time: float) -> str:
         """Returns a time with its unit."""
-        return format_seconds(time) if self.unit == "s" else f"{time:,.6g} {self.unit}"
+        return f"{self.cell(time)} {UNITS[: -1 if time == 1 else None]}" if self.unit == UNITS else self.cell(time)
 
     def cell(self, time: float) -> str:
         """Returns a time for a table, without the word "units"."""
-        return self.show(time).removesuffix(f" {UNITS}")
+        return format_seconds(time) if self.unit == "s" else f"{time:,.6g}"
 
 
 def _spread(name: str, given: tuple[float, ...], schedule: Schedule) -> list[float]:
@@ -318,9 +318,9 @@ def _schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any]
     if r["bubble"] - r["bubble_without_barrier"] > 1e-9 * r["step"]:
         yield Fact("", f"{times.show(r['bubble_without_barrier'])} where the next step needs no barrier")
     copies = "two copies of the weights" if r["weight_copies"] > 1 else "one copy of the weights"
-    yield Fact("peak stash", f"{max(r['peak_stash']):.4g} whole-stage microbatches; {copies}")
+    yield Fact("peak stash", f"{counted(max(r['peak_stash']), 'whole-stage microbatch')}; {copies}")
     lockstep = r["fused"]
-    yield Fact("in lockstep", f"{lockstep['ticks']} fused ticks, {times.show(lockstep['step'])}, "
+    yield Fact("in lockstep", f"{counted(lockstep['ticks'], 'fused tick')}, {times.show(lockstep['step'])}, "
                f"peak stash {lockstep['peak_stash']:.4g}")  # fmt: skip
     yield _devices_table(schedule, r, times)
     timeline = timeline_text(schedule, simulation, width=width())
@@ -337,7 +337,8 @@ def _title(schedule: Schedule) -> str:
     """Returns the schedule and its sizes, for the text and the picture."""
     each = schedule.num_virtual_stages // schedule.num_devices
     chunks = f" of {each} chunks" if each > 1 else ""
-    return f"{schedule.name}: {schedule.num_devices} devices{chunks}, {schedule.num_microbatches} microbatches"
+    devices, count = counted(schedule.num_devices, "device"), counted(schedule.num_microbatches, "microbatch")
+    return f"{schedule.name}: {devices}{chunks}, {count}"
 
 
 def _listed(given: Sequence[float], times: Times) -> str:
@@ -376,5 +377,5 @@ def _figure(schedule: Schedule, simulation: Simulation, times: Times) -> Any:
         unit=times.unit,
         title=_title(schedule),
         subtitle=f"step {times.show(simulation.makespan_s)}; devices are idle {simulation.bubble_share:.1%} of it; "
-        f"peak stash {max(simulation.peak_stash):.4g} whole-stage microbatches",
+        f"peak stash {counted(max(simulation.peak_stash), 'whole-stage microbatch')}",
     )

@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from meshwright.calculators.serving.replica import ServingReplica, tricks
 from meshwright.cli.fields import parse_fields, split_values, with_fields
-from meshwright.cli.output import counted, four_digits, three_digits
+from meshwright.cli.output import four_digits, three_digits
 from meshwright.cli.verb import Bytes, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_bytes, format_params, format_rate, format_seconds, parse_count
+from meshwright.core.units import counted, format_bytes, format_params, format_rate, format_seconds, parse_count
 from meshwright.cost.formulas import serving
 from meshwright.report.answer import Answer, Fact, Heading, Piece, Quantity, Show, Table, TableColumns
 from meshwright.spec.catalogue import load_model
@@ -265,8 +265,8 @@ STEPS: TableColumns = {
 }
 LETTERS = (
     "M axes of links ({M:g}), one of them for D with two dims; W the rate of one, both ways on a ring ({W}); N chips "
-    "({N:,}); D, F widths of the model and of its feed-forward ({D:,}, {F:,}); B the batch ({B:,}); w bytes of a weight "
-    "({w:g}); alpha = C / W ({alpha:,.0f} FLOPs a byte); beta = memory rate / W ({beta:.3g}); hop {hop}"
+    "({N:,}); D, F widths of the model and of its feed-forward ({D:,}, {F:,}); B the batch ({B:,}); w bytes of a "
+    "weight ({w:g}); alpha = C / W ({alpha:,.0f} FLOPs a byte); beta = memory rate / W ({beta:.3g}); hop {hop}"
 )
 BOUNDS: TableColumns = {"sharding": "name", "formula": "formula", "bound": ("bound", three_digits)}
 SLICES: dict[str, tuple[str, Show]] = {
@@ -334,7 +334,9 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
         gain = (
             f"{THREE(spec['tokens'][spec['best']])} tokens a step, {THREE(spec['speedup'][spec['best']])} times faster"
         )
-        yield Fact("speculation", f"best with {spec['best']} drafts: {gain}, TPOT {SECONDS(spec['tpot_s'])}", WIDE)
+        yield Fact(
+            "speculation", f"best with {counted(spec['best'], 'draft')}: {gain}, TPOT {SECONDS(spec['tpot_s'])}", WIDE
+        )
     if kept := facts["prefixes"]:
         found = f"{kept['hit_share']:.1%} of prompts found, {three_digits(kept['room'])} fit into"
         left = f"{BYTES(kept['cache_bytes'])}; {kept['prefill_left']:.1%} of prefill is left"

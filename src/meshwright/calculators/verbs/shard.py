@@ -34,7 +34,7 @@ from meshwright.cli.output import format_flop_count, four_digits
 from meshwright.cli.verb import CALIBRATION, DIMS, MESH, DimSizes, MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_params, format_seconds
+from meshwright.core.units import counted, format_bytes, format_params, format_seconds
 from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
 from meshwright.cost.network.legs import group_legs
 from meshwright.cost.network.links import torus_width
@@ -301,7 +301,7 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
         times = result["flops_total"] / result["flops_unsharded"]
         more = f"{four_digits(times)} times" if times != 1 else "as many as"
         yield Fact("FLOPs per device", each, column=COLUMN)
-        told = f"{total} on {result['devices']:,} devices, {more} the unsharded product's {own}"
+        told = f"{total} on {counted(result['devices'], 'device')}, {more} the unsharded product's {own}"
         yield Fact("FLOPs in all", told, column=COLUMN)
     if result["time_s"] is not None and result["placement"]:
         where = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())

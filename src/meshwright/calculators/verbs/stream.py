@@ -17,7 +17,7 @@ from meshwright.calculators.chips.stream import LoopName, TiledArray, TiledLoop,
 from meshwright.cli.output import four_digits
 from meshwright.cli.verb import SEQ, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.core.units import counted, format_bytes, format_flops, format_seconds
 from meshwright.cost.formulas.roofline import Work, channel_rate, chip_roofline, critical_intensity
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.report.arrays.canvas import shown
@@ -114,7 +114,7 @@ def _text(facts: dict[str, Any], title: str) -> Iterator[Piece]:
         "bound by": "bound_by",
     }
     tiles: TableColumns = {"fetched for it": ("fetched", " ".join), "written after": ("written", " ".join)}
-    yield Table.of(facts["steps"], {"step": "step", **tiles, **sums}, f"{title}: {facts['num_steps']:,} steps")
+    yield Table.of(facts["steps"], {"step": "step", **tiles, **sums}, f"{title}: {counted(facts['num_steps'], 'step')}")
     columns: TableColumns = {"block": "block", "HBM": moved, "FLOPs": flops, "FLOPs/byte": "intensity"}
     times: TableColumns = {
         "VMEM": ("vmem_bytes", format_bytes),

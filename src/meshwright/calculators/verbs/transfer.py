@@ -16,7 +16,7 @@ from meshwright.cli.output import format_flop_count, say
 from meshwright.cli.verb import CALIBRATION, Options, argument, option, verb
 from meshwright.core.dims import COLLECTIVES, CollectiveKind
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
+from meshwright.core.units import counted, format_bytes, format_flops, format_rate, format_seconds
 from meshwright.cost.network.collectives import (
     GroupRates,
     KindRate,
@@ -229,7 +229,7 @@ def _latency_forms(legs: tuple[Leg, ...]) -> dict[str, float] | None:
 def _collectives_text(found: dict[str, Any]) -> Iterator[Piece]:
     title = (
         f"{format_bytes(found['bytes'])} (the whole array) over {','.join(found['axes'])} of {found['cluster']}: "
-        f"{found['group_size']:,} chips{'' if found['two_way'] else ', one way round'}"
+        f"{counted(found['group_size'], 'chip')}{'' if found['two_way'] else ', one way round'}"
     )
     kinds = [one["kind"] for one in found["collectives"]]
     on_a_ring = any(one["link_bytes"] is not None for one in found["collectives"])

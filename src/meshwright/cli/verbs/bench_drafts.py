@@ -8,7 +8,7 @@ from meshwright.cli.engine import EngineGiven, open_given
 from meshwright.cli.output import say, three_digits
 from meshwright.cli.verb import PNG, Count, argument, option, verb
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_seconds
+from meshwright.core.units import counted, format_seconds
 from meshwright.report.answer import Answer, Fact, Heading, Piece, Table
 
 
@@ -51,7 +51,7 @@ def command(given: Given) -> Answer:
         opened = open_given(asked, in_background=False)
         requests = [request for _, request in read_prompts(opened.source, opened.engine, given.prompts, usual).values()]
         found.append(measure_drafts(opened.engine, requests))
-        say(f"{count} drafts: {three_digits(found[-1].tokens_per_s)} tokens/s")
+        say(f"{counted(count, 'draft')}: {three_digits(found[-1].tokens_per_s)} tokens/s")
     found = [found[-1], *found[:-1]]
     predicted = predicted_speedups(found)
     speedups = [one.tokens_per_s / found[0].tokens_per_s for one in found]

@@ -18,7 +18,7 @@ from meshwright.cli.engine import EngineGiven, engine_options
 from meshwright.cli.output import say, three_digits, width
 from meshwright.cli.verb import PNG, Count, TargetTime, argument, option, verb
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_seconds
+from meshwright.core.units import counted, format_seconds
 from meshwright.plan.serving.service import parse_load
 from meshwright.report.answer import Answer, Fact, Heading, Piece, Show, Table
 from meshwright.report.figure import Figure
@@ -178,7 +178,7 @@ class LoadAnswer:
         if len(self.rows) > 1:
             yield self._table()
         for row in self.rows if len(self.rows) == 1 else ():
-            yield f"{row.num_requests:,} requests, {three_digits(row.rate_per_s)} a second"
+            yield f"{counted(row.num_requests, 'request')}, {three_digits(row.rate_per_s)} a second"
             yield Table.compared(
                 (name, of(row.predicted) if row.predicted else None, of(row.measured), show)
                 for name, (of, show) in FIGURES.items()
@@ -192,7 +192,7 @@ class LoadAnswer:
             )
         for row in self.rows:
             if row.failures:
-                yield f"{len(row.failures):,} of {row.num_requests:,} requests failed: {row.failures[0]}"
+                yield f"{len(row.failures):,} of {counted(row.num_requests, 'request')} failed: {row.failures[0]}"
 
     def _table(self) -> Table:
         columns: list[str | Heading] = [Heading("requests/s", three_digits, "rate_per_s"), "requests"]

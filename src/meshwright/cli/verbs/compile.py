@@ -5,6 +5,7 @@ from meshwright.cli.output import say
 from meshwright.cli.verb import verb
 from meshwright.core.errors import CannotRunError
 from meshwright.core.files import cache_folder
+from meshwright.core.units import counted
 
 
 class Given(EngineGiven):
@@ -28,4 +29,4 @@ def command(given: Given) -> None:
     opened = open_given(given, in_background=False)
     stores = [engine.programs for engine in opened.engine.engines]
     compiled, loaded = (sum(getattr(one, name) for one in stores) for name in ("num_compiled", "num_loaded"))
-    say(f"{compiled} programs compiled, {loaded} were there: {', '.join(str(one.folder) for one in stores)}")
+    say(f"{counted(compiled, 'program')} compiled, {loaded} were there: {', '.join(str(one.folder) for one in stores)}")

@@ -20,7 +20,7 @@ from meshwright.cli.verbs.plan_words import (
     placement_words,
     remat_words,
 )
-from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
+from meshwright.core.units import counted, format_bytes, format_count, format_flops, format_seconds
 from meshwright.cost.breakdown import Term
 from meshwright.cost.formulas.limit_table import Letters, Limit
 from meshwright.cost.setting import setting_of
@@ -115,8 +115,9 @@ def _text(told: Explanation) -> Iterator[Piece]:
         yield from algorithm_text(between.sends)
         chunks = f" of {between.chunks} chunks" if between.chunks > 1 else ""
         yield Paragraph(
-            f"     {between.schedule} on {between.stages} stages{chunks}, {between.microbatches} microbatches: a step "
-            f"waits for {between.num_sends:,.0f} sends, {format_seconds(between.sends_s)}, and stands idle for "
+            f"     {between.schedule} on {counted(between.stages, 'stage')}{chunks}, "
+            f"{counted(between.microbatches, 'microbatch')}: a step waits for {between.num_sends:,.0f} sends, "
+            f"{format_seconds(between.sends_s)}, and stands idle for "
             f"{format_seconds(between.bubble_s)}, {between.bubble_s / told.estimate.step_s:.1%} of it (the bubble)",
             indent=5,
         )
@@ -174,7 +175,10 @@ def _limits_text(told: Explanation) -> Iterator[Piece]:
 def legend(at: Letters, split: str = "data x fsdp x context") -> str:
     """Returns what the letters of the formulas stand for; ``split`` is X in words."""
     slices, micro = " of each slice" * (at.num_slices > 1), " of a microbatch" * (at.num_microbatches > 1)
-    said = [f"B = {format_count(at.batch_tokens)} tokens{slices}{micro}", f"N = {at.num_chips:,} chips{slices}"]
+    said = [
+        f"B = {format_count(at.batch_tokens)} tokens{slices}{micro}",
+        f"N = {counted(at.num_chips, 'chip')}{slices}",
+    ]
     said += [f"F = {at.d_ff:,}", f"C = {format_flops(at.peak_flops)}"]
     if at.alpha is not None:
         said.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte with W {at.width}")

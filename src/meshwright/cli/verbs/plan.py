@@ -17,7 +17,7 @@ from meshwright.cli.verb import BATCH, CALIBRATION, Count, Load, MeshSizes, Opti
 from meshwright.cli.verbs.plan_parts import frontier_answer, recipe_answer, step_answer, what_if_answer, why_not_answer
 from meshwright.cli.verbs.plan_words import CHOICES, STEP, budget_text, cost_columns, overlap_words, placement_words
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_bytes, format_count
+from meshwright.core.units import counted, format_bytes, format_count
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate
 from meshwright.plan.planner import rank_slices
@@ -216,7 +216,7 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
     used = best.cluster
     yield (
         f"{result.model.name} on {used.short_name} ({used.num_chips:,} chip{'s' if used.num_chips > 1 else ''}), "
-        f"{format_count(job.tokens_per_step)} tokens a step = {job.batch_seqs:,} sequences of {job.seq_len:,}"
+        f"{format_count(job.tokens_per_step)} tokens a step = {counted(job.batch_seqs, 'sequence')} of {job.seq_len:,}"
     )
     yield from result.shortfall
     strategies = [one.strategy for one in result.strategies]

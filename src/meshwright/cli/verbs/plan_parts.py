@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 
 from meshwright.cli.verbs.explain import limit_words
 from meshwright.cli.verbs.plan_words import MEMORY, STEP, cost_columns, full_words, mfu_columns
-from meshwright.core.units import format_bytes, format_count, format_seconds
+from meshwright.core.units import counted, format_bytes, format_count, format_seconds
 from meshwright.cost.breakdown import Breakdown, term_words
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, price_strategy
@@ -120,7 +120,7 @@ def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
     memory = [(one.estimate.step_s, one.estimate.hbm_bytes_per_chip, numbers.get(id(one), "")) for one in found.memory]
     return pareto_figure(
         memory,
-        [(one.estimate.step_s, _usd(one), f"{one.cluster.num_chips:,} chips") for one in found.cost],
+        [(one.estimate.step_s, _usd(one), f"{counted(one.cluster.num_chips, 'chip')}") for one in found.cost],
         limit_bytes=None if limit == float("inf") else limit,
         title=f"{model.name} on {cluster.short_name}: plans that nothing beats",
         subtitle=f"{format_count(job.tokens_per_step)} tokens a step. Numbered dots are rows of the table, small ones "

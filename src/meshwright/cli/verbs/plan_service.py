@@ -10,10 +10,10 @@ from meshwright.api.rates import rates_for
 from meshwright.batching.record import WARM_UP, ServingRecord, ServingSummary
 from meshwright.batching.trace import load_trace
 from meshwright.cli.fields import field_value, parse_fields, parse_why_not, split_pairs, with_fields
-from meshwright.cli.output import counted, save_to, three_digits
+from meshwright.cli.output import save_to, three_digits
 from meshwright.cli.verbs.plan_words import engine_lines, target_words
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.units import format_bytes, format_seconds, parse_count
+from meshwright.core.units import counted, format_bytes, format_seconds, parse_count
 from meshwright.plan.serving.file import save_service, service_file
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult

@@ -5,7 +5,7 @@ from typing import Any
 
 from meshwright.cli.output import format_energy, format_power, three_digits
 from meshwright.core.errors import CannotRunError
-from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
+from meshwright.core.units import counted, format_bytes, format_count, format_params, format_seconds
 from meshwright.cost.breakdown import PricedOverlap
 from meshwright.cost.formulas.training_budget import DAY_S
 from meshwright.cost.setting import Setting
@@ -44,8 +44,7 @@ def cost_columns(found: Iterable[Any]) -> TableColumns:
 
 def microbatch_words(strategy: Strategy) -> str:
     """Returns ``"1 microbatch"``, ``"8 microbatches"``."""
-    count = strategy.num_microbatches
-    return f"{count:,} microbatch{'es' if count > 1 else ''}"
+    return counted(strategy.num_microbatches, "microbatch")
 
 
 def remat_words(strategy: Strategy) -> str:
@@ -114,7 +113,8 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
     watts = "not known for this chip (power_w)"
     if budget.power_w is not None and budget.energy_kwh is not None:
         watts = (
-            f"{format_power(budget.power_w)} for {num_chips:,} chips alone, {format_energy(budget.energy_kwh)} in all"
+            f"{format_power(budget.power_w)} for {counted(num_chips, 'chip')} alone, "
+            f"{format_energy(budget.energy_kwh)} in all"
         )
     yield Fact("power", watts)
 

@@ -10,6 +10,7 @@ from meshwright.cli.engine import EngineGiven, folders_by_name, open_given
 from meshwright.cli.output import say
 from meshwright.cli.verb import Count, option, verb
 from meshwright.core.errors import InputError
+from meshwright.core.units import counted
 
 if TYPE_CHECKING:
     from meshwright.serve.engine import Engine
@@ -65,7 +66,7 @@ def command(given: Given) -> None:
 
     serve_app(app, frontend, listening, lambda url: say(f"serving {served.name} at {url}"), on_line)
     if frontend.num_cut:
-        say(f"the server has ended with {frontend.num_cut:,} requests unfinished")
+        say(f"the server has ended with {counted(frontend.num_cut, 'request')} unfinished")
 
 
 def _prices(engines: "Sequence[Engine]") -> "StepPrices":

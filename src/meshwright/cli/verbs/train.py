@@ -16,7 +16,7 @@ from meshwright.cli.output import or_dash, say
 from meshwright.cli.verb import Count, argument, option, verb
 from meshwright.core.errors import InputError, StoppedError
 from meshwright.core.files import cache_folder
-from meshwright.core.units import format_bytes, format_count, format_seconds
+from meshwright.core.units import counted, format_bytes, format_count, format_seconds
 from meshwright.report.answer import Answer, Paragraph, Piece, Table, utilisation_rows
 from meshwright.spec.job import require_training
 from meshwright.spec.model import require_runnable
@@ -207,7 +207,7 @@ def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:
     held_out = or_dash(result.validation_loss, lambda loss: f"{loss:.3f}")
     known = [loss for loss in result.losses if math.isfinite(loss)]  # damaged lines of metrics have none
     losses = f"loss {known[0]:.3f} -> {known[-1]:.3f}" if known else "loss -"
-    yield f"{result.steps} steps{stopped}: {losses}, held out {held_out}"
+    yield f"{counted(result.steps, 'step')}{stopped}: {losses}, held out {held_out}"
     predicted = chosen.predicted
     memory = result.memory.total_bytes if result.memory else None
     yield Table.compared(
@@ -241,7 +241,7 @@ def goodput_words(goodput: "Goodput") -> str:
         "waiting for checkpoints": goodput.checkpoint_s,
         "waiting for data": goodput.data_s,
         "start and files": goodput.other_s,
-        f"{goodput.lost_steps} steps done again": goodput.lost_s,
+        f"{counted(goodput.lost_steps, 'step')} done again": goodput.lost_s,
     }
     rest = [f"{name} {format_seconds(s)}" for name, s in parts.items() if s >= goodput.wall_s / 100]
     in_steps = f"{format_seconds(goodput.steps_s)} of {format_seconds(goodput.wall_s)} in steps"
