@@ -105,7 +105,7 @@ DOT = "bf16[16,128,4096]{2,1,0} dot(bf16[16,8192,128]{2,1,0} %a, bf16[16,8192,40
         (f"%d = {DOT}, lhs_batch_dims={{0}}, lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}", "product",
          "over dim 1 of the first and dim 1 of the second: 2 x 8,388,608 x 8,192 = 137 GFLOP"),
         ('%c = (bf16[64,256]{1,0}, s8[4]{0}) custom-call(bf16[64,512]{1,0} %a, bf16[512,256] %b), custom_call_target='
-         '"__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":'
+         '"__cublas$gemm", backend_config={"gemm_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":'
          '["1"],"rhs_contracting_dimensions":["0"]}}}', "product", "2 x 16,384 x 512 = 16.8 MFLOP"),
         ("%ag = f32[8]{0} all-gather(f32[4]{0} %p), replica_groups=[8,2]<=[4,4]T(1,0), dimensions={0}", "devices",
          "8 groups of 2: 0,4, ..."),

@@ -94,6 +94,10 @@ class VerbCommand(click.Command):
     """The command of a verb: after an option with pairs ``a=b ...`` all pairs that follow are its values."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        named = {flag for param in self.params for flag in param.opts}
+        for flag in (arg.partition("=")[0] for arg in args):
+            if flag[:1] == "-" and flag not in named and f"-{flag}" in named:  # click would read -out as -o ut
+                raise click.NoSuchOption(flag, possibilities=[f"-{flag}"], ctx=ctx)
         many = {flag for param in self.params if str(param.metavar).endswith(" ...") for flag in param.opts}
         found, last = list[str](), ""
         for before, arg in zip(["", *args], args, strict=False):

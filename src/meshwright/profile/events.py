@@ -20,6 +20,8 @@ from meshwright.profile.hlo import TracedProgram
 
 TracePlatform = Literal["cpu", "gpu", "tpu"]
 
+MOST_FOREIGN = 0.02
+"""Share of a trace's instructions that the text of their program may lack."""
 STEP = "meshwright_step"
 """Name of the annotation around a profiled step."""
 STEP_END = "meshwright_step_end"
@@ -117,13 +119,25 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
     events, unnamed = host.events, 0.0
     if devices:
         platform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
-        found = [one for match, plane in devices for one in _device_events(plane, int(match[2]), platform, program)]
+        foreign = set[str]()
+        found = [
+            one
+            for match, plane in devices
+            for one in _device_events(plane, (int(match[2]), platform), program, foreign)
+        ]
         events = [event for event in found if event.op]
+        host.foreign |= foreign
         unnamed = sum(event.seconds for event in found if not event.op)
     if not events:
         raise InputError(
             f"{source} has no event of the program {program.module.name!r}. Give the text of the program that was "
             f"traced."
+        )
+    named = len({event.op for event in events}) + len(host.foreign)
+    if len(host.foreign) > MOST_FOREIGN * named:
+        raise InputError(
+            f"{source} is not of the program {program.module.name!r} in --hlo: {len(host.foreign):,} of its {named:,} "
+            f"instructions are not in the text, such as {min(host.foreign)}. Give the text of the traced program."
         )
     windows, how = host.windows(events)
     return DeviceTrace(
@@ -136,14 +150,23 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
     )
 
 
-def _device_events(plane: Any, device: int, platform: TracePlatform, program: TracedProgram) -> Iterator[OpEvent]:
-    """Yields the events on one accelerator; the instruction is empty if neither statistics, text nor kernel name it."""
+def _device_events(
+    plane: Any, place: tuple[int, TracePlatform], program: TracedProgram, foreign: set[str]
+) -> Iterator[OpEvent]:
+    """Yields the events on one accelerator; the instruction is empty if neither statistics, text nor kernel name it.
+
+    Adds to ``foreign`` the instructions that a statistic names as the program's and its text lacks.
+    """
+    device, platform = place
     lines = [line for line in plane.lines if line.name in _TPU_LINES or line.name.startswith("Stream")]
     if platform == "gpu":
         lines = [line for line in lines if line.name.startswith("Stream")] or lines
     for line in lines:
         for event in line.events:
-            said = next((str(value) for name, value in event.stats if name == "hlo_op"), "")
+            stats = dict(event.stats)
+            said = str(stats.get("hlo_op", ""))
+            if said and stats.get("hlo_module") == program.module.name and said not in program.instructions:
+                foreign.add(said)
             name, start = event.name.split(" = ")[0].strip().lstrip("%"), event.start_ns * _NS
             named = (one for one in (said, name, program.by_kernel.get(name, "")) if one in program.instructions)
             yield OpEvent(next(named, ""), device, line.name, start, start + event.duration_ns * _NS)
@@ -156,6 +179,7 @@ class _Host:
         self.program = program
         self.events: list[OpEvent] = []
         self.by_thread = False
+        self.foreign: set[str] = set()
         self.steps: list[Window] = []
         self.marks: list[float] = []
         self.runs: dict[int, list[float]] = {}
@@ -174,15 +198,18 @@ class _Host:
                     self.marks.append(window.end_s)
                 elif name.startswith(_WAITS):
                     waits.append(window)
-                elif ops and name in self.program.instructions:
+                elif ops:
                     self._add(event, window, f"{line.name.split('/')[0]} {number}", number, found)
             self.events += _with_waits(found, waits)
 
     def _add(self, event: Any, window: Window, lane: str, number: int, found: list[tuple[OpEvent, bool]]) -> None:
-        """Adds the event of an instruction, unless it is from another program with an instruction of this name."""
+        """Adds the event of an instruction, unless it is from another program or the program lacks it."""
         stats = dict(event.stats)
         own = self.program.module.name
         if "hlo_op" not in stats or stats.get("hlo_module", own) != own:
+            return
+        if event.name not in self.program.instructions:
+            self.foreign.add(event.name)
             return
         device, run = (
             value if isinstance(value := stats.get(name), int) else None for name in ("device_ordinal", "run_id")

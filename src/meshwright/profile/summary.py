@@ -2,13 +2,14 @@
 
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from meshwright.algebra.generation import AS_WRITTEN, Storage, job_strategy
-from meshwright.core.units import counted
+from meshwright.core.errors import InputError
+from meshwright.core.units import counted, format_bytes
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
@@ -24,6 +25,8 @@ from meshwright.spec.plan_file import Plan
 SAME_FLOPS = 0.02
 """Relative difference of FLOPs between program and derivation above which a note says so."""
 
+OTHER_WEIGHTS = 2.5
+"""Times by which the weights on a device differ from the plan's in a program that is not the plan's."""
 SLOWER = 1.2
 """Slowdown of steps under the profiler above which a note says so."""
 ENOUGH_CORES = 0.75
@@ -90,6 +93,8 @@ def analyse(
     job, rates, num_chips = plan.job, plan.calibration, plan.cluster.num_chips
     strategy = job_strategy(job, plan.strategy)
     priced = price_strategy(setting_of(plan, storage), strategy)
+    if recording is None:
+        _require_same(hlo, program, priced, num_chips)
     chip = priced.rates.chip
     program = msgspec.structs.replace(program, ridge=float(chip.matmul_flops_per_s) / float(chip.hbm_bytes_per_s))
     times = measure_times(events, program)
@@ -100,7 +105,8 @@ def analyse(
     estimate = priced.estimate
     flops = sum(row.flops for row in comparison.classes)
     derived_flops = float(estimate.flops) / num_chips
-    warnings = tuple(_warnings(profiled_s, step_s, events, recording))
+    reached = estimate.measured(step_s)
+    warnings = (*_impossible(reached), *_warnings(profiled_s, step_s, events, recording))
     if recording:
         memory = recording.memory
     else:
@@ -123,7 +129,7 @@ def analyse(
         step_s=step_s,
         profiled_s=profiled_s,
         predicted_step_s=float(estimate.step_s),
-        **estimate.measured(step_s),
+        **reached,
         predicted_mfu=float(estimate.mfu),
         predicted_hfu=float(estimate.hfu),
         flops=flops,
@@ -136,6 +142,34 @@ def analyse(
         notes=(*_notes(events, times, flops / derived_flops, num_devices=num_chips), *warnings),
         warnings=warnings,
     )
+
+
+def _require_same(hlo: Path, program: TracedProgram, priced: PricedStrategy, num_chips: int) -> None:
+    """Raises InputError for a program of another number of devices, or with other weights on each, than a plan's."""
+    module = program.module
+    if num_chips % module.num_devices:
+        raise InputError(
+            f"{hlo} is not the program of this plan: it is for {counted(module.num_devices, 'device')}, and the plan "
+            f"has {counted(num_chips, 'device')}. Give the plan that was run."
+        )
+    given = module.computations[module.entry].parameters.values() if module.entry else ()
+    held = sum(shape.num_bytes for one in given if "params[" in one.op_name for shape in one.shapes)
+    wanted = float(priced.estimate.memory["weights"])
+    if held and not 1 / OTHER_WEIGHTS < held / wanted < OTHER_WEIGHTS:
+        raise InputError(
+            f"{hlo} is not the program of this plan: it has {format_bytes(held)} of weights on a device, and the plan "
+            f"{format_bytes(wanted)}. Give the plan that was run."
+        )
+
+
+def _impossible(reached: Mapping[str, float | None]) -> Iterator[str]:
+    """Notes a utilisation above 100%, once masked scores are left out."""
+    mfu = reached["mfu_causal"] or reached["mfu"] or 0.0
+    if mfu > 1:
+        yield (
+            f"An MFU of {mfu:.0%} is impossible: the trace, the program and the plan do not belong together, or the "
+            "chip's peak is higher than the plan's rates say."
+        )
 
 
 def _warnings(profiled_s: float, step_s: float, trace: DeviceTrace, recording: Recording | None) -> Iterator[str]:

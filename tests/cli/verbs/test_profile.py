@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright.cli.main import run
+from meshwright.profile import summary
 from tests.cli.made_rates import write_rates
 
 SMALL = [
@@ -117,6 +118,26 @@ def test_a_trace_from_elsewhere_says_the_same(profiled, plan_file, call):
     assert sum(measured[name] for name in parts) == pytest.approx(measured["step under the profiler"], rel=0.01)
     assert "worst first" in text.out
     assert max(map(len, text.out.splitlines())) <= 80
+
+
+def test_files_of_other_programs_are_refused(profiled, plan_file, call, tmp_path):
+    """Another trace's instructions, another number of devices, other widths."""
+    (trace,) = profiled.folder.rglob("*.xplane.pb")
+    (hlo,) = profiled.folder.rglob("*.hlo.txt")
+    renamed = tmp_path / "renamed.hlo.txt"
+    renamed.write_text(re.sub(r"%(\w*fusion)\.(\d)", r"%\1.9\2", hlo.read_text()))
+    files = ("--trace", str(trace), "--hlo")
+    call("profile", str(plan_file), *files, str(renamed)).assert_refused(2, "are not in the text, such as")
+    wide = ("--set", "model.d_ff=4096", "--axes", "fsdp=4,tensor=2", "--set", "strategy.remat=none")
+    of_others = ("--calibration", str(write_rates(tmp_path)))
+    other = call("profile", "tiny", *SMALL, *wide, *of_others, *files, str(hlo))
+    other.assert_refused(2, "is not the program of this plan: it has 26.2 kB of weights on a device, and the plan")
+
+
+def test_a_utilisation_above_one_is_called_impossible():
+    (said,) = summary._impossible({"mfu": 4.1, "mfu_causal": None, "hfu": 4.2})
+    assert said.startswith("An MFU of 410% is impossible: the trace, the program and the plan do not belong together")
+    assert not [*summary._impossible({"mfu": 1.2, "mfu_causal": 0.8, "hfu": 1.3})]
 
 
 # -- the timeline -----------------------------------------------------------------------------------------

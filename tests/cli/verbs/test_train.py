@@ -35,6 +35,24 @@ def rates(tmp_path_factory):
     return str(write_rates(tmp_path_factory.mktemp("rates")))
 
 
+@pytest.mark.parametrize(
+    ("speed", "load", "said"),
+    [
+        (None, 99.0, []),
+        (1.05, 0.0, []),
+        (0.5, 0.0, ["slower now than when its rates were measured: the same product runs at 0.50 of its", "take 4 s"]),
+        (2.0, 0.0, ["faster now than", "at 2.00 of its speed then, at which the step would be predicted to take 1 s"]),
+        (1.0, 99.0, ["load 99.0 on ", "in the last minute, this run's threads included"]),
+    ],
+)
+def test_a_machine_of_another_speed_is_called_so(monkeypatch, speed, load, said):
+    """A step predicted to take 2 s takes 4 s at half of the speed."""
+    monkeypatch.setattr(train.os, "getloadavg", lambda: (load, load, load))
+    words = " ".join(train.speed_words(SimpleNamespace(predicted=SimpleNamespace(step_s=2.0)), speed))
+    assert all(one in words for one in said)
+    assert bool(words) is bool(said)
+
+
 @pytest.mark.slow
 def test_a_model_planned_on_the_way(rates, tmp_path, capsys):
     arguments = ["train", "tiny", *SMALL, "--axes", "fsdp=4,tensor=2", "--steps", "4", "--calibration", rates]

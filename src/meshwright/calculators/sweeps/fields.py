@@ -44,7 +44,7 @@ def read_fields(models: str, on: str, texts: Sequence[str], own: Sequence[str] =
     and, for training, unless exactly one of ``batch`` and ``micro`` is given.
     """
     known = {*own[2:], *SECTION_OF}
-    chosen = [llama_like(one) if _SIZE.fullmatch(one) else load_model(one) for one in _listed(models)]
+    chosen = [model_or_size(one) for one in _listed(models)]
     clusters = sweep_clusters(on)
     # clusters are named by their chips, where these tell them apart
     counts = [f"{cluster.num_chips:,}" for cluster in clusters]
@@ -122,6 +122,11 @@ WIDTH_OVER_LAYERS = 128
 TIED_BELOW = 4e9
 """Parameters below which input and output embedding are one table, as in Llama 3.2 1B and 3B."""
 SMALLEST, LARGEST = 5e8, 1e14
+
+
+def model_or_size(text: str) -> Model:
+    """Returns the model of a name, of a config.json, or of a size such as ``"7B"`` in the proportions of Llama 3."""
+    return llama_like(text) if _SIZE.fullmatch(text) else load_model(text)
 
 
 def llama_like(size: str) -> Model:

@@ -12,6 +12,7 @@ from meshwright.calculators.verbs.compare_memory import (
     hold_view,
     zero_view,
 )
+from meshwright.calculators.sweeps.fields import model_or_size
 from meshwright.cli.output import format_flop_count
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
@@ -20,7 +21,7 @@ from meshwright.cost.formulas.accounting import kv_cache_bytes
 from meshwright.cost.formulas.limit_table import feed_forward_width
 from meshwright.cost.work.ops import token_flops
 from meshwright.report.answer import Answer, Fact, Piece, Table
-from meshwright.spec.catalogue import load_model, models
+from meshwright.spec.catalogue import models
 from meshwright.spec.chip import Chip
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES
@@ -75,7 +76,7 @@ def command(given: Given) -> Answer:
         raise InputError(f"--all and {given.names[0]} do not go together. Name models, or ask for all of them.")
     if not given.every and not given.names:
         raise InputError("no model is named. Name some, such as llama3-8b gemma-7b, or give --all.")
-    chosen = [load_model(name) for name in (models() if given.every else dict.fromkeys(given.names))]
+    chosen = [model_or_size(name) for name in (models() if given.every else dict.fromkeys(given.names))]
     views = [name for name in VIEWS if getattr(given, name)]
     if len(views) > 1:
         first, second = (FLAGS.get(name, name) for name in views[:2])

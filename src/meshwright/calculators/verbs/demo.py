@@ -1,7 +1,7 @@
 """`meshwright demo`: the whole loop on this machine: measure, plan, train, compare, draw, sample."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -59,6 +59,7 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Measure this machine, plan a small llama for 8 emulated devices, train it, compare, draw, sample."""
+    from meshwright.bench.machine import machine_speed
     from meshwright.serve.drawing.sampling import Sampling
 
     given.out.mkdir(parents=True, exist_ok=True)
@@ -78,9 +79,11 @@ def command(given: Given) -> Answer:
     say("5/5 sample")
     options = TextOptions(max_tokens=SAMPLE_TOKENS, sampling=Sampling(temperature=0.5), mesh=make_mesh({}))
     text = PROMPT + generate_text(Path(result.run), [PROMPT], options).texts[0]
-    facts = {**msgspec.to_builtins(result), "plan": given.out / "plan.toml", "pictures": pictures, "sample": text}
+    speed = machine_speed(chosen.calibration)
+    facts: dict[str, Any] = {**msgspec.to_builtins(result), "machine_speed": speed}
+    facts |= {"plan": given.out / "plan.toml", "pictures": pictures, "sample": text}
     lines = [f"pictures: {', '.join(pictures)}", f"sample:   {text!r}"]
-    return Answer(facts, ["", *result_text(chosen, result), *(Paragraph(line, None) for line in lines)])
+    return Answer(facts, ["", *result_text(chosen, result, speed), *(Paragraph(line, None) for line in lines)])
 
 
 def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:

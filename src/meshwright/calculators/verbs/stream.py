@@ -21,7 +21,7 @@ from meshwright.core.units import counted, format_bytes, format_flops, format_se
 from meshwright.cost.formulas.roofline import Work, channel_rate, chip_roofline, critical_intensity
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.report.arrays.canvas import shown
-from meshwright.report.arrays.stream import StreamFrame, stream_figure
+from meshwright.report.arrays.stream import MOST_A_SIDE, StreamFrame, stream_figure
 from meshwright.report.roofline import RooflinePoint, roofline_figure
 from meshwright.spec.chip import Chip, known, peak
 
@@ -35,7 +35,7 @@ FLOPS = partial(format_flops, unit="FLOPs")
 class Given(Options):
     loop: LoopName = argument()
     seq_len: Count = SEQ
-    block: Count = option("Rows and columns of a tile.", default=128)
+    block: Count | None = option("Rows and columns of a tile [default: 128; for --png a 16th of --seq if that is more].")
     width: Count | None = option("Head dim of flash [default: 128]; D and F of matmul [default: --seq].")
     on: Chip = option("A TPU of the catalogue, such as v5e.")
     causal: bool = option("Leave out tiles that no query sees.")
@@ -49,25 +49,26 @@ def command(given: Given) -> Answer:
     unit, name, memory = given.on, given.loop, known(given.on, "vmem_bytes")
     if name == "matmul" and given.causal:
         raise InputError("--causal: a product leaves out no tile. Use it with flash or flash-backward.")
+    block = given.block or max(128, given.seq_len // MOST_A_SIDE if given.png else 0)
     sizes = {"seq": given.seq_len, "width": given.width or (given.seq_len if name == "matmul" else 128)}
-    loops = {given.block: tiled_loop(name, **sizes, block=given.block, causal=given.causal)}
-    loop = loops[given.block]
+    loop = tiled_loop(name, **sizes, block=block, causal=given.causal)
+    loops = {block: loop}
     if loop.vmem_bytes > memory:
         need, has = format_bytes(loop.vmem_bytes), f"{unit.name} has {format_bytes(memory)}"
-        raise CannotRunError(f"tiles of {given.block} need {need} of VMEM, {has}. Use a smaller --block.")
-    for block in BLOCKS:
+        raise CannotRunError(f"tiles of {block} need {need} of VMEM, {has}. Use a smaller --block.")
+    for other in BLOCKS:
         with suppress(InputError):
-            loops[block] = tiled_loop(name, **sizes, block=block, causal=given.causal)
+            loops[other] = tiled_loop(name, **sizes, block=other, causal=given.causal)
     facts = {
         **{"loop": name, "chip": unit.name, **sizes, "causal": given.causal, "num_steps": loop.num_steps},
         "critical_intensity": critical_intensity(peak(unit, "bf16"), channel_rate(unit, "hbm")),
-        **_totals(loop, given.block, unit),
+        **_totals(loop, block, unit),
         "arrays_bytes": sum(math.prod(one.shape) * one.itemsize for one in (*loop.operands, *loop.results)),
         "untiled": None if name == "matmul" else _bounds(*untiled_attention(name, **sizes), unit),
         "steps": _steps(loop, unit, shown(loop.num_steps, ROWS, 2)),
-        "blocks": [_totals(one, block, unit) for block, one in sorted(loops.items()) if one.vmem_bytes <= memory],
+        "blocks": [_totals(one, other, unit) for other, one in sorted(loops.items()) if one.vmem_bytes <= memory],
     }
-    tiles = f"tiles of {given.block}{', causal' * given.causal}"
+    tiles = f"tiles of {block}{', causal' * given.causal}"
     title = f"{name} of {given.seq_len:,} x {sizes['width']:,} in bf16, {tiles}, on {unit.name}"
     drawn = {given.png: lambda: _figure(loop, unit, title), given.roofline: lambda: _roofline(facts, unit)}
     return Answer(facts, _text(facts, title), drawn, [facts["steps"], facts["blocks"]])

@@ -37,9 +37,10 @@ class Given(EngineGiven):
 
 OF_ONE_BATCH = ("what", "on", "axes", "weights", "cache_dtype")
 """Options of an engine that prompts without -o have too: they are one batch on a mesh, without an engine."""
+WITH_FILE = {"out": "answers to a file, with -o; without it --max-tokens bounds an answer"}
 for _name in EngineGiven.__annotations__.keys() - OF_ONE_BATCH:
     _row = getattr(EngineGiven, _name)
-    setattr(Given, _name, replace(_row, needs=_row.needs or {"out": "-o"}))
+    setattr(Given, _name, replace(_row, needs=_row.needs or WITH_FILE))
 
 
 @verb(Given)

@@ -1,6 +1,7 @@
 """`meshwright train`: run a plan, with the prediction beside every measured step."""
 
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from meshwright.spec.strategy import mesh_words
 if TYPE_CHECKING:
     from meshwright.train.record.result import Goodput, TrainResult
 
+SAME_SPEED = 0.1
+"""Differences of a machine's speed from that of its rates that are not worth a word."""
 PROFILED_STEPS = 3
 """Steps that ``--profile`` without a number profiles."""
 
@@ -142,8 +145,11 @@ def _run(plan: Plan, settings: dict[str, Any], given: Given, *, resume: Path | N
         if stopped:
             raise stopped
         return None
-    pieces = [*result_text(plan, result), *(profile.pieces if profile else ())]
-    facts = msgspec.structs.asdict(result) | ({"profile": profile.facts} if profile else {})
+    from meshwright.bench.machine import machine_speed
+
+    speed = machine_speed(plan.calibration)
+    pieces = [*result_text(plan, result, speed), *(profile.pieces if profile else ())]
+    facts = msgspec.structs.asdict(result) | {"machine_speed": speed} | ({"profile": profile.facts} if profile else {})
     return Answer(facts, pieces, raw=[[facts]], error=stopped)
 
 
@@ -198,8 +204,8 @@ def _run_profiled(
 # -- what is printed, in `demo` too -------------------------------------------------------------------------
 
 
-def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:
-    """Yields losses, and each prediction beside its measurement."""
+def result_text(chosen: Plan, result: "TrainResult", speed: float | None = None) -> Iterator[Piece]:
+    """Yields losses, and each prediction beside its measurement; ``speed`` is that of `machine_speed` after the run."""
     if not result.losses:
         yield f"stopped before the first step; {result.run} holds the plan"
         return
@@ -217,6 +223,7 @@ def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:
             ("memory of a device", predicted.hbm_bytes_per_chip, memory, format_bytes),
         ]
     )
+    yield from speed_words(chosen, speed)
     if (result.mfu_causal or result.mfu or 0) > 1:
         calibration = chosen.calibration.name if chosen.calibration else "the data sheet"
         yield (
@@ -231,6 +238,21 @@ def result_text(chosen: Plan, result: "TrainResult") -> Iterator[Piece]:
         yield f"left out {result.skipped_records} bad records of the data"
     if result.goodput:
         yield goodput_words(result.goodput)
+
+
+def speed_words(chosen: Plan, speed: float | None) -> Iterator[str]:
+    """Yields how the machine's speed differs from that of its rates, if by a tenth, and its load if above its cores."""
+    if speed is None:
+        return
+    if abs(speed - 1) > SAME_SPEED:
+        yield (
+            f"this machine is {'slower' if speed < 1 else 'faster'} now than when its rates were measured: the same "
+            f"product runs at {speed:.2f} of its speed then, at which the step would be predicted to take "
+            f"{format_seconds(chosen.predicted.step_s / speed)}"
+        )
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores:
+        yield f"load {load:.1f} on {counted(cores, 'core')} in the last minute, this run's threads included"
 
 
 def goodput_words(goodput: "Goodput") -> str:
