@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import importlib
 import inspect
 import runpy
 import subprocess
@@ -68,3 +69,19 @@ def test_the_tour_runs(capsys):
     assert said.count("MFU") == 3
     assert "reduce_scatter" in said.lower().replace("reducescatter", "reduce_scatter")
     assert "times the memory" in said
+
+
+FORMULAS = ("accounting", "limits", "limit_table", "roofline", "serving", "training_budget")
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_the_page_names_every_formula(name):
+    module = importlib.import_module(f"meshwright.cost.formulas.{name}")
+    own = (one for one, what in vars(module).items() if getattr(what, "__module__", "") == module.__name__)
+    row = next(line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith(f"| `{name}` |"))
+    assert {one for one in own if one[0] != "_" and f"`{one}`" not in row} == set()
+
+
+def test_no_module_of_formulas_is_left_out():
+    folder = ROOT / "src" / "meshwright" / "cost" / "formulas"
+    assert {path.stem for path in folder.glob("[!_]*.py")} == set(FORMULAS)

@@ -193,3 +193,17 @@ def test_json_comes_alone_on_standard_output(call):
     assert said.code == 0
     assert said.err == "wrote plan.toml\n"
     assert set(json.loads(said.out)) >= {"model", "cluster", "job", "strategies"}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("generate", "x", "-max-len", "5"), "No such option '-max-len'. Did you mean '--max-len'?"),
+        (("generate", "x", "-out", "y"), "No such option '-out'. Did you mean '--out'?"),
+        (("train", "x", "-seq", "5"), "No such option '-seq'. Did you mean '--seq'?"),
+        (("generate", "x", "--prompt", "a", "--max-len", "5"), "with -o; without it --max-tokens bounds an answer."),
+    ],
+)
+def test_long_options_with_one_dash(call, args, message):
+    """`-out y` is not `-o` with the value ut."""
+    call(*args).assert_refused(2, message)

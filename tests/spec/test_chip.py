@@ -303,3 +303,21 @@ def test_refused_options_are_one_line():
     assert GivenOptions({}, ("xla_a", "xla_b")).notes == [
         "the installed compiler refuses xla_a, xla_b: compiled without"
     ]
+
+
+def test_the_page_names_every_field_of_a_chip_file():
+    page = (Path(__file__).parents[2] / "docs" / "chips.md").read_text(encoding="utf-8")
+    assert {field for field in Chip.__struct_fields__ if f"`{field}`" not in page} == set()
+
+
+def test_tpu_v2_and_a_core_of_it():
+    """Table of Jouppi et al. 2020: 16 GB at 700 GB/s, 2 cores of one 128 x 128 unit at 700 MHz: 45.9e12."""
+    whole, core = chip("v2"), chip("v2-book")
+    assert (whole.hbm_bytes, whole.hbm_bytes_per_s, whole.power_w) == (16e9, 700e9, 280)
+    assert tpu_peak_from_anatomy(whole) == pytest.approx(2 * 2 * 128**2 * 700e6) == pytest.approx(46e12, rel=3e-3)
+    assert (2 * core.hbm_bytes, 2 * core.hbm_bytes_per_s) == (whole.hbm_bytes, whole.hbm_bytes_per_s)
+
+
+def test_the_clock_of_v6e_gives_its_peak():
+    """4 units of 256 x 256 cells, 2 FLOPs a cell and cycle, at 1.75 GHz."""
+    assert tpu_peak_from_anatomy(chip("v6e")) == 4 * 256**2 * 2 * 1.75e9 == pytest.approx(918e12, rel=6e-4)

@@ -46,7 +46,10 @@ def window(size: int) -> Mask:
 
 
 def sliding_window(size: int) -> Mask:
-    """Returns the causal mask of the query and the ``size`` - 1 keys before it."""
+    """Returns the causal mask of the query and the ``size`` - 1 keys before it: ``size`` keys, as Mistral counts them.
+
+    FlexAttention's examples write ``q_idx - kv_idx <= size``, which keeps one key more: sliding_window(size + 1) here.
+    """
     return and_masks(causal(), window(size))
 
 

@@ -144,3 +144,11 @@ def test_refused(call, args, message):
     said = call("compare", *args)
     assert said.code == 2
     assert message in said.err
+
+
+def test_sizes_in_the_proportions_of_llama(call):
+    """As `sweep` takes them; 10 bytes a parameter of bf16-adam."""
+    words = call("compare", "1B", "7B", "70B", "405B", "--bytes").words
+    for name in ("llama-1B", "llama-7B", "llama-70B", "llama-405B"):
+        assert name in words
+    assert "bf16-adam 2 2 8 10" in words

@@ -90,3 +90,15 @@ def test_groups_of_tensor_that_do_not_fit(call, cluster, tensor, words):
     text = call(*args, width=200).words
     assert all(said in text for said in words)
     assert ("leave a domain" in text, "no whole number" in text) == ("leave" in str(words), "divide" in str(words))
+
+
+def test_both_assumptions_are_named_where_a_root_is_not_met(call):
+    """2240 chips of data are above the upper root, where weights and activations one after the other no longer hide;
+    at the same time the longer of both does: 4 D F / (Y W Mx) = 746 us below 4 B D F / (X Y C)."""
+    text = call(*ARGS, "--tensor", "4").words
+    assert "X, upper root < Mx(BF/alpha + root)/2F 1,935 2,240 not met" in text
+    assert "the longer of weights (Mx axes) and activations (My axes), which are sent at the same time" in text
+    assert "the roots and X_opt take the sum of both, so that one may hide where a root is not met" in text
+    layer = call(*ARGS, "--tensor", "4", "--json").json["layer"]
+    assert layer["comms_s"] == pytest.approx(4 * 8192 * 28672 / (4 * 1.8e11 * 2))
+    assert layer["comms_s"] < layer["math_s"]

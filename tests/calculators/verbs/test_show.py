@@ -232,3 +232,26 @@ def test_what_a_layer_sends(call):
     assert sent["tensor"] == (8 * 1024 * 4096, 8 * 1024 * 4096)
     assert sent["context ring"] == (4 * 1024 * 1024, 8 * 1024 * 1024)
     assert "expert" not in sent
+
+
+def test_a_layer_of_two_matrices(call):
+    """Two of 8192 x 32768 = 268M parameters; 2 FLOPs of a parameter and token forward, 6 in training."""
+    found = call("show", "mlp:8192x32768", "--json").json
+    assert (found["d_model"], found["d_ff"], found["params"]) == (8192, 32768, 2 * 2**28)
+    assert found["token_flops"] == {"forward": 4 * 2**28, "training": 12 * 2**28}
+    assert "Win [D,F] 8192 x 32768" in call("show", "mlp:8192x32768").words
+
+
+def test_rows_of_the_book_are_explained(call):
+    assert (
+        "rows that end in -book, such as v5e-book, have the rounded figures of How to Scale Your Model"
+        in call("show", "chips").words
+    )
+
+
+def test_vector_units_in_the_text(call):
+    words = call("show", "v5e").words
+    assert "VPU lanes of a core 1,024" in words
+    assert "ALUs of a VPU lane 4" in words
+    assert "chips of a pod 256" in words
+    assert "1 core x 4 MXUs" in words

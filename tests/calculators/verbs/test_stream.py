@@ -40,7 +40,11 @@ def test_what_is_printed(call):
         (("flash", "--seq", "500", "--on", "v5e"), 2, "tiles of 128 must divide 500"),
         (("flash", "--on", "h100"), 2, "vmem_bytes of h100 is not known"),
         (("matmul", "--seq", "8192", "--block", "8192", "--on", "v5e"), 3, "v5e has 134 MB. Use a smaller --block"),
-        (("flash", "--seq", "8192", "--on", "v5e", "--png", "x.png"), 2, "at most 16: a larger --block"),
+        (
+            ("flash", "--seq", "8192", "--block", "128", "--on", "v5e", "--png", "x.png"),
+            2,
+            "at most 16: a larger --block",
+        ),
     ],
 )
 def test_refused(call, args, code, message):
@@ -81,3 +85,11 @@ def test_tiles_of_a_frame():
         "in HBM": 7,
         "not in HBM yet": 6,
     }
+
+
+def test_the_defaults_can_be_drawn(call, tmp_path):
+    """4,096 rows in 16 tiles a side, the most of a picture, are tiles of 256."""
+    said = call("stream", "matmul", "--on", "v5e", "--png", str(tmp_path / "x.svg"))
+    assert "tiles of 256, on v5e: 4,096 steps" in said.words
+    assert (tmp_path / "x.svg").exists()
+    assert "tiles of 128, on v5e: 32,768 steps" in call("stream", "matmul", "--on", "v5e").words

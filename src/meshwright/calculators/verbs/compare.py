@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.algebra.sizes import Number
+from meshwright.calculators.sweeps.fields import model_or_size
 from meshwright.calculators.verbs.compare_memory import (
     RESULTS_PER_LAYER,
     activations_view,
@@ -12,7 +13,6 @@ from meshwright.calculators.verbs.compare_memory import (
     hold_view,
     zero_view,
 )
-from meshwright.calculators.sweeps.fields import model_or_size
 from meshwright.cli.output import format_flop_count
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError

@@ -23,8 +23,9 @@ from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.spec.weights import num_params
 
 LAYER = (
-    "two matrices D x F forward: T_math {}, T_comms {}, the longer of weights (Mx axes) and activations (My axes), which "
-    "are sent at the same time; the roots and X_opt take their sum, so that a root that is not met may still hide"
+    "two matrices D x F forward: T_math {}, T_comms {}, the longer of weights (Mx axes) and activations (My axes), "
+    "which are sent at the same time; the roots and X_opt take the sum of both, so that one may hide where a root is "
+    "not met"
 )
 
 

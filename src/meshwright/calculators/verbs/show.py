@@ -3,15 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+from meshwright.calculators.sweeps.crossover import mlp_work
 from meshwright.calculators.verbs.show_chip import chip_answer, chip_facts
 from meshwright.calculators.verbs.show_cluster import clusters_answer
 from meshwright.calculators.verbs.show_model import model_answer
-from meshwright.cli.output import four_digits
+from meshwright.cli.output import format_flop_count, four_digits
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.toml_file import read_toml
 from meshwright.core.units import format_bytes, format_params, format_rate
-from meshwright.report.answer import Answer, Table
+from meshwright.report.answer import Answer, Fact, Table
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import chip, chips
 from meshwright.spec.slices import parse_clusters
@@ -25,7 +26,7 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Show THING: models, chips, a model (name or config.json), a chip (name or .toml), a cluster such as v5p:4x4x4."""
+    """Show THING: models, chips, a model (name, config.json, mlp:DxF), a chip (name, .toml), a cluster (v5p:4x4x4)."""
     thing = given.thing
     if thing == "models":
         counts = [
@@ -43,13 +44,28 @@ def command(given: Given) -> Answer:
         return Answer({"models": counts}, [Table.of(counts, MODELS)])
     if thing == "chips":
         rows = [chip_facts(c) for c in chips().values()]
-        return Answer({"chips": rows}, [Table.of(rows, CHIPS, "Dense TFLOP/s by dtype, memory and the fastest link")])
+        table = Table.of(rows, CHIPS, "Dense TFLOP/s by dtype, memory and the fastest link")
+        return Answer({"chips": rows}, [table, BOOK_WORDS])
     if thing.endswith(".toml"):
         keys = read_toml(Path(thing)).data.keys()
         if {"version", "strategy"} <= keys:
             raise InputError(f"{thing} is a plan. Use meshwright explain {thing}, or show the cluster it names.")
         if not {"shape", "levels"} & keys:
             return chip_answer(chip(thing))
+    if (layer := mlp_work(thing)) is not None:
+        width, hidden = layer.dims["D"], layer.d_ff
+        flops = {"forward": 4 * width * hidden, "training": 12 * width * hidden}
+        facts = {"name": thing, "d_model": width, "d_ff": hidden, "params": 2 * width * hidden, "token_flops": flops}
+        rows = [["Win", "[D,F]", f"{width} x {hidden}"], ["Wout", "[F,D]", f"{hidden} x {width}"]]
+        words = ", ".join(f"{format_flop_count(count)} {name}" for name, count in flops.items())
+        return Answer(
+            facts,
+            [
+                f"{thing}: a layer of two matrices, {format_params(facts['params'])} parameters",
+                Table(["weight", "dims", "shape"], rows),
+                Fact("FLOPs of a token", words),
+            ],
+        )
     if ":" in thing or thing.endswith(".toml"):
         return clusters_answer(parse_clusters(thing))
     if thing.lower() in _chip_names():
@@ -65,6 +81,10 @@ def _chip_names() -> tuple[str, ...]:
     return tuple(name for c in chips().values() for name in (c.name, *c.aliases))
 
 
+BOOK_WORDS = (
+    "rows that end in -book, such as v5e-book, have the rounded figures of How to Scale Your Model in place of the "
+    "data sheet's, so that its worked answers come out to the digit (-book-section1: of one section)"
+)
 MODELS: dict[str, Any] = {
     "model": "name",
     "family": "family",

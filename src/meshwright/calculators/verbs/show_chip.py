@@ -8,7 +8,7 @@ import msgspec
 from meshwright.calculators.chips import anatomy
 from meshwright.cli.output import or_dash
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.core.units import format_bytes, format_flops, format_params, format_rate, format_seconds
+from meshwright.core.units import counted, format_bytes, format_flops, format_params, format_rate, format_seconds
 from meshwright.cost.formulas import accounting, limits, roofline
 from meshwright.cost.network import collectives as network
 from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Show, Table
@@ -29,7 +29,7 @@ def _text(c: Chip, facts: dict[str, Any]) -> Iterator[Piece]:
     if c.mxu_dim and c.mxus_per_core and c.num_cores and c.clock_hz:
         each = anatomy.mxu_flops_per_cycle(c.mxu_dim) * c.clock_hz
         rows.append(["one MXU", format_flops(each), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
-        what = f"{c.num_cores} cores x {c.mxus_per_core} MXUs"
+        what = f"{counted(c.num_cores, 'core')} x {counted(c.mxus_per_core, 'MXU')}"
         rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), what])
     if rows:
         yield ""
@@ -115,6 +115,7 @@ _FIGURES: tuple[tuple[str, str, Any], ...] = (
     ("ICI axes", "num_ici_axes", str),
     ("NVLink or its like, one way", "nvlink_bytes_per_s", format_rate),
     ("chips of a domain", "domain_chips", str),
+    ("chips of a pod", "max_chips", "{:,}".format),
     ("network, one way", "nic_bytes_per_s", format_rate),
     ("DCN of a host", "dcn_bytes_per_s_per_host", format_rate),
     ("chips of a host", "chips_per_host", str),
@@ -125,6 +126,7 @@ _FIGURES: tuple[tuple[str, str, Any], ...] = (
     ("MXUs of a core", "mxus_per_core", str),
     ("cells of an MXU", "mxu_dim", lambda v: f"{v} x {v}"),
     ("VPU lanes of a core", "vpu_lanes_per_core", "{:,}".format),
+    ("ALUs of a VPU lane", "vpu_alus_per_lane", str),
     ("clock", "clock_hz", lambda v: f"{v / 1e9:.4g} GHz"),
 )
 

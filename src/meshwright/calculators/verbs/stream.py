@@ -35,7 +35,9 @@ FLOPS = partial(format_flops, unit="FLOPs")
 class Given(Options):
     loop: LoopName = argument()
     seq_len: Count = SEQ
-    block: Count | None = option("Rows and columns of a tile [default: 128; for --png a 16th of --seq if that is more].")
+    block: Count | None = option(
+        "Rows and columns of a tile [default: 128; for --png a 16th of --seq if that is more]."
+    )
     width: Count | None = option("Head dim of flash [default: 128]; D and F of matmul [default: --seq].")
     on: Chip = option("A TPU of the catalogue, such as v5e.")
     causal: bool = option("Leave out tiles that no query sees.")

@@ -181,7 +181,8 @@ def legend(at: Letters, split: str = "data x fsdp x context") -> str:
     ]
     said += [f"F = {at.d_ff:,}", f"C = {format_flops(at.peak_flops)}"]
     if at.alpha is not None:
-        said.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte with W {at.width}")
+        sheet = f", {at.sheet_alpha:,.4g} by the data sheet" if at.sheet_alpha not in (None, at.alpha) else ""
+        said.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte{sheet} with W {at.width}")
         said.append(f"X = {split} on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes")
         said.append("root = square root of the discriminant")
     elif at.link:
@@ -199,7 +200,7 @@ def _lead_text(told: Explanation) -> Iterator[Piece]:
         yield Fact("what matters" if number == 0 else "", _term_words(term, told))
     near = _nearest_limit(told, [limit_of_term(term, told.limits) for term in terms])
     if near is not None:
-        yield Fact("near a limit", limit_words(near))
+        yield Fact("beyond a limit" if near.holds is False else "near a limit", limit_words(near))
     yield Fact("what would help", _change_words(told))
     if told.fsdp is not None:
         yield Fact("data parallelism", told.fsdp.words)

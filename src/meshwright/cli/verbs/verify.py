@@ -177,6 +177,7 @@ def _traffic_text(traffic: "TrafficComparison", form: Form) -> Iterator[Piece]:
         "bytes compiled": ("compiled_bytes", format_bytes),
     }
     yield Table.of(traffic.rows, columns)
+    yield "bytes that each device receives in a step; those of explain and shard are of the arrays"
     for name in dict.fromkeys(one.name for one in traffic.differences):
         yield _wide(name, _difference_words([one for one in traffic.differences if one.name == name]))
     if form == "shard_map":

@@ -45,9 +45,10 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
 
     B is ``batch_tokens`` of one microbatch: weights are gathered anew for each, so its tokens have to hide them. N is
     ``num_chips``, X is ``data_ways`` = data x fsdp x expert x context, Y is ``tensor``, F is ``d_ff``, C is
-    ``peak_flops``, alpha is C / W in FLOPs per byte with W of one torus axis, which ``width`` describes. M_X and M_Y
-    are the torus axes of X and Y, each at least one; beside rings a line counts as a half. ``sparsity`` is E / k:
-    hiding the same weights takes that many times the tokens. ``num_slices`` counts slices that divide the batch.
+    ``peak_flops``, alpha is C / W in FLOPs per byte with W of one torus axis, which ``width`` describes, and
+    ``sheet_alpha`` by the data sheet. M_X and M_Y are the torus axes of X and Y, each at least one; beside rings a line
+    counts as a half. ``sparsity`` is E / k: hiding the same weights takes that many times the tokens. ``num_slices``
+    counts slices that divide the batch.
     """
 
     batch_tokens: float
@@ -59,6 +60,7 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
     data_ways: float | None = None
     peak_flops: float
     alpha: float | None = None
+    sheet_alpha: float | None = None
     width: str = ""
     num_axes: float
     fsdp_axes: float = 1
