@@ -89,7 +89,8 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
             for case, found in zip(self.cases, calibrations, strict=True)
         ]
         stand_in = _stacked_calibration(calibrations)
-        groups = {group: leg_rates(legs, stand_in) for group, legs in self.legs.items()}
+        scatters = self.cases[0].setting.assumptions.scatters
+        groups = {group: leg_rates(legs, stand_in, scatters=scatters) for group, legs in self.legs.items()}
         return StepRates(
             chip=msgspec.structs.replace(chips[0], **_arrays(chips, RATES), efficiency=stand_in.efficiency),
             peak_flops_per_s=1.0,
@@ -146,6 +147,7 @@ def _pattern(case: Case) -> tuple[Any, ...]:
         heads = strategy_of_heads(strategy, setting.model.num_kv_heads).assignment
         choices = (setting.job.kind, setting.storage, heads, assumed.engine, cluster.chip.name)
     how = (assumed.software, assumed.dispatch, assumed.exchange_overlap, gathers_narrow(strategy, assumed))
+    choices = (*choices, assumed.scatters)
     return (shape, *map(str, choices), *how, narrow, fitted, cluster.kind, cluster.num_slices > 1, _left_out(case))
 
 

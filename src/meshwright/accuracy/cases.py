@@ -139,6 +139,7 @@ def _case(record: Record) -> Case:
         dispatch=DISPATCHES[recipe.dispatcher] if recipe else "experts",
         exchange_overlap=recipe is not None and recipe.exchange_overlap,
         narrow_gathers=record.group.startswith(NARROW_SUMS),
+        scatters="once",
     )
     setting = Setting(model, cluster, job, assumptions=assumed)
     return Case(record=record, setting=setting, strategy=strategy, measured_s=measured)

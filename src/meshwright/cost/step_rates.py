@@ -130,7 +130,8 @@ def step_rates(
         for index, placement in enumerate(placements):
             legs = legs_of_links(placement, group)
             if legs not in known:
-                known[legs] = leg_rates([leg for leg in legs if leg is not None], calibration)
+                some = [leg for leg in legs if leg is not None]
+                known[legs] = leg_rates(some, calibration, scatters=assumptions.scatters)
             which[index] = numbers.setdefault(legs, len(numbers))
             fills[:, index] = [leg is not None for leg in legs]
             spans[index] = spanned_nodes(leg for leg in legs if leg is not None)

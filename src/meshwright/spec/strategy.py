@@ -309,6 +309,10 @@ AttentionKernel = Literal["tuned", "portable", "narrow"]
 """Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then), or for the chip
 in the dtype of products where that is narrower than 16 bits."""
 
+Scatters = Literal["turns", "once"]
+"""A ReduceScatter over a whole torus slice: in two turns as programs of this package, or all at once as other programs
+have it, which libtpu compiles as an AllReduce of the whole array."""
+
 Dispatch = Literal["experts", "one_hot", "devices", "nodes"]
 """How tokens reach experts: "experts" sends a row for each expert; "one_hot" brings it to its slot by a product with
 one-hot rows; "devices" sends a row for each device with experts of the token, between nodes one for each node, which
@@ -334,7 +338,8 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
     over the mean where nothing bounds it. ``empty_slots`` says that compiled software without a bound has room for
     more rows than the mean at devices of experts, as arrays of fixed size need. ``dispatch`` is how tokens are sent;
     with ``exchange_overlap`` that hides behind another microbatch. With ``narrow_gathers`` weights are gathered in fp8
-    where products are in fp8. ``engine`` serves, between steps of software "served".
+    where products are in fp8. ``engine`` serves, between steps of software "served". ``scatters`` is how a sum is
+    scattered over a whole torus slice.
     """
 
     software: Software = "compiled"
@@ -345,6 +350,7 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
     exchange_overlap: bool = False
     narrow_gathers: bool = False
     engine: EngineName = ""
+    scatters: Scatters = "turns"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -354,7 +360,7 @@ class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def of_other_software(self) -> dict[str, str | bool]:
         """Fields that differ from what programs of this package do, which are priced and not executed."""
-        names = ("attention_kernel", "software", "dispatch", "exchange_overlap", "narrow_gathers")
+        names = ("attention_kernel", "software", "dispatch", "exchange_overlap", "narrow_gathers", "scatters")
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(AS_RUN, name)}
 
     @property

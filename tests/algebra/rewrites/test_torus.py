@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 from meshwright.algebra.einsum import reshard
 from meshwright.algebra.notation import ShardedArray
+from meshwright.algebra.rewrites import torus
 from meshwright.algebra.rewrites.torus import (
     SMALL_BYTES,
     Legs,
@@ -25,6 +26,8 @@ from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.strategy import Strategy
 
+CUBE = ({"fsdp": 8}, {"fsdp": "x (2) x y (2) x z (2)"})
+SQUARE = ({"fsdp": 16}, {"fsdp": "x (4) x y (4)"})
 WHOLE = ({"fsdp": 8}, {"fsdp": "x (2) x y (4)"})
 PARTS = ({"fsdp": 4, "tensor": 2}, {"fsdp": "2 of x (4) x y (2)", "tensor": "2 of x (4)"})
 TWO_AXES = ({"data": 2, "fsdp": 4}, {"data": "2 of x (4)", "fsdp": "2 of x (4) x y (2)"})
@@ -80,10 +83,13 @@ def steps_of(array, target, case):
     return leg_by_leg(reshard(array, target), Strategy(mesh=mesh, placement=placement))
 
 
-@pytest.mark.parametrize("case", [WHOLE, PARTS, TWO_AXES, SLICES])
+@pytest.mark.parametrize("case", [WHOLE, PARTS, TWO_AXES, SLICES, CUBE])
 @pytest.mark.parametrize("dim", ["D", "F"])
-def test_values_and_shards_are_those_of_one_collective(case, dim):
+def test_values_and_shards_are_those_of_one_collective(case, dim, monkeypatch):
     """Every device has the shard that one scatter over the group gives it, and a gather puts it back."""
+    if case is CUBE:
+        # in the turns of large arrays
+        monkeypatch.setattr(torus, "SMALL_BYTES", 0)
     mesh = device_mesh(case[0])
     axes = tuple(mesh.axis_names)
     partial = ShardedArray("W", ("D", "F"), ((), ()), axes)
@@ -120,11 +126,39 @@ def test_shards_that_end_within_a_tile_come_back_whole(shape, monkeypatch):
     np.testing.assert_array_equal(jax.jit(run)(jnp.asarray(values)), values.sum(axis=0))
 
 
-def test_legs_send_in_all_what_one_scatter_sends():
+@pytest.mark.parametrize(
+    ("case", "small", "large"),
+    [
+        # axes of unequal lengths at once: libtpu scatters
+        (WHOLE, [4, 2], []),
+        # four rows of two columns each, then their neighbours
+        (SQUARE, [4, 4], [8, 2]),
+        (CUBE, [2, 2, 2], [4, 2]),
+        (({"fsdp": 64}, {"fsdp": "x (4) x y (2) x z (8)"}), [8, 4, 2], [32, 2]),
+        # two whole axes of a slice, and two with a half of the third
+        (({"data": 2, "fsdp": 16}, {"data": "z (2)", "fsdp": "x (4) x y (4)"}), [4, 4], []),
+        (({"data": 2, "fsdp": 32}, {"data": "2 of z (4)", "fsdp": "x (4) x y (4) x 2 of z (4)"}), [4, 4, 2], [16, 2]),
+        (({"fsdp": 9}, {"fsdp": "x (3) x y (3)"}), [3, 3], [3, 3]),
+    ],
+)
+def test_legs_send_in_all_what_one_scatter_sends(case, small, large):
     partial = ShardedArray("W", ("D",), ((),), ("fsdp",))
-    (scatter,) = steps_of(partial, ShardedArray("W", ("D",), (("fsdp",),)), WHOLE)
-    assert crossed_legs(scatter, 10**9) == ((4, ("fsdp",), 1), (2, ("fsdp",), 4))
-    assert sum((leg.size - 1) / leg.size / leg.divided for leg in crossed_legs(scatter, 10**9)) == 7 / 8
+    (scatter,) = steps_of(partial, ShardedArray("W", ("D",), (("fsdp",),)), case)
+    size = case[0]["fsdp"]
+    for num_bytes, sizes in ((SMALL_BYTES - 1, small), (SMALL_BYTES, large)):
+        legs = crossed_legs(scatter, num_bytes)
+        assert [leg.size for leg in legs] == sizes
+        if legs:
+            assert sum((leg.size - 1) / leg.size / leg.divided for leg in legs) == pytest.approx((size - 1) / size)
+    # every rank is left with its own of the shards, whatever the order in which they are scattered
+    legs = scatter.details.of("reduce_scatter", SMALL_BYTES)
+    shards = np.arange(size).reshape(legs.parts).transpose(legs.places).reshape(legs.sizes)
+    for rank in range(size):
+        own = shards
+        for groups in legs.groups:
+            (group,) = (group for group in groups if rank in group)
+            own = own[group.index(rank)]
+        assert own == rank
 
 
 def test_only_small_gathers_over_a_whole_slice_run_leg_by_leg():

@@ -1,10 +1,13 @@
 """Collective times: the ring formulas, levels, placements, and scalar == array."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
+from meshwright.algebra.rewrites.torus import group_legs as scattered_legs
+from meshwright.algebra.rewrites.torus import parts_of
 from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import InputError
 from meshwright.cost.network.collectives import (
@@ -21,6 +24,8 @@ from meshwright.cost.network.placement import physical_placement, place_axes, pl
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
 from meshwright.spec.chip import known
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.efficiency import fitted_calibration
+from meshwright.spec.strategy import Strategy
 from tests.torus_legs import ring
 
 
@@ -228,15 +233,16 @@ def test_all_to_all_over_lines_of_one_cross_section():
 @pytest.mark.parametrize(
     ("text", "axes", "kind", "seconds", "level"),
     [
-        # 31/32 of 256 MB, of which 7/8 come over a port of 450 GB/s and 24/32 / 8 over a card of 50 GB/s: 498, 480 us
-        ("h100:8x4", ("domain", "nodes"), "all_gather", 256e6 * 7 / 8 / 450e9, "nvlink"),
+        # 31/32 of 256 MB through a port of 450 GB/s, 24/32 / 8 of it from a card of 50 GB/s: 551, 480 us
+        ("h100:8x4", ("domain", "nodes"), "all_gather", 256e6 * 31 / 32 / 450e9, "nvlink"),
         # 24/32 of its 8 MB go to other nodes
         ("h100:8x4", ("domain", "nodes"), "all_to_all", 8e6 * 24 / 32 / 50e9, "network"),
-        ("h100:8x4", ("domain", "nodes"), "permute", 256e6 / 50e9, "network"),
+        # the first byte after a hop, the others behind it
+        ("h100:8x4", ("domain", "nodes"), "permute", 5e-6 + 256e6 / 50e9, "network"),
         # two rings of 90 GB/s; 25 GB/s of a host over its 8 chips is 3.125 GB/s
         ("4*v5e:16x16", ("slices", "x", "y"), "all_gather", 256e6 / 180e9, "ici"),
         ("4*v5e:16x16", ("slices", "x", "y"), "all_to_all", 0.25e6 * 3 / 4 / 3.125e9, "dcn"),
-        ("4*v5e:16x16", ("slices", "x", "y"), "permute", 256e6 / 3.125e9, "dcn"),
+        ("4*v5e:16x16", ("slices", "x", "y"), "permute", 10e-6 + 256e6 / 3.125e9, "dcn"),
     ],
 )
 def test_the_level_that_takes_the_time_binds(text, axes, kind, seconds, level):
@@ -291,20 +297,85 @@ def test_an_all_to_all_against_every_pair_of_a_torus(text):
 @pytest.mark.parametrize(
     ("text", "mesh", "seconds_per_byte"),
     [
-        # lines of 8: 7/8 of the array on the first axis, 7/8 of an eighth on the second
-        ("v5e:8x8", {"fsdp": 64}, (1 + 1 / 8) * 7 / 8),
-        # rings, both ways: half the array on the longest, then an eighth and a 32th of that
-        ("v5p:4x4x8", {"fsdp": 128}, (1 + 1 / 8 + 1 / 32) / 2),
-        # a part of a slice crosses all its axes at once: 2 of x, whose links no other group inside shares, and y
+        # lines of 8 and of every other chip, of which two groups share the links: 31/32 of the array over 1.5 links;
+        # then half of what is left, a 32nd, between neighbours
+        ("v5e:8x8", {"fsdp": 64}, 31 / 32 / 1.5 + 1 / 2 / 32),
+        # rings of 16, and of every other chip, over three links of both; then the neighbours' 1/128
+        ("v5e:16x16", {"fsdp": 256}, 1 / 3 + 1 / 2 / 128),
+        # rings of 8 and 4 over four links, then a ring of 4 with a 32nd of the array over two
+        ("v5p:4x4x8", {"fsdp": 128}, 1 / 4 + 1 / 2 / 32),
+        # at once: axes of unequal lengths, a ring and a line over three links
+        ("v5e:8x16", {"fsdp": 128}, 1 / 3),
+        # at once: a part of a slice, 2 of x, whose links no other group inside shares, and y
         ("v5e:8x8", {"data": 4, "fsdp": 16}, 15 / 16 / 2),
+        # at once, in the book: three rings
+        ("v5p-book:4x4x8", {"fsdp": 128}, 1 / 6),
+        # two whole axes and a part of the third: every other chip of z and the ring of y, then x with a 16th
+        ("v5p:4x4x8", {"fsdp": 64, "tensor": 2}, 1 / 3 + 1 / 2 / 16),
     ],
 )
-def test_a_sum_that_fills_a_slice_crosses_one_axis_after_the_other(text, mesh, seconds_per_byte):
+def test_a_sum_that_fills_a_slice_runs_in_two_turns(text, mesh, seconds_per_byte):
     cluster = parse_cluster(text)
     placement = place_axes(cluster, mesh)[0]
     rates = leg_rates(group_legs(placement, ("fsdp",)))
     link = known(cluster.chip, "ici_link_bytes_per_s")
     assert rates["reduce_scatter"].seconds_per_byte * link == pytest.approx(seconds_per_byte, rel=1e-12)
     assert rates["reduce_scatter"].floor_s == rates["all_gather"].floor_s
-    at_once = group_rates(placement, ("fsdp",))
-    assert at_once["reduce_scatter"] == at_once["all_gather"]
+    once = leg_rates(group_legs(placement, ("fsdp",)), scatters="once")["reduce_scatter"].seconds_per_byte
+    in_turns = rates["reduce_scatter"].seconds_per_byte > rates["all_gather"].seconds_per_byte * (1 + 1e-12)
+    assert once == rates["all_reduce" if in_turns else "all_gather"].seconds_per_byte
+
+
+CLUSTERS = (
+    "v2:4x4", "v3:4x8", "v4p:4x4x8_twisted", "v4p:2x2x2", "v5e:2x2", "v5e:4x4", "v5e:8x16", "v5e:16x16", "v5p:4x4x1",
+    "v5p:2x3x4", "v5p:8x8x12", "v6e:8x8", "tpu7x:4x4x8", "2*v5e:8x8", "4*v5p:4x4x4", "v5p-book:4x4x4", "a100:8x4",
+    "h100:8x2", "b200:8x64", "gb200:72x2",
+)  # fmt: skip
+
+
+def some_meshes(num_chips):
+    """Meshes of three axes with at most 4 chips in the first and the last."""
+    for data, tensor in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)):
+        if num_chips % (data * tensor) == 0:
+            yield {"data": data, "fsdp": num_chips // data // tensor, "tensor": tensor}
+
+
+def laid_groups(texts):
+    """Yields a cluster, a placement of a mesh on it, and a group of mesh axes."""
+    for text in texts:
+        cluster = parse_cluster(text)
+        for mesh in some_meshes(cluster.num_chips):
+            for placed in place_axes(cluster, mesh):
+                for count in (1, 2, 3):
+                    for axes in itertools.combinations(mesh, count):
+                        yield cluster, placed, axes
+
+
+@pytest.mark.parametrize("text", CLUSTERS)
+def test_no_collective_costs_more_than_the_all_reduce_that_contains_it(text):
+    """An AllReduce is a ReduceScatter and an AllGather, on every chip, slice and group, and more bytes take longer."""
+    sizes = np.array([0, 1, 1e3, 1e6, 3e7, 1e9, 1e12])
+    for cluster, placed, axes in laid_groups([text]):
+        for calibration in (None, fitted_calibration(cluster.chip)):
+            rates = group_rates(placed, axes, calibration)
+            times = {kind: np.broadcast_to(collective_time(kind, sizes, rates), sizes.shape) for kind in COLLECTIVES}
+            for kind in ("reduce_scatter", "all_gather"):
+                assert (times[kind] <= times["all_reduce"] * (1 + 1e-12)).all(), (placed.describe(), axes, kind)
+            assert all((np.diff(one) >= 0).all() for one in times.values())
+
+
+def test_the_turns_that_are_priced_are_those_that_run():
+    """Chips of each turn by the price, and by the legs of the step that the executor runs."""
+    found = set()
+    for cluster, placed, axes in laid_groups(one for one in CLUSTERS if one.startswith(("v2", "v3", "v4", "v5", "v6"))):
+        legs = [leg for leg in group_legs(placed, axes) if leg.level == "ici"]
+        if not legs or cluster.chip.variant == "book":
+            continue
+        strategy = Strategy(mesh=dict(placed.mesh), placement=placed.describe())
+        run = scattered_legs(strategy, axes, scatters=True).of("reduce_scatter", 10**9)
+        parts = [part for axis in axes for part in parts_of(strategy.placement, axis)]
+        assert math.prod(run.parts) == math.prod(part.size for part in parts)
+        turns = math.prod(leg.size // leg.later for leg in legs), math.prod(leg.later for leg in legs)
+        assert run.sizes[: len(turns)][: 1 + (turns[1] > 1)] == turns[: 1 + (turns[1] > 1)], (placed.describe(), axes)
+        found.add(turns[1] > 1)
+    assert found == {True, False}

@@ -1,14 +1,15 @@
-"""Sums over a whole torus run along one physical axis after the other, the longest first.
+"""Sums over a whole torus run in two turns, and small ones along one physical axis after the other.
 
 A reduce-scatter over a whole slice, and one of a small array over any part of it, is compiled as an all-reduce of the
-whole array on TPUs, which sends twice the bytes; one for each physical axis stays a reduce-scatter, and sends (n - 1)/n
-of the array in all. So are gathers of small arrays over a whole slice, and of all arrays over several whole slices or
-where two mesh axes share physical axes. Others stay what they are, and use all axes at once.
+whole array on TPUs, which sends twice the bytes. A large one over a part of the slice, and then one over the rest, stay
+reduce-scatters, which send (n - 1)/n of the array in all: see `second_turn`. So are gathers of small arrays over a
+whole slice compiled, and of all arrays over several whole slices or where two mesh axes share physical axes: these run
+along one axis after the other. Others stay what they are, and use all axes at once.
 """
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -112,38 +113,65 @@ class Legs(msgspec.Struct, frozen=True, dict=True):
         return tuple(one.reshape(-1, size).tolist() for one, size in zip(moved, self.sizes, strict=True))
 
 
+def second_turn(factors: Mapping[str, Sequence[int]], used: Collection[str]) -> tuple[str, int]:
+    """Returns the torus axis, and the number of its chips, that a large scatter crosses after all others; ("", 1) if it
+    crosses all at once.
+
+    ``factors`` are a group's on each torus axis, major to minor; ``used`` has the axes on which other groups lie. Over
+    a slice of three axes, or over two of them and a part of the third, libtpu sums the whole array, and over a slice
+    of two equal axes of at least 4 chips. So of three axes the shortest comes later, and of two the neighbours on one:
+    2 chips of an even number. libtpu 0.0.52 scatters in both turns on v4p, v5e, v5p, v6e and tpu7x, and at once over
+    slices of 2x2 and of unequal axes of v5e and v6e (2026-11-28).
+    """
+    links = sorted(factors, key=lambda link: -math.prod(factors[link]))
+    sizes = [math.prod(factors[link]) for link in links]
+    if len(links) > 2 and len(factors.keys() - used) > 1:
+        return links[2], sizes[2]
+    if len(links) == 2 and not used and sizes[0] == sizes[1] > 2:
+        minor = factors[links[1]][-1]
+        return links[1], next(size for size in range(2, minor + 1) if minor % size == 0)
+    return "", 1
+
+
 def group_legs(strategy: Strategy, axes: tuple[str, ...], *, scatters: bool = False) -> Legs | None:
     """Returns the legs of a group of mesh axes; None if no part of it is on a torus, or the strategy's placement is not
     of its mesh.
 
     Each torus axis is a leg, the longest first, and slices follow. If the group does not fill a slice, all torus axes
-    can be crossed at once, but not if it ``scatters`` over two whole axes and every other chip of the third, which
-    libtpu sums whole too (half of v5p:16x16x16 and tpu7x:4x4x8).
+    can be crossed at once; where it ``scatters``, all but those of its `second_turn`.
     """
     placed = [(axis, part) for axis in axes for part in parts_of(strategy.placement, axis)]
-    parts = [part for _, part in placed]
     whole = math.prod(strategy.mesh[axis] for axis in axes)
-    if not any(part.on_torus for part in parts) or math.prod(part.size for part in parts) != whole:
+    if not any(part.on_torus for _, part in placed) or math.prod(part.size for _, part in placed) != whole:
         return None
     outside = {axis for axis in strategy.mesh if axis not in axes}
     used = {part.link for axis in outside for part in parts_of(strategy.placement, axis) if part.on_torus}
-    fills = not used or (scatters and len({part.link for part in parts if part.on_torus} - used) > 1)
-    one_by_one, at_once = _order(parts, {}), _order(parts, dict.fromkeys(TORUS_AXES, "torus"))
+    torus = dict.fromkeys(part.link for _, part in placed if part.on_torus)
+    factors = {link: [part.size for _, part in placed if part.link == link] for link in torus}
+    last, chips = second_turn(factors, used) if scatters else ("", 1)
+    pieces: list[tuple[str, PlacedPart, str]] = []
+    for axis, part in reversed(placed):
+        later = min(part.size, chips) if part.link == last else 1
+        chips //= later
+        turns = ((later, part.link), (part.size // later, "torus" if part.on_torus else part.link))
+        pieces += [(axis, PlacedPart(part.link, size), turn) for size, turn in turns if size > 1]
+    owners, parts, turns_of = zip(*reversed(pieces), strict=True)
+    one_by_one, at_once = _order(parts, [part.link for part in parts]), _order(parts, turns_of)
     return Legs(
         parts=tuple(part.size for part in parts),
-        axes=tuple(axis for axis, _ in placed),
+        axes=owners,
         order=one_by_one,
-        at_once=() if fills or at_once == one_by_one else at_once,
+        at_once=() if at_once == one_by_one or not (used or scatters) else at_once,
         fills_slices=not used and not all(part.on_torus for part in parts),
     )
 
 
-def _order(parts: Sequence[PlacedPart], names: Mapping[str, str]) -> tuple[tuple[int, ...], ...]:
-    """Returns the indices of the parts of each leg, torus axes first and longer ones before shorter; links of one name
+def _order(parts: Sequence[PlacedPart], names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the indices of the parts of each leg, torus axes first and longer ones before shorter; parts of one name
     are one leg."""
     legs: dict[tuple[bool, str], tuple[int, ...]] = {}
-    for index, part in enumerate(parts):
-        name = (not part.on_torus, names.get(part.link, part.link))
+    for index, (part, link) in enumerate(zip(parts, names, strict=True)):
+        name = (not part.on_torus, link)
         legs[name] = (*legs.get(name, ()), index)
     sizes = {name: math.prod(parts[index].size for index in leg) for name, leg in legs.items()}
     return tuple(legs[name] for name in sorted(legs, key=lambda name: (name[0], -sizes[name])))

@@ -22,6 +22,7 @@ from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.links import Level
 from meshwright.cost.network.placement import Placement
 from meshwright.spec.calibration import Calibration, collective_rate
+from meshwright.spec.strategy import Scatters
 
 _INNER: tuple[Level, ...] = ("ici", "nvlink", "host")
 
@@ -33,6 +34,11 @@ class KindRate(msgspec.Struct, frozen=True):
     floor_s: Number = 0.0
     setup_s: Number = 0.0
     level: Any = "none"
+
+    @property
+    def latency_s(self) -> Number:
+        """Seconds that do not shrink with the bytes."""
+        return self.setup_s + self.floor_s
 
     def time(self, array_bytes: Number) -> Number:
         """Returns the seconds for an array of these bytes."""
@@ -76,27 +82,26 @@ def collective_time(kind: CollectiveKind, array_bytes: Number, group: GroupRates
 def collective_bound_by(kind: CollectiveKind, array_bytes: float, group: GroupRates) -> str:
     """Returns "latency" where the hops take longer than the bytes, else the level whose bandwidth binds."""
     rate = group[kind]
-    return "latency" if rate.floor_s > array_bytes * rate.seconds_per_byte else str(rate.level)
+    return "latency" if rate.latency_s > array_bytes * rate.seconds_per_byte else str(rate.level)
 
 
 def group_rates(placement: Placement, axes: Iterable[str], calibration: Calibration | None = None) -> GroupRates:
-    """Returns the rates of a group of mesh axes on a placement; the data sheet's without a calibration.
-
-    As in How to Scale Your Model every collective uses all torus axes at once, a ReduceScatter too, which `leg_rates`
-    prices as it runs.
-    """
-    return leg_rates([replace(leg, in_turn=False) for leg in group_legs(placement, axes)], calibration)
+    """Returns the rates of a group of mesh axes on a placement; the data sheet's without a calibration."""
+    return leg_rates(group_legs(placement, axes), calibration)
 
 
-def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> GroupRates:
+def leg_rates(
+    legs: Sequence[Leg], calibration: Calibration | None = None, *, scatters: Scatters = "turns"
+) -> GroupRates:
     """Returns the rates of a group made of these legs.
 
     The bandwidths of torus axes add up to W: twice the one-way rate for a ring, once for a line, each over ``sharing``.
     An AllGather of V bytes takes V/W if an axis is a ring, (n-1)/n V/W otherwise. An AllToAll crosses the axes one
     after the other in a pipeline; each takes a quarter (a line: half) of what a ring's AllGather of that axis's share
-    takes, and the longest binds. Inside a switch an AllGather sends (n-1)/n V through the port. Levels work at the same
-    time and the slowest binds: see `_outer_terms`. A ReduceScatter that fills a
-    slice crosses its axes one after the other. Raises InputError on emulated devices without a calibration.
+    takes, and the longest binds. Inside a switch an AllGather sends (n-1)/n V through the port, from other domains too.
+    Levels work at the same time and the slowest binds: see `_outer_terms`. A ReduceScatter takes what an AllGather
+    takes; over a whole slice it takes more in two turns (`_scatter_term`), and what an AllReduce takes at ``once``.
+    Raises InputError on emulated devices without a calibration.
     """
     if not legs:
         return GroupRates(size=1, kinds=dict.fromkeys(COLLECTIVES, KindRate(0.0)))
@@ -107,8 +112,11 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
     inner = [leg for leg in legs if leg.level in _INNER]
     outer = [leg for leg in legs if leg.level not in _INNER]
     num_inner, num_outer = (product(leg.size for leg in some) for some in (inner, outer))
-    gather_in, exchange_in = _inner_terms(inner, num_inner)
+    size = num_inner * num_outer
+    gather_in, exchange_in = _inner_term(inner, size), _exchange_term(inner, num_inner)
     gather_out, exchange_out = _outer_terms(outer, num_inner)
+    summed = product(leg.later for leg in inner) > 1
+    scatter_in = (1 + summed) * gather_in if scatters == "once" else _scatter_term(inner, size)
     gather = _larger(gather_in, gather_out)
     exchange = _larger(exchange_in / num_outer, exchange_out)
     floor = sum(leg.hops * (leg.size > 1) * leg.hop_s for leg in legs)
@@ -119,13 +127,12 @@ def leg_rates(legs: Sequence[Leg], calibration: Calibration | None = None) -> Gr
     inside, outside = (some[0].level if some else "none" for some in (inner, outer))
     gather_level = _binding((gather_in, inside), (gather_out, outside))
     exchange_level = _binding((exchange_in / num_outer, inside), (exchange_out, outside))
-    once = KindRate(gather, floor, setup, level=gather_level)
-    in_turn = _in_turn_terms(inner) + gather_out
+    scatter_level = _binding((scatter_in, inside), (gather_out, outside))
     return GroupRates(
-        size=num_inner * num_outer,
+        size=size,
         kinds={
-            "all_gather": once,
-            "reduce_scatter": KindRate(_larger(gather, in_turn), floor, setup, level=gather_level),
+            "all_gather": KindRate(gather, floor, setup, level=gather_level),
+            "reduce_scatter": KindRate(_larger(scatter_in, gather_out), floor, setup, level=scatter_level),
             "all_reduce": KindRate(2 * gather, 2 * floor, 2 * setup, level=gather_level),
             "all_to_all": KindRate(exchange, floor, setup, level=exchange_level),
             "permute": _permute_rate(legs),
@@ -157,45 +164,41 @@ def _outer_terms(legs: Sequence[Leg], num_inner: Number) -> tuple[Number, Number
     return gather, exchange
 
 
-def _inner_terms(legs: Sequence[Leg], size: Number) -> tuple[Number, Number]:
-    """Returns the seconds per byte of an AllGather and an AllToAll over the innermost level alone."""
-    if not legs:
-        return 0.0, 0.0
-    rates = [leg.bytes_per_s / leg.sharing for leg in legs]
-    if legs[0].level == "nvlink":
-        gather = (size - 1) / size / rates[0]
-        return gather, gather / size
+def _inner_term(legs: Sequence[Leg], size: Number) -> Number:
+    """Returns the seconds per byte of an AllGather on the innermost level of a group of ``size`` devices in all: 1/W if
+    an axis is a ring, (n-1)/n of that otherwise.
+
+    What comes from other domains and slices passes these links too.
+    """
+    width: Number = sum((1 + leg.wraps) * leg.bytes_per_s / leg.sharing * (leg.size > 1) for leg in legs)
+    closed: Number = sum(leg.wraps * (leg.size > 1) for leg in legs) > 0
+    # a group of one has width 0 and moves nothing, and the divisor must not be 0
+    return (width > 0) * (size - 1 + closed) / size / (width + (width == 0))
+
+
+def _exchange_term(legs: Sequence[Leg], size: Number) -> Number:
+    """Returns the seconds per byte of an AllToAll over the ``size`` devices of the innermost level alone."""
     exchange: Number = 0.0
-    for leg, rate in zip(legs, rates, strict=True):
+    for leg in legs:
+        rate = leg.bytes_per_s / leg.sharing
+        if leg.level == "nvlink":
+            return (size - 1) / size / rate / size
         # this axis exchanges the share of the array that one line of chips along it has
         busiest = busiest_link_share(leg.size, leg.wraps) * leg.size / size
         exchange = _larger(exchange, busiest * (leg.size > 1) / rate / leg.twist_gain)
-    width: Number = sum((1 + leg.wraps) * rate * (leg.size > 1) for leg, rate in zip(legs, rates, strict=True))
-    closed: Number = sum(leg.wraps * (leg.size > 1) for leg in legs) > 0
-    return _line_or_ring(size, closed, width), exchange
+    return exchange
 
 
-def _in_turn_terms(legs: Sequence[Leg]) -> Number:
-    """Returns the seconds per byte of a ReduceScatter that crosses torus axes one after the other, the longest first; 0
-    for a group that crosses them at once.
+def _scatter_term(legs: Sequence[Leg], size: Number) -> Number:
+    """Returns the seconds per byte of a ReduceScatter on the innermost level of a group of ``size`` devices in all: an
+    AllGather's over what it crosses first, and over what it crosses ``later`` with what is left of the array.
 
-    A leg of n chips takes what a gather over it alone takes, of the part that the legs before it have left.
+    Of a leg that it crosses in both turns, the first has every so many chips, and the later one neighbours.
     """
-    seconds: Number = 0.0
-    for index, leg in enumerate(legs):
-        # of equal legs the outer one is the major part of the mesh axis, and first
-        before = ((o.size, o.size >= leg.size) for o in legs[index + 1 :])
-        longer = ((o.size, o.size > leg.size) for o in legs[:index])
-        divided = product(size * first + (1 - first) for size, first in (*before, *longer))
-        width = (1 + leg.wraps) * leg.bytes_per_s / leg.sharing * (leg.size > 1)
-        seconds = seconds + leg.in_turn * _line_or_ring(leg.size, leg.wraps, width) / divided
-    return seconds
-
-
-def _line_or_ring(size: Number, closed: Any, width: Number) -> Number:
-    """Returns the seconds per byte of an AllGather: 1/W if an axis is a ring, (n-1)/n of that otherwise."""
-    # a group of one has width 0 and moves nothing: the numerator is 0, and the divisor must not be
-    return (size - 1 + closed) * (size > 1) / size / (width + (size == 1))
+    first = [replace(leg, size=leg.size // leg.later, sharing=leg.sharing * leg.later) for leg in legs]
+    later = [replace(leg, size=leg.later, wraps=leg.wraps & (leg.later == leg.size)) for leg in legs]
+    before, rest = (product(leg.size for leg in some) for some in (first, later))
+    return _inner_term(first, size // rest) + _inner_term(later, rest) / before
 
 
 def busiest_link_share(size: Number, wraps: Any) -> Number:
@@ -210,12 +213,14 @@ def busiest_link_share(size: Number, wraps: Any) -> Number:
 
 
 def _permute_rate(legs: Sequence[Leg]) -> KindRate:
-    """Returns the rate of sends from every device to the next of its group: one hop on the slowest link of the legs."""
+    """Returns the rate of sends from every device to the next of its group: one hop on the slowest link of the legs,
+    after which the bytes follow.
+    """
     terms = [((leg.size > 1) / (leg.bytes_per_s / leg.sharing), leg.level) for leg in legs]
     floors = [(leg.size > 1) * leg.sharing * leg.hop_s for leg in legs]
     return KindRate(
         functools.reduce(_larger, (seconds for seconds, _ in terms)),
-        functools.reduce(_larger, floors),
+        setup_s=functools.reduce(_larger, floors),
         level=_binding(*terms),
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from meshwright.algebra.rewrites.torus import second_turn
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError, nearest
 from meshwright.cost.network.links import Level, Link
@@ -21,8 +22,8 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
 
     ``bytes_per_s`` is one way and per chip; ``sharing`` is the number of interleaved groups on the same links;
     ``hops`` are the links that the furthest shard crosses; ``twist_gain`` is the factor by which a twisted torus that
-    the group fills speeds up its AllToAll. ``in_turn``: the group fills the slice, so that a ReduceScatter crosses the
-    torus axes one after the other (`algebra.rewrites.torus`).
+    the group fills speeds up its AllToAll. ``later`` is the factor of ``size`` that a ReduceScatter crosses after the
+    rest of the group (`algebra.rewrites.torus.second_turn`): all of a leg, or neighbours on it.
     """
 
     level: Level
@@ -33,7 +34,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     hops: Number = 1
     hop_s: float = 1e-6
     twist_gain: float = 1.0
-    in_turn: Any = False
+    later: Number = 1
 
 
 def switched(link: Link, size: int) -> Leg:
@@ -77,8 +78,26 @@ def legs_of_links(placement: Placement, axes: Iterable[str]) -> tuple[Leg | None
         name = min(unknown)
         raise InputError(f"{name!r} is not an axis of the mesh.{nearest(name, placement.mesh)}")
     closes, gain = _twist(placement.links, chosen)
-    fills = all(axis in chosen for link in placement.links if link.level == "ici" for axis, _ in link.parts)
-    return tuple(_merged_leg(link, chosen, closes, gain, fills) for link in placement.links)
+    link, later = _later(placement.links, chosen)
+    return tuple(_merged_leg(one, chosen, closes, gain, later if one.name == link else 1) for one in placement.links)
+
+
+def turns_text(placement: Placement, axes: Iterable[str]) -> str:
+    """Returns how a ReduceScatter of a group of mesh axes runs in two turns, and why; "" if it runs at once."""
+    name, chips = _later(placement.links, frozenset(axes))
+    if chips == 1:
+        return ""
+    whole = any(link.name == name and link.size == chips for link in placement.links)
+    last = f"{name} last" if whole else f"{chips} neighbours on {name} last"
+    return f"reduce_scatter in two turns, {last}: at once, libtpu makes an all_reduce of it"
+
+
+def _later(links: Sequence[Link], chosen: frozenset[str]) -> tuple[str, int]:
+    """Returns the `second_turn` of a group's ReduceScatter: a torus axis and a number of its chips."""
+    torus = [link for link in reversed(links) if link.level == "ici" and not link.sums_at_once]
+    factors = {link.name: [size for axis, size in link.parts if axis in chosen] for link in torus}
+    used = {link.name for link in torus if len(factors[link.name]) < len(link.parts)}
+    return second_turn({name: sizes for name, sizes in factors.items() if sizes}, used)
 
 
 def _twist(links: Sequence[Link], chosen: frozenset[str]) -> tuple[bool, float]:
@@ -98,7 +117,7 @@ def _twist(links: Sequence[Link], chosen: frozenset[str]) -> tuple[bool, float]:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _merged_leg(link: Link, chosen: frozenset[str], closes: bool, gain: float, fills: bool) -> Leg | None:
+def _merged_leg(link: Link, chosen: frozenset[str], closes: bool, gain: float, later: int) -> Leg | None:
     size = stride = between = sharing = 1
     hops, outermost = 0, False
     for axis, factor in reversed(link.parts):
@@ -124,5 +143,5 @@ def _merged_leg(link: Link, chosen: frozenset[str], closes: bool, gain: float, f
         hops=stride / 2 if wraps else hops,
         hop_s=link.hop_s,
         twist_gain=gain,
-        in_turn=fills,
+        later=later,
     )

@@ -18,6 +18,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     ``bytes_per_s`` is one way and per chip. Inner factors are contiguous; an outer one has the stride of all inside it.
     A ``twisted`` axis wraps around to the middle of the longer axes: it closes into rings only together with them.
+    ``sums_at_once``: a sum over a whole slice crosses all of its axes at once, as the book counts.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     wraps: bool = False
     hop_s: float
     twisted: bool = False
+    sums_at_once: bool = False
     parts: Parts = ()
 
 
@@ -80,6 +82,7 @@ def _torus_links(cluster: Cluster) -> tuple[Link, ...]:
             wraps=wraps,
             hop_s=chip.ici_hop_s,
             twisted=cluster.twisted and size < longest,
+            sums_at_once=chip.variant == "book",
         )
         for i, (size, wraps) in enumerate(zip(cluster.shape, cluster.wraps, strict=True))
     )
