@@ -316,7 +316,7 @@ def test_without_remat_nothing_is_done_again():
     assert count(block.backward, "all_gather", "tensor") == {"backward": 2}
 
 
-@pytest.mark.parametrize("remat", [policy for policy in REMAT_POLICIES if policy != "sqrt"])
+@pytest.mark.parametrize("remat", [policy for policy in REMAT_POLICIES if policy not in ("sqrt", "recompute-all")])
 def test_fsdp_gathers_each_weight_once_forward_and_once_backward(remat):
     block = layer(remat, fsdp=4)
     weights = {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
@@ -334,7 +334,8 @@ def test_segments_of_layers_are_run_again_whole(remat):
     again, plain = layer(remat, fsdp=2, tensor=2), layer("none", fsdp=2, tensor=2)
     assert again.forward == plain.forward
     assert again.kept == plain.kept
-    number = len(plain.forward)
+    number = again.num_again
+    assert number == len(plain.forward)
     first, rest = again.backward[:number], again.backward[number:]
     assert [(str(s), s.critical) for s in first] == [(str(s), s.critical) for s in plain.forward]
     assert rest == plain.backward
@@ -342,6 +343,28 @@ def test_segments_of_layers_are_run_again_whole(remat):
     assert moved == {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
     assert {s.phase for s in first if s.result.name not in moved} == {"recompute"}
     assert (again.segment, plain.segment) == ("sqrt" if remat == "sqrt" else int(remat[-1]), None)
+
+
+@pytest.mark.parametrize(
+    ("remat", "forward"), [("recompute-all", 8 * 7 // 2), ("recompute-4", 8 * 3 // 2), ("every-4", 8)]
+)
+def test_layers_run_again_for_every_later_layer_of_their_segment(remat, forward):
+    """Of n = 8 layers and two microbatches: n (n - 1) / 2 and n (C - 1) / 2 forward passes of one layer, each with its
+    gathers of weights, before backward passes that are those of remat "full"."""
+    again, full = layer(remat, fsdp=2, tensor=2), layer("full", fsdp=2, tensor=2)
+    found = Counter()
+    for step, times in llama(remat, fsdp=2, tensor=2).steps(2):
+        found[step.block, step.phase, step.op, step.result.name] += times
+    own = 0 if remat == "every-4" else 8
+    assert found["layer", "forward", "einsum", "q"] == 2 * 8
+    assert found["layer", "recompute", "einsum", "q"] == 2 * (forward + own)
+    assert found["layer", "backward", "all_gather", "wq"] == 2 * (forward + 8)
+    if own:
+        assert again.kept == full.kept
+        assert again.backward[again.num_again :] == full.backward
+        assert [(str(s), s.critical) for s in again.backward[: again.num_again]] == [
+            (str(s), s.critical) for s in full.forward
+        ]
 
 
 def test_only_layers_come_in_segments():
@@ -474,7 +497,7 @@ def test_tied_embeddings_are_gathered_and_reduced_in_both_places():
 @pytest.mark.parametrize("axes", [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}])
 def test_what_is_kept_is_what_the_policy_says(axes):
     kept = {remat: {a.name for a in layer(remat, **axes).kept} for remat in REMAT_POLICIES}
-    assert kept["block"] == kept["full"] == {"x"}
+    assert kept["block"] == kept["full"] == kept["recompute-all"] == {"x"}
     assert kept["selective"] == {"x", "qr", "kr", "v", "o", "lse", "x1", "g", "u"}
     assert kept["matmuls"] == {"x", "q", "k", "v", "a", "g", "u"}
     assert kept["none"] >= kept["selective"] - {"o"}
@@ -515,7 +538,7 @@ def summary(derived, mesh):
     return found
 
 
-@pytest.mark.parametrize("remat", [*REMAT_POLICIES, "every-2", ("q", "x1", "m"), ("a", "y", "h")])
+@pytest.mark.parametrize("remat", [*REMAT_POLICIES, "every-2", "recompute-2", ("q", "x1", "m"), ("a", "y", "h")])
 def test_steps_with_symbols_for_sizes_are_those_of_each_mesh(remat):
     """Axes of one device, left in, change neither a collective nor a local step: what is searched is what runs."""
     strategy = Strategy(mesh=make_mesh({}), remat=remat)

@@ -288,6 +288,32 @@ def test_segments_keep_their_input_and_the_results_of_one():
         assert found == pytest.approx(8 / length * stream + length * layer + ends), remat
 
 
+def test_layers_that_run_again_for_each_other_keep_one_input_and_that_of_a_segment():
+    """n / C inputs of 8 layers, and the one that is computed again: with one segment two, whatever the layers."""
+    full = memory({"fsdp": 2}, model=SMALL_HEAD, remat="full")
+    stream = 2 * 32 * 512 * 256 / 2
+    for remat, kept in (("recompute-1", 8), ("recompute-2", 4), ("recompute-4", 2), ("recompute-all", 1)):
+        found = memory({"fsdp": 2}, model=SMALL_HEAD, remat=remat)
+        assert found["activations"] == pytest.approx(full["activations"] - (8 - kept - 1) * stream), remat
+        assert {**found, "activations": 0} == {**full, "activations": 0}
+
+
+STAGES = Strategy(mesh=make_mesh({"pipeline": 2}), schedule="interleaved", chunks=2, num_microbatches=4)
+
+
+def test_a_run_of_a_stage_keeps_the_input_of_its_segments():
+    """8 layers in 2 stages of 2 runs: one input a run, as many as the stash has slots, and one computed again."""
+    layers = {}
+    for remat in ("recompute-all", "sqrt"):
+        derived = derive(transformer(TINY), Strategy(mesh=make_mesh({"pipeline": 2}), remat=remat))
+        sizes = Setting(TINY, parse_cluster("v5e:1x2"), Job(batch_seqs=8, seq_len=512)).sizes(STAGES)
+        layers[remat] = memory_parts(derived, sizes).layers[0]
+    stash, stream = strategy_pipeline(STAGES).stash, layers["sqrt"].stream_bytes
+    assert layers["recompute-all"].saved_bytes(1 / 2, stash, 2) == pytest.approx(2 * stash * stream)
+    assert layers["recompute-all"].segment_bytes(1 / 4) == stream
+    assert layers["sqrt"].segment_repeats(1 / 4) == pytest.approx(2**0.5)
+
+
 def test_sqrt_of_many_layers_lies_between_none_and_block():
     model = catalogue.load_model("llama3-70b")
     none, sqrt, block = (

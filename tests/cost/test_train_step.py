@@ -260,6 +260,36 @@ def test_segments_run_again_cost_one_more_forward_pass(remat):
     assert none.estimate.step_s < block.step_s < again.estimate.step_s
 
 
+@pytest.mark.parametrize(("remat", "again"), [("recompute-all", 28), ("recompute-4", 12), ("recompute-2", 4)])
+def test_each_layer_that_runs_again_costs_one_forward_pass(remat, again):
+    """Of 8 layers 8 x 7 / 2, or 8 (C - 1) / 2: the seconds and FLOPs of so many forward passes of one layer."""
+    more, full = (
+        price(TINY, "v5e:1x1", {}, batch_seqs=8, seq_len=512, num_microbatches=2, remat=r) for r in (remat, "full")
+    )
+    forward = [c for c in full.costs.all if c.step.block == "layer" and c.step.phase == "forward"]
+    share = again / 8
+    assert more.estimate.step_s - full.estimate.step_s == pytest.approx(
+        share * sum(c.local_s * c.count for c in forward)
+    )
+    assert more.estimate.flops - full.estimate.flops == pytest.approx(share * sum(c.flops * c.count for c in forward))
+
+
+@pytest.mark.parametrize(("stages", "chunks", "again"), [(1, 1, 28), (2, 1, 12), (2, 2, 4), (4, 2, 0)])
+def test_layers_of_a_stage_run_again_in_their_run(stages, chunks, again):
+    """8 layers in runs of n: n (n - 1) / 2 of each run. The schedule has its bubble of the longer passes."""
+    mesh, fields = {"pipeline": stages}, {"batch_seqs": 8, "seq_len": 512, "num_microbatches": 8, "chunks": chunks}
+    fields["schedule"] = "interleaved" if chunks > 1 else "1f1b"
+    more, full = (price(TINY, f"v5e:1x{stages}", mesh, remat=r, **fields) for r in ("recompute-all", "full"))
+    a_layer = (
+        sum(c.flops * c.count for c in full.costs.all if c.step.block == "layer" and c.step.phase == "forward") / 8
+    )
+    assert more.estimate.flops - full.estimate.flops == pytest.approx(again * a_layer)
+    of_layers = (of.times.layer_passes(of.pipeline).backward_s for of in (more, full))
+    forward = full.times.layer_passes(full.pipeline).forward_s
+    assert next(of_layers) - next(of_layers) == pytest.approx(again / 8 * forward)
+    assert (more.estimate.step_s > full.estimate.step_s) == (again > 0)
+
+
 def test_seconds_of_the_stages_of_zero_are_those_of_what_they_move():
     """Data-parallel over 8, four microbatches: terms of the links by hand, once a step in float32 or each time in bf16.
 

@@ -5,6 +5,7 @@ import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.strategy import (
+    ALL_LAYERS,
     DEFAULT_ASSIGNMENT,
     REMAT_POLICIES,
     STATE_BYTES,
@@ -85,10 +86,16 @@ def test_only_axes_that_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("remat", "segment"), [("none", None), ("block", None), ("sqrt", "sqrt"), ("every-1", 1), ("every-12", 12)]
+    ("remat", "segment"),
+    [
+        *(("none", None), ("block", None), ("sqrt", "sqrt"), ("every-1", 1), ("every-12", 12)),
+        *(("recompute-4", 4), ("recompute-all", ALL_LAYERS)),
+    ],
 )
 def test_segments(remat, segment):
-    assert strategy(remat=remat).segment == segment
+    found = strategy(remat=remat)
+    assert (found.segment, found.recomputes_each) == (segment, remat.startswith("recompute"))
+    assert found.kept_names == () or not found.recomputes_each
 
 
 def test_names_have_no_segments():
@@ -106,9 +113,11 @@ def test_the_dtype_of_products(state, precision, dtype):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"remat": "squrt"}, "remat 'squrt' is not a policy. Did you mean 'sqrt'? every-C and a list"),
+        ({"remat": "squrt"}, "remat 'squrt' is not a policy. Did you mean 'sqrt'? every-C, recompute-C and a list"),
         ({"remat": "every-0"}, "remat 'every-0' is not a policy."),
         ({"remat": "every-"}, "remat 'every-' is not a policy."),
+        ({"remat": "recompute-0"}, "remat 'recompute-0' is not a policy."),
+        ({"remat": "recompute"}, "remat 'recompute' is not a policy. Did you mean 'recompute-all'?"),
         ({"chunks": 0}, "strategy.chunks=0 must be at least 1."),
         ({"num_microbatches": 0}, "num_microbatches=0 must be between 1 and"),
         ({"state": "bf16-adm"}, "state 'bf16-adm' is not known. Did you mean 'bf16-adam'?"),

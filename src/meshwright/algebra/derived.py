@@ -9,6 +9,7 @@ from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import WEIGHTS, Block, Program, layers_dim
 from meshwright.algebra.rewrites.pipeline import SplitBackward
+from meshwright.algebra.rewrites.reruns import Rerun
 from meshwright.algebra.rewrites.stacks import SharedInput
 from meshwright.algebra.steps import Step
 
@@ -17,8 +18,9 @@ class BlockSteps(msgspec.Struct, frozen=True):
     """Derived steps of one block, executed ``repeat`` times for every microbatch.
 
     ``kept`` are the forward results, and the block's input, that are stored until its backward pass uses them. With a
-    ``segment`` (a number of layers, or "sqrt" of those on a device) the backward pass runs the forward steps again, and
-    only each segment's input is stored until then. ``split`` is the backward pass of a pipeline's layers in two parts;
+    ``segment`` (a number of layers, or "sqrt" of those on a device) the backward pass begins with ``num_again`` steps of
+    the forward pass, and only each segment's input is stored until then. They run once, or with ``rerun`` as often as
+    it says, for later layers. ``split`` is the backward pass of a pipeline's layers in two parts;
     the schedule says which microbatches use it.
     """
 
@@ -27,6 +29,8 @@ class BlockSteps(msgspec.Struct, frozen=True):
     backward: tuple[Step, ...]
     kept: tuple[ShardedArray, ...]
     segment: int | Literal["sqrt"] | None = None
+    num_again: int = 0
+    rerun: Rerun | None = None
     split: SplitBackward | None = None
 
     @property
@@ -42,10 +46,10 @@ class BlockSteps(msgspec.Struct, frozen=True):
         """True for a block of layers, which pipeline stages share out; False for embedding and head."""
         return bool(self.block.carry)
 
-    @property
-    def num_again(self) -> int:
-        """Number of steps at the start of ``backward`` that run a segment's forward pass again."""
-        return len(self.forward) if self.segment is not None else 0
+    def times_again(self, runs: Any = 1) -> Any:
+        """Returns how often all layers together run the first ``num_again`` steps of ``backward`` for a microbatch, in
+        a pipeline whose stages have ``runs`` runs of layers together."""
+        return self.repeat if self.rerun is None else self.rerun.times(self.repeat, runs)
 
 
 class Derived(msgspec.Struct, frozen=True):
@@ -81,18 +85,20 @@ class Derived(msgspec.Struct, frozen=True):
         """Repeats of the blocks that pipeline stages share out."""
         return sum(block.repeat for block in self.blocks if block.is_layer)
 
-    def steps(self, num_microbatches: Any = 1) -> Iterable[tuple[Step, Any]]:
-        """Yields each step of the blocks and the update with how often a training step runs it.
+    def steps(self, num_microbatches: Any = 1, runs: Any = 1) -> Iterable[tuple[Step, Any]]:
+        """Yields each step of the blocks and the update with how often a training step runs it; ``runs`` are those of
+        `BlockSteps.times_again`.
 
         Gradient sums of scope "step" and updates run once per layer, stacked updates once, whatever the microbatches.
         """
         for block in self.blocks:
             # weights of the loop's last iteration are still gathered from the forward pass
             stay = block.block.num_in_last_iterations if self.ahead and block.is_layer and block.segment is None else 0
-            for step in (*block.forward, *block.backward):
+            begin, again = len(block.forward), block.times_again(runs)
+            for number, step in enumerate((*block.forward, *block.backward)):
                 weight = self.program.variables.get(step.result.name)
-                again = weight is not None and weight.role in WEIGHTS and step.phase == "backward"
-                times = block.repeat - stay * again
+                gathers = weight is not None and weight.role in WEIGHTS and step.phase == "backward"
+                times = again if begin <= number < begin + block.num_again else block.repeat - stay * gathers
                 yield step, times if step.scope == "step" else times * num_microbatches
         repeats = {name: b.repeat for b in self.blocks for name in b.block.reads}
         for step in self.update:

@@ -210,6 +210,10 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
         """Layers of the whole span."""
         return len(self.pattern) * self.repeats
 
+    def iterations(self, layers: int) -> int:
+        """Iterations of a segment of at most that many layers, at least one."""
+        return min(max(1, layers // len(self.pattern)), self.repeats)
+
     def row(self, position: int, number: Any) -> Any:
         """Returns the index, among all layers of its kind, of a layer of the pattern in an iteration."""
         kind = self.pattern[position]

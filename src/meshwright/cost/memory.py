@@ -49,11 +49,13 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     kept for the backward pass of one microbatch, ``pending_bytes`` that a separate pass for weight gradients reads, and
     ``retiled_bytes`` of second copies of weights.
     The others are of one repeat: ``stream_bytes`` enter it; ``gathered_bytes`` of whole weights and ``working_bytes``
-    of temporary results are alive only while it runs. ``segment`` is that of `BlockSteps`.
+    of temporary results are alive only while it runs. ``segment`` is that of `BlockSteps`; one that ``reruns`` its
+    layers for each of them keeps a repeat's results while it is being run again, else those of all its repeats.
     """
 
     repeat: int
     segment: int | str | None
+    reruns: bool
     elements: dict[str, Number]
     kept_bytes: Number
     logits_bytes: Number
@@ -63,23 +65,25 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
     working_bytes: Number
     retiled_bytes: Number
 
-    def saved_bytes(self, share: Number, stash: Number) -> Number:
-        """Returns the bytes kept from forward to backward pass on a device with a share of the repeats, for ``stash``
-        microbatches in flight: the results of every repeat or, where segments are run again, their inputs."""
-        return stash * share * self.repeat * self.moved_bytes(share)
+    def saved_bytes(self, share: Number, stash: Number, chunks: Number) -> Number:
+        """Returns the bytes kept from forward to backward pass on a device with a share of the repeats in ``chunks``
+        runs, for ``stash`` microbatches in flight: the results of every repeat or, where segments are run again, their
+        inputs."""
+        return stash * share * self.repeat * self.moved_bytes(share / chunks)
 
     def moved_bytes(self, share: Number) -> Number:
-        """Returns the saved bytes of one repeat and one microbatch."""
+        """Returns the saved bytes of one repeat and one microbatch, in a run of a share of the repeats."""
         return (
             self.kept_bytes / self.repeat if self.segment is None else self.stream_bytes / self.segment_repeats(share)
         )
 
     def segment_bytes(self, share: Number) -> Number:
-        """Returns the bytes of all results of the one segment that is being run again."""
-        return 0.0 if self.segment is None else self.kept_bytes / self.repeat * self.segment_repeats(share)
+        """Returns the bytes of the results of the one segment that is being run again."""
+        repeats = 1 if self.reruns else self.segment_repeats(share)
+        return 0.0 if self.segment is None else self.kept_bytes / self.repeat * repeats
 
     def segment_repeats(self, share: Number) -> Number:
-        """Returns the repeats on a device from one kept input to the next."""
+        """Returns the repeats from one kept input to the next in a run of a share of the repeats."""
         held = share * self.repeat
         return np.sqrt(held) if self.segment == "sqrt" else np.minimum(int(self.segment or 1), held)
 
@@ -106,7 +110,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
     def moved_bytes(self, pipeline: PipelineCost) -> Number:
         """Returns the bytes that one repeat keeps for the backward pass of one microbatch: the most of any block."""
-        return largest(layer.moved_bytes(pipeline.share(self.num_layers)) for layer in self.layers)
+        share = pipeline.share(self.num_layers) / np.asarray(pipeline.chunks)
+        return largest(layer.moved_bytes(share) for layer in self.layers)
 
     def elements(self, part: str, pipeline: PipelineCost) -> Number:
         """Returns the elements of one of `STATE_PARTS` on the fullest device."""
@@ -142,12 +147,13 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         unscattered = self.elements("gradients", pipeline) > self.elements("optimizer", pipeline)
         of_two = pipeline.in_lockstep & pipeline.is_one & (np.asarray(pipeline.microbatches) == 2) & unscattered
         single = np.where((in_stages | of_two) & (accumulated > 0), 0.0, state["gradients"])
-        share, stash = pipeline.share(self.num_layers), pipeline.stash
+        share, stash, chunks = pipeline.share(self.num_layers), pipeline.stash, np.asarray(pipeline.chunks)
         optimizer = self.optimizer_bytes(pipeline)
         at_once = pipeline.in_lockstep & pipeline.is_one & ~several
         gradients = np.where(at_once, self.elements("optimizer", pipeline), self.elements("gradients", pipeline))
         saved, running = (
-            total(layer.saved_bytes(share, count) for layer in self.layers) for count in (stash, pipeline.running_stash)
+            total(layer.saved_bytes(share, count, chunks) for layer in self.layers)
+            for count in (stash, pipeline.running_stash)
         )
         if "activations" in offload:
             saved = np.minimum(saved, BUFFERED_REPEATS * self.moved_bytes(pipeline))
@@ -159,7 +165,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         messages = zip(pipeline.messages, (*self.boundary_bytes, streams), strict=True)
         gradients = gradients * (single + accumulated)
         retiled = total(layer.retiled_bytes for layer in self.layers) * share
-        kept, again = saved + waiting + ends, total(layer.segment_bytes(share) for layer in self.layers)
+        kept, again = saved + waiting + ends, total(layer.segment_bytes(share / chunks) for layer in self.layers)
         logits = pipeline.ends_held([one.logits_bytes for one in (*self.layers, *self.ends)]) + self.chunk_bytes
         alone = pipeline.in_lockstep & pipeline.is_one
         none, head, embed = 0.0 * logits, _most(self.ends[1:]), _most(self.ends[:1])
@@ -296,6 +302,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
     return BlockMemory(
         repeat=block.repeat,
         segment=block.segment,
+        reruns=block.rerun is not None,
         elements=elements,
         kept_bytes=kept if trains or not is_layer else 0.0,
         logits_bytes=logits,
@@ -431,6 +438,11 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     Without a backward pass the forward pass counts. A result lives from the step that makes it to its last use. Scratch
     memory (attention's scores) counts at its step.
     """
+    if block.rerun is not None:
+        # layers that run again leave nothing but their stream
+        parts = (block.backward[: block.num_again], block.backward[block.num_again :])
+        alone = (msgspec.structs.replace(block, backward=steps, num_again=0, rerun=None) for steps in parts)
+        return largest(_working_set(one, derived, sizes) for one in alone)
     steps = block.backward if _trains(derived) else block.forward
     changes: list[list[Number]] = [[] for _ in range(len(steps) + 1)]
     lives = _lives(steps, block, derived)

@@ -8,6 +8,7 @@ import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.ops.dispatch import exchanges_slots, is_at_experts
+from meshwright.algebra.rewrites.reruns import Rerun
 from meshwright.algebra.rewrites.split_backward import weights_of
 from meshwright.algebra.sizes import Number
 from meshwright.cost.arrays import largest, total
@@ -41,11 +42,14 @@ class BlockSeconds(msgspec.Struct, frozen=True, kw_only=True):
 
     ``backward`` leaves out collectives that run once per step; ``last`` is what they add to the last microbatch.
     ``inputs`` and ``weight`` replace ``backward`` where a pipeline splits that pass; together they may take longer.
+    ``again`` is one of the runs that ``rerun`` counts, which come before either.
     """
 
     repeat: int
     forward: Number
     backward: Number
+    again: Number
+    rerun: Rerun | None
     inputs: Number
     weight: Number
     last: Number
@@ -80,6 +84,12 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the seconds of one field of `BlockSeconds` in a share of the layers, ``at_least`` for each repeat."""
         return total(np.maximum(getattr(one, part), at_least) * one.repeat * share for one in self.layers)
 
+    def reruns_s(self, pipeline: PipelineCost) -> Number:
+        """Returns the seconds in which a device runs layers again for one microbatch, before their backward passes."""
+        share = pipeline.share(self.num_layers)
+        counted = ((one.again, one.rerun.times(one.repeat, pipeline.runs)) for one in self.layers if one.rerun)
+        return total(again * times * share for again, times in counted)
+
     def ends_s(self, *parts: str) -> list[Number]:
         """Returns the seconds of some fields together in embedding and head, one sum for each block."""
         return [total(getattr(end, part) for part in parts) for end in self.ends]
@@ -106,10 +116,11 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         If only some microbatches split their backward pass, the bubble counts all as split.
         """
         share, split = pipeline.share(self.num_layers), pipeline.split_share
-        forward, backward = self.layers_s("forward", share, at_least), self.layers_s("backward", share, at_least)
+        forward, again = self.layers_s("forward", share, at_least), self.reruns_s(pipeline)
+        backward = self.layers_s("backward", share, at_least) + again
         if not np.any(split > 0):
             return LayerPasses(forward, backward, pipeline.bubble_s(forward, backward, 0.0))
-        inputs, weight = self.layers_s("inputs", share, at_least), self.layers_s("weight", share)
+        inputs, weight = self.layers_s("inputs", share, at_least) + again, self.layers_s("weight", share)
         bubble = pipeline.bubble_s(forward, np.where(split > 0, inputs, backward), np.where(split > 0, weight, 0.0))
         return LayerPasses(forward, backward + split * (inputs + weight - backward), bubble)
 
@@ -151,20 +162,25 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
         forward_s = _pass_s(block.forward, rates) + ahead_s
         if eager:
             forward_s = partly_hidden(forward_s, _starts_s(block.forward, rates), at.overlap)
-        back = _pass_s([cost for cost in block.backward if cost.step.scope != "step"], rates) + back_s
+        # layers that run again for each other run in loops of their own
+        apart = 0 if block.steps.rerun is None else block.steps.num_again
+        own_back = block.backward[apart:]
+        back = _pass_s([cost for cost in own_back if cost.step.scope != "step"], rates) + back_s
         own = [cost for cost in priced.once if owners.get(cost.step.result.name) == block.name]
         split = block.steps.split
         inputs_s, weight_s = (
-            _pass_s([block.backward[place] for place in places], rates)
+            _pass_s([block.backward[place] for place in places if place >= apart], rates)
             for places in ((split.inputs, split.weights) if split else ((), ()))
         )
         found = BlockSeconds(
             repeat=block.steps.repeat,
             forward=forward_s,
             backward=back,
+            again=_pass_s(block.backward[:apart], rates) + ahead_s * bool(apart),
+            rerun=block.steps.rerun,
             inputs=inputs_s + back_s,
             weight=weight_s,
-            last=_pass_s(block.backward, rates) + back_s - back,
+            last=_pass_s(own_back, rates) + back_s - back,
             update=_update_s(own, block.forward, forward_s, rates),
         )
         (layers if block.is_layer else ends).append(found)

@@ -40,9 +40,14 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         """True if one program runs on all devices, tick by tick."""
         return self.software == "compiled"
 
+    @property
+    def runs(self) -> Number:
+        """Runs of layers of all stages."""
+        return np.asarray(self.stages * self.chunks)
+
     def layers_held(self, num_layers: int) -> Number:
         """Returns the layers of the device with the most layers."""
-        runs = np.asarray(self.stages * self.chunks)
+        runs = self.runs
         if not self.in_lockstep or len({*self.names}) < 2:
             return np.ceil(num_layers / runs) * self.chunks
         counts, places = np.unique(runs, return_inverse=True)

@@ -179,7 +179,7 @@ def price_steps(derived: Derived, sizes: SlotSizes, rates: StepRates, pipeline: 
     def together(costs: Iterable[StepCost]) -> tuple[StepCost, ...]:
         return tuple(costs) if rates.software == "compiled" else _in_buckets(tuple(costs), owners)
 
-    steps = iter(derived.steps(num_microbatches))
+    steps = iter(derived.steps(num_microbatches, pipeline.runs))
     repeats = {
         name: block.repeat for block in derived.blocks for name in (*weights_of(derived, block), *counts_of(block))
     }

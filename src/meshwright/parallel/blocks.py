@@ -113,24 +113,32 @@ class BlockPasses:
         there = {} if ready is None else dict(zip((step.result for step in self.gathers), ready, strict=True))
         return run(self.context, [step for step in steps if step.result not in there], env | there)
 
-    def _moved(self, saved: Saved, space: Any) -> Saved:
+    def moved(self, saved: Saved, space: Any) -> Saved:
         """Moves the saved activations of a layer to host memory or back, where the strategy offloads them."""
         if not (self.context.offload and self.steps.block.carry):
             return saved
         return tuple(jax.device_put(array, space) for array in saved)
 
     def forward(
-        self, weights: Params, inputs: Inputs, stream: Array | None, *, ready: Ready | None = None
+        self,
+        weights: Params,
+        inputs: Inputs,
+        stream: Array | None,
+        *,
+        ready: Ready | None = None,
+        again: bool = False,
     ) -> tuple[Array, Saved]:
-        """Returns the block's result, and the activations that its backward pass reads."""
+        """Returns the block's result, and the activations that its backward pass reads; ``again`` during that pass."""
         env = self._environment(weights, inputs)
         if stream is not None:
             env[self.derived.declared[self.entering]] = stream
-        env = self._run(self.steps.forward, env, ready)
+        steps = self.steps.backward[: self.steps.num_again] if again else self.steps.forward
+        env = self._run(steps, env, ready)
         saved = tuple(env[array] for array in self.steps.kept)
         if _has_one_layout():
             saved = jax.tree.map(as_stored, saved)
-        return env[self.steps.forward[-1].result], self._moved(saved, jax.memory.Space.Host)
+        # what runs again is used at once
+        return env[self.steps.forward[-1].result], saved if again else self.moved(saved, jax.memory.Space.Host)
 
     def backward(
         self,
@@ -146,7 +154,7 @@ class BlockPasses:
         `weight_backward` instead of gradients."""
         steps, shared = self.steps, self.derived.shared
         env = self._environment(weights, inputs)
-        saved = self._moved(saved, jax.memory.Space.Device)
+        saved = self.moved(saved, jax.memory.Space.Device)
         if self.computes_again and self.steps.block.carry:
             # else compilers compute several layers again before the first runs backward, or keep what they computed
             saved = after(saved, [cotangents.stream])

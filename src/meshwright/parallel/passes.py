@@ -1,10 +1,10 @@
 """The forward and the backward pass of a microbatch through a stack: first block, layers in loops, last block.
 
 Nothing here is differentiated: the backward pass runs the derived backward steps on what the forward pass saved.
-A loop over a span of layers has three forms. `LayerLoop` saves the activations of every iteration. `SegmentLoop` saves
-only the stream that enters a segment, and runs its layers again in the backward pass. `AheadLoop` gathers the weights
-of the next iteration while one computes, and keeps those of the last iteration for its backward pass, which comes
-first.
+A loop over a span of layers has four forms. `LayerLoop` saves the activations of every iteration. `SegmentLoop` saves
+only the stream that enters a segment, and runs its layers again in the backward pass; `RerunLoop` runs them again for
+each of its layers. `AheadLoop` gathers the weights of the next iteration while one computes, and keeps those of the
+last iteration for its backward pass, which comes first.
 """
 
 import math
@@ -28,7 +28,7 @@ from meshwright.nn.collectives import as_stored
 from meshwright.nn.context import Context
 from meshwright.nn.order import after, zeros_after
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, apply_collectives
+from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, Saved, apply_collectives
 
 IterationParams = tuple[Params, ...]
 """Weights or gradients of one iteration of a loop: a dict for each of its layers."""
@@ -63,13 +63,18 @@ class LayerLoop:
         return tuple(self.blocks[kind].gather(own) for kind, own in zip(self.span.pattern, weights, strict=True))
 
     def iteration(
-        self, weights: IterationParams, stream: Array, ready: tuple[Ready, ...] | None = None
+        self,
+        weights: IterationParams,
+        stream: Array,
+        ready: tuple[Ready, ...] | None = None,
+        *,
+        again: bool = False,
     ) -> tuple[Array, tuple[Any, ...]]:
-        """Returns the stream after one iteration, and its saved activations."""
+        """Returns the stream after one iteration, and its saved activations; ``again`` during its backward pass."""
         saved = []
         for number, kind in enumerate(self.span.pattern):
             own, at_hand = weights[number], ready[number] if ready else None
-            stream, kept = self.blocks[kind].forward(own, self.inputs, stream, ready=at_hand)
+            stream, kept = self.blocks[kind].forward(own, self.inputs, stream, ready=at_hand, again=again)
             saved.append(kept)
         return stream, tuple(saved)
 
@@ -82,7 +87,8 @@ class LayerLoop:
         earlier: LayerWeights,
         ready: tuple[Ready, ...] | None = None,
     ) -> tuple[Cotangents, IterationParams]:
-        """Returns the cotangents of the inputs of one iteration, and its gradients."""
+        """Returns the cotangents of the inputs of one iteration, and its gradients. Each of ``saved`` is what a layer
+        saved, or a function of the cotangents that computes it again."""
         found: tuple[Any, ...] = ()
         for position, kind in reversed(list(enumerate(self.span.pattern))):
             block = self.blocks[kind]
@@ -90,9 +96,8 @@ class LayerLoop:
                 # else they copy the weights of all layers of the iteration at its start
                 number = after(jnp.asarray(number), [cotangent.stream])
             own, before, at_hand = weights(number)[position], earlier(number), ready[position] if ready else None
-            cotangent, left = block.backward(
-                own, self.inputs, saved[position], cotangent, ready=at_hand, split=self.split
-            )
+            kept = saved[position](cotangent) if callable(saved[position]) else saved[position]
+            cotangent, left = block.backward(own, self.inputs, kept, cotangent, ready=at_hand, split=self.split)
             if not self.split:
                 left = self.finish(left, before[position] if before else None) if self.finish else left
                 left = jax.tree.map(as_stored, left)
@@ -173,7 +178,8 @@ class SegmentLoop(LayerLoop):
 
     def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Any]:
         def segment(stream: Array, numbers: Array) -> tuple[Array, Array]:
-            return lax.scan(lambda x, n: (self.iteration(weights(n), x)[0], None), stream, numbers)[0], stream
+            (kept,) = self.blocks[self.span.pattern[0]].moved((stream,), jax.memory.Space.Host)
+            return lax.scan(lambda x, n: (self.iteration(weights(n), x)[0], None), stream, numbers)[0], kept
 
         saved = []
         for part in self._cut():
@@ -183,20 +189,63 @@ class SegmentLoop(LayerLoop):
 
     def backward(self, weights: LayerWeights, saved: Any, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Any]:
         def segment(carry: Carry, given: Any) -> tuple[Carry, Any]:
-            numbers, stream = given
-            _, kept = self.forward_over(numbers, weights, after(stream, [carry[0].stream]))
-            return self.backward_over(numbers, weights, kept, carry, earlier)
+            numbers, kept = given
+            (stream,) = self.blocks[self.span.pattern[0]].moved((kept,), jax.memory.Space.Device)
+            return self.segment_back(numbers, stream, weights, carry, earlier)
 
+        found = list[Any]()
         for given in reversed(list(zip(self._cut(), saved, strict=True))):
-            carry, _ = lax.scan(segment, carry, given, reverse=True)
-        return carry, None
+            carry, left = lax.scan(segment, carry, given, reverse=True)
+            found.insert(0, jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), left))
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+
+    def segment_back(
+        self, numbers: Array, stream: Array, weights: LayerWeights, carry: Carry, earlier: LayerWeights
+    ) -> tuple[Carry, Any]:
+        """Returns the carry after the iterations of a segment, and with ``split`` the operands of `weight_backward`."""
+
+        def again(stream: Array, number: Array) -> tuple[Array, tuple[Any, ...]]:
+            return self.iteration(weights(number), stream, again=True)
+
+        _, kept = lax.scan(again, after(stream, [carry[0].stream]), numbers)
+        return self.backward_over(numbers, weights, kept, carry, earlier)
 
     def _cut(self) -> list[Array]:
         """Returns numbers of whole segments, [segments, iterations], and of a shorter last one for the remainder."""
-        iterations = max(1, self.layers // len(self.span.pattern))
+        iterations = self.span.iterations(self.layers)
         whole = self.span.repeats // iterations * iterations
         parts = self.numbers[:whole].reshape(-1, iterations), self.numbers[whole:].reshape(1, -1)
         return [part for part in parts if part.size]
+
+
+class RerunLoop(SegmentLoop):
+    """Runs the layers of a segment before each layer again for its backward pass, so that only their stream exists.
+
+    The layers of a segment are written out, since each has another number of layers before it.
+    """
+
+    def segment_back(
+        self, numbers: Array, stream: Array, weights: LayerWeights, carry: Carry, earlier: LayerWeights
+    ) -> tuple[Carry, Any]:
+        def again(stream: Array, number: Array) -> tuple[Array, None]:
+            return self.iteration(weights(number), stream, again=True)[0], None
+
+        def kept(place: int, position: int, cotangents: Cotangents) -> Saved:
+            found, at = after((stream, numbers), [cotangents.stream])
+            if place:
+                found, _ = lax.scan(again, found, at[:place])
+            for kind, own in zip(self.span.pattern[:position], weights(at[place]), strict=False):
+                found, _ = self.blocks[kind].forward(own, self.inputs, found, again=True)
+            return tuple(found for _ in self.blocks[self.span.pattern[position]].steps.kept)
+
+        found = list[Any]()
+        for place in reversed(range(len(numbers))):
+            saved = tuple(partial(kept, place, position) for position in range(len(self.span.pattern)))
+            # else gathers of a layer's weights are shared with those of an earlier rerun, and held until then
+            number = after(numbers[place], [carry[0].stream])
+            carry, left = self.carried_back(number, weights, saved, carry, earlier)
+            found.insert(0, left)
+        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *found)
 
 
 class AheadLoop(LayerLoop):
@@ -300,11 +349,11 @@ class Passes:
     def _loop(self, span: Span, inputs: Inputs, **choices: Any) -> LayerLoop:
         """Returns the loop over a span. A segment "sqrt" has about sqrt(L) of a device's L layers."""
         given: dict[str, Any] = {"span": span, "blocks": self._blocks, "inputs": inputs, **choices}
-        segment = next(block.segment for block in self.derived.blocks if block.block.carry)
+        segment, rerun = next((one.segment, one.rerun) for one in self.derived.blocks if one.block.carry)
         if segment == "sqrt":
             segment = max(1, round(math.sqrt(sum(span.num_layers for span in self.spans))))
         if segment is not None:
-            return SegmentLoop(layers=int(segment), **given)
+            return (SegmentLoop if rerun is None else RerunLoop)(layers=int(segment), **given)
         if self.ahead:
             return AheadLoop(**given)
         # On one CPU device copies cost compute time, and there are no collectives to count in loops. Where layers are

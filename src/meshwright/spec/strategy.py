@@ -31,13 +31,17 @@ REMATS: dict[str, tuple[str, ...] | None] = {
     "block": ("logits",),
     "sqrt": None,
     "full": (),
+    "recompute-all": (),
 }
 """Remat policy -> results kept for the backward pass besides each block's input. None keeps every result and every
 gathered activation: under "none" those of the whole model, under "sqrt" and "every-C" those of the segment that is
-being recomputed. The loss head keeps everything but its logits under every policy."""
+being recomputed. "recompute-all" and "recompute-C" keep the input of a segment alone. The loss head keeps everything
+but its logits under every policy."""
 
 REMAT_POLICIES: tuple[str, ...] = tuple(REMATS)
-_EVERY = re.compile(r"every-([1-9]\d{0,3})")
+ALL_LAYERS = 9999
+"""The longest segment: all layers in sequence that a device holds."""
+_SEGMENTS = re.compile(r"(every|recompute)-([1-9]\d{0,3})")
 
 Form = Literal["shard_map", "gspmd"]
 """The derived steps, or the same shardings as constraints, for which the compiler chooses the collectives."""
@@ -188,8 +192,9 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     physical network. ``assignment`` maps roles of arrays to `Rules`; products slice over ``slice_axes`` where they
     would gather (`algebra.einsum`). ``context_attention`` says how keys and values reach the queries of other devices
     over ``context``. ``remat`` is a policy ("every-4" keeps the input of every fourth layer, "sqrt" of every
-    sqrt(L)-th) or a list of results to keep. ``num_microbatches`` divides the sequences of a step; gradients are summed
-    over them. ``schedule`` orders the passes of the pipeline, in which each device has ``chunks`` runs of layers.
+    sqrt(L)-th, see `segment`) or a list of results to keep. ``num_microbatches`` divides the sequences of a step;
+    gradients are summed over them. ``schedule`` orders the passes of the pipeline, in which each device has ``chunks``
+    runs of layers.
     ``state`` is a key of `STATE_BYTES`. ``gradient_sync`` says when replicas sum their gradients, ``bucket_bytes`` is
     the size of a bucket. With ``prefetch`` the weights of the next layer are gathered while one computes, and those of
     the last layer stay gathered until its backward pass. ``collective_matmul`` says how products of a layer hide the
@@ -221,10 +226,10 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for role in self.assignment:
             if role not in ROLES:
                 raise InputError(f"strategy.assignment has the unknown role {role!r}.{nearest(role, ROLES)}")
-        if isinstance(self.remat, str) and self.remat not in REMAT_POLICIES and not _EVERY.fullmatch(self.remat):
+        if isinstance(self.remat, str) and self.remat not in REMAT_POLICIES and not _SEGMENTS.fullmatch(self.remat):
             raise InputError(
                 f"remat {self.remat!r} is not a policy.{nearest(self.remat, REMAT_POLICIES)} "
-                f"every-C and a list of result names are also taken."
+                f"every-C, recompute-C and a list of result names are also taken."
             )
         for name in ("chunks", "bucket_bytes"):
             if not 1 <= getattr(self, name) <= MAX_SEQUENCES:
@@ -271,18 +276,26 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def kept_names(self) -> tuple[str, ...] | None:
         """Results kept for the backward pass besides each block's input; None for all, see `REMATS`."""
+        if self.recomputes_each:
+            return ()
         return REMATS.get(self.remat) if isinstance(self.remat, str) else self.remat
 
     @property
     def segment(self) -> int | Literal["sqrt"] | None:
-        """Layers of a segment that is recomputed as a whole; None for policies without segments.
+        """Layers from one kept input to the next; None for policies without segments.
 
         "every-1" runs all of each layer again, as checkpointing libraries do; "block" only what the backward pass uses.
         """
-        if self.remat == "sqrt":
-            return "sqrt"
-        match = _EVERY.fullmatch(self.remat) if isinstance(self.remat, str) else None
-        return int(match[1]) if match else None
+        if self.remat in ("sqrt", "recompute-all"):
+            return "sqrt" if self.remat == "sqrt" else ALL_LAYERS
+        match = _SEGMENTS.fullmatch(self.remat) if isinstance(self.remat, str) else None
+        return int(match[2]) if match else None
+
+    @property
+    def recomputes_each(self) -> bool:
+        """True if each layer's backward pass runs the layers of its segment before it again, so that no more than one
+        input besides the segment's exists; else a segment runs again once and keeps every result."""
+        return isinstance(self.remat, str) and self.remat.startswith("recompute-")
 
     @property
     def zero(self) -> int | None:

@@ -155,12 +155,10 @@ def _counted_in_text(derived: Derived, tables: TickTables, sizes: SlotSizes) -> 
     used = ((block, name) for block in derived.blocks for name in block.block.reads)
     counted = ((block, name) for block in derived.blocks for name in counts_of(block))
     rows = {name: _rows(derived, block, tables) for block, name in (*used, *counted)}
-    for block in derived.blocks:
-        for step in (*block.forward, *block.backward):
-            if step.is_collective:
-                moves = int(num_moves(step, sizes)) if step.op == "permute" else 1
-                times = runs_in_text(derived, step, block, tables) * moves
-                yield (step, 1, _rows(derived, block, tables)) if step.scope == "step" else (step, times, times)
+    for block, step, runs in steps_in_text(derived, tables):
+        if step.is_collective:
+            times = runs * (int(num_moves(step, sizes)) if step.op == "permute" else 1)
+            yield (step, 1, _rows(derived, block, tables)) if step.scope == "step" else (step, times, times)
     ways = {"forward": tables.x_channels, "backward": tables.dx_channels}
     for step in derived.boundary:
         sends = sum(channel.offset != 0 for channel in ways[step.phase]) if step.op == "permute" else 1
@@ -174,11 +172,19 @@ def _counted_in_text(derived: Derived, tables: TickTables, sizes: SlotSizes) -> 
             yield step, pieces.get(step.result.name, times) if step.op == "all_gather" else 1, times
 
 
-def runs_in_text(derived: Derived, step: Step, block: BlockSteps, tables: TickTables) -> int:
-    """Returns how often the text of a pipeline contains a step of a block: once per tick and layer, and twice if the
-    schedule has both split and whole backward passes."""
-    twice = step in block.backward and bool(block.block.carry) and tables.has_whole and tables.has_split
-    return tables.num_ticks * _layers(derived, block, tables) * (2 if twice else 1)
+def steps_in_text(derived: Derived, tables: TickTables) -> Iterator[tuple[BlockSteps, Step, int]]:
+    """Yields each step of the blocks with how often the text of a pipeline contains it: once per tick and layer, in the
+    backward pass twice if the schedule has both split and whole ones. Layers that run again count as often as they do.
+    """
+    twice, stages = tables.has_whole and tables.has_split, tables.schedule.num_virtual_stages
+    for block in derived.blocks:
+        layers = _layers(derived, block, tables)
+        again = layers if block.rerun is None else round(block.rerun.times(layers, stages))
+        for step in block.forward:
+            yield block, step, tables.num_ticks * layers
+        for number, step in enumerate(block.backward):
+            ticks = tables.num_ticks * (2 if twice and block.is_layer else 1)
+            yield block, step, ticks * (again if number < block.num_again else layers)
 
 
 def _layers(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
@@ -253,11 +259,7 @@ class StepDerivation:
         if self._tables is None:
             steps = [(step, int(times)) for step, times in self.derived.steps(self.strategy.num_microbatches)]
         else:
-            steps = [
-                (step, runs_in_text(self.derived, step, block, self._tables))
-                for block in self.derived.blocks
-                for step in (*block.forward, *block.backward)
-            ]
+            steps = [(step, times) for _, step, times in steps_in_text(self.derived, self._tables)]
         for step, times in steps:
             flops = 0.0 if step.is_collective else float(np.asarray(op_flops(step, slot_sizes(step, sizes))))
             if flops:

@@ -7,7 +7,9 @@ from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.layers import CROSS, ENCODER
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.program import LOSSES, Block
-from meshwright.algebra.steps import Phase
+from meshwright.algebra.rewrites.frozen import needed_steps
+from meshwright.algebra.rewrites.reruns import Rerun
+from meshwright.algebra.steps import Phase, Step
 from meshwright.algebra.tape import Shardings
 from meshwright.core.errors import InputError, nearest
 from meshwright.spec.strategy import Strategy
@@ -58,14 +60,20 @@ def keeps_logits(strategy: Strategy) -> bool:
 
 def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
     """Returns the steps of a block. With segments a layer's backward pass begins with its forward steps, in the
-    phase recompute, or backward for gathers of weights."""
-    segment = shardings.strategy.segment
+    phase recompute, or backward for gathers of weights: all of them, or with a `Rerun` those that the stream needs."""
+    segment, rerun = shardings.strategy.segment, None
     if segment is None or not steps.is_layer:
         return steps
-    again = []
-    for step in steps.forward:
+    whole, again = list(steps.forward), list[Step]()
+    if shardings.strategy.recomputes_each:
+        assert segment != "sqrt"
+        stacks, name = shardings.program.stacks, steps.block.name
+        layers = next((stack.layers for stack in stacks if name in stack.layers), (name,) * steps.repeat)
+        whole, rerun = needed_steps(whole, whole[-1].results)[0], Rerun(name, layers, segment)
+    for step in whole:
         gathers = step.is_collective and shardings.is_weight(step.result.name)
         phase: Phase = "backward" if gathers else "recompute"
         parts = tuple(replace(part, phase=phase) for part in step.parts)
         again.append(replace(step, phase=phase, parts=parts))
-    return replace(steps, backward=(*again, *steps.backward), segment=segment)
+    backward = (*again, *steps.backward)
+    return replace(steps, backward=backward, segment=segment, num_again=len(again), rerun=rerun)

@@ -1,0 +1,42 @@
+"""How often layers run forward again where each layer's backward pass starts from the input of its segment."""
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.rewrites.pipeline import stage_layers
+from meshwright.algebra.sizes import Number
+from meshwright.algebra.transformer import spans
+
+
+class Rerun(msgspec.Struct, frozen=True):
+    """The layers of one block in a stack of ``layers`` (names of blocks) in segments of at most ``segment`` layers.
+
+    The backward pass of layer i of a segment runs layers 0 to i - 1 of it forward again: C (C - 1) / 2 layers in a
+    segment of C, n (C - 1) / 2 in n layers, n (n - 1) / 2 in one segment of all. With k = n / C kept inputs that is
+    about n^2 / 2k.
+    """
+
+    block: str
+    layers: tuple[str, ...]
+    segment: int
+
+    def times(self, repeat: int, runs: Number = 1) -> Number:
+        """Returns how often ``repeat`` layers of the block run again in one backward pass of all layers, on average if
+        these are in ``runs`` runs of a pipeline, each with its own segments; ``runs`` may be an array."""
+        counts, places = np.unique(runs, return_inverse=True)
+        found = []
+        for count in counts:
+            names = stage_layers(self.layers, int(count)).pattern if count > 1 else self.layers
+            found.append(repeat * self._total(names) / max(names.count(self.block), 1))
+        return np.array(found)[places].reshape(np.shape(runs)) if np.ndim(runs) else found[0]
+
+    def _total(self, names: tuple[str, ...]) -> int:
+        found = 0
+        for span in spans(names):
+            size = span.iterations(self.segment) * len(span.pattern)
+            for place in (
+                place for place in range(span.num_layers) if span.pattern[place % len(span.pattern)] == self.block
+            ):
+                # the layers after it in its segment
+                found += min(size, span.num_layers - place // size * size) - place % size - 1
+        return found
