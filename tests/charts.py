@@ -3,7 +3,7 @@
 from itertools import combinations
 from typing import Any
 
-from meshwright.report.labels import LINE, Box, text_px
+from meshwright.report.labels import LINE, Area, text_px
 
 PANELS = ("layer", "concat", "hconcat", "vconcat")
 
@@ -39,7 +39,7 @@ def texts(chart: Any) -> list[str]:
     return list(dict.fromkeys(row["text"] for mark in marks(chart, "text") for row in mark["rows"]))
 
 
-def label_boxes(chart: Any) -> dict[str, Box]:
+def label_boxes(chart: Any) -> dict[str, Area]:
     """Text -> its box in pixels, of all labels that were placed by pixels; computed from the drawn text, its size and
     its middle, not from what the placement reserved."""
     found = {}
@@ -48,7 +48,7 @@ def label_boxes(chart: Any) -> dict[str, Box]:
         for row in mark["rows"]:
             if "x_px" in row:
                 half = text_px(row["text"], size) / 2, LINE * size / 2
-                found[row["text"]] = Box(row["x_px"], row["y_px"], *(half[::-1] if upright else half))
+                found[row["text"]] = Area(row["x_px"], row["y_px"], *(half[::-1] if upright else half))
     return found
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.report.labels import Box, Frame, first_free, point_labels, reference, text_px
+from meshwright.report.labels import Area, Frame, first_free, point_labels, reference, text_px
 from meshwright.report.marks import ReferenceLine
 from tests.charts import label_boxes, marks, overlaps
 
@@ -18,25 +18,25 @@ def test_pixels_run_over_the_whole_frame():
 
 
 def test_boxes_touch_if_they_share_more_than_an_edge():
-    box = Box(10, 10, 5, 5)
-    assert box.touches(Box(19, 10, 5, 5))
-    assert not box.touches(Box(20, 10, 5, 5))
-    assert not box.touches(Box(10, 20, 5, 5))
+    box = Area(10, 10, 5, 5)
+    assert box.touches(Area(19, 10, 5, 5))
+    assert not box.touches(Area(20, 10, 5, 5))
+    assert not box.touches(Area(10, 20, 5, 5))
 
 
 def test_a_curve_is_covered_without_holes_and_has_its_gaps():
     boxes = LINEAR.curve([(0.0, 0.0), (5.0, 2.0), (6.0, float("nan")), (8.0, 1.0), (10.0, 1.0)])
     on_it, in_the_gap = LINEAR.pixel(3.3, 1.32), LINEAR.pixel(7.0, 1.5)
-    assert any(box.touches(Box(*on_it, 1, 1)) for box in boxes)
-    assert not any(box.touches(Box(*in_the_gap, 4, 4)) for box in boxes)
+    assert any(box.touches(Area(*on_it, 1, 1)) for box in boxes)
+    assert not any(box.touches(Area(*in_the_gap, 4, 4)) for box in boxes)
 
 
 def test_the_first_free_place_is_taken_and_else_the_one_with_the_fewest_clashes():
-    taken = [Box(50, 50, 20, 20), Box(52, 50, 20, 20)]
-    outside, covered, free = Box(195, 50, 10, 5), Box(45, 50, 10, 5), Box(150, 50, 10, 5)
+    taken = [Area(50, 50, 20, 20), Area(52, 50, 20, 20)]
+    outside, covered, free = Area(195, 50, 10, 5), Area(45, 50, 10, 5), Area(150, 50, 10, 5)
     assert first_free([outside, covered, free], taken, LINEAR) is free
     assert taken[-1] is free
-    half_covered = Box(74, 50, 3, 3)  # touches the second box alone
+    half_covered = Area(74, 50, 3, 3)  # touches the second box alone
     assert first_free([covered, half_covered], taken, LINEAR) is half_covered
 
 

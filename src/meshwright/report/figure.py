@@ -53,8 +53,8 @@ COLORS: dict[str, str] = {
     # work on the chip is blue, what waits for links is red, links by their mesh axis are green
     **{"compute": "#0072B2", "FLOPs": "#0072B2", "matmul": "#0072B2", "attention": "#56B4E9", "elementwise": "#A6D3F0"},
     **{"communication": "#D55E00", "exposed communication": "#D55E00", "network": "#D55E00", "whole step": INK},
-    **{"hbm": "#44AA99", "bubble": "#F0E442", "host": "#DDCC77", "other": "#999999", "fsdp links": "#44AA99"},
-    **{"data links": "#009E73", "tensor links": "#7FCDB5", "context links": "#B5DFC9", "pipeline links": "#117733"},
+    **{"hbm": "#44AA99", "bubble": "#F0E442", "host": "#DDCC77", "other": "#999999", "latency": "#CC79A7"},
+    **{"data": "#009E73", "fsdp": "#44AA99", "tensor": "#7FCDB5", "context": "#B5DFC9", "pipeline": "#117733"},
 }
 """Colours of what several pictures show: each has one everywhere."""
 MUTED = "#767676"

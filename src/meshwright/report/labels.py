@@ -28,7 +28,7 @@ def text_px(text: str, font: float = FONT) -> float:
     return font * sum(NARROW if letter in " .,:;|[](){}'ijlftrI" else LETTER for letter in text)
 
 
-class Box(msgspec.Struct, frozen=True):
+class Area(msgspec.Struct, frozen=True):
     """A rectangle of the picture in pixels, by its middle and its halves."""
 
     x: float
@@ -36,7 +36,7 @@ class Box(msgspec.Struct, frozen=True):
     across: float
     down: float
 
-    def touches(self, other: "Box") -> bool:
+    def touches(self, other: "Area") -> bool:
         """True if the boxes share more than an edge."""
         near = abs(self.x - other.x) < self.across + other.across
         return near and abs(self.y - other.y) < self.down + other.down
@@ -58,16 +58,16 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
             shares.append((at - low) / (high - low))
         return shares[0] * self.size[0], (1 - shares[1]) * self.size[1]
 
-    def holds(self, box: Box) -> bool:
+    def holds(self, box: Area) -> bool:
         """True if the box is inside the picture; a little of it may be beyond the edges above and below."""
         width, height = self.size
         return box.across <= box.x <= width - box.across and box.down - 6 <= box.y <= height - box.down + 2
 
-    def dots(self, points: Points, half: float = 6) -> list[Box]:
+    def dots(self, points: Points, half: float = 6) -> list[Area]:
         """Returns a box around each point."""
-        return [Box(*self.pixel(*point), half, half) for point in points]
+        return [Area(*self.pixel(*point), half, half) for point in points]
 
-    def curve(self, points: Points) -> list[Box]:
+    def curve(self, points: Points) -> list[Area]:
         """Returns boxes along a line through the points; one that is not finite leaves a gap."""
         found = []
         for one, other in pairwise(points):
@@ -75,11 +75,11 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
                 (x, y), (x2, y2) = self.pixel(*one), self.pixel(*other)
                 pieces = max(1, round(math.hypot(x2 - x, y2 - y) / CURVE_PX))
                 shares = (n / pieces for n in range(pieces + 1))
-                found += [Box(x + (x2 - x) * share, y + (y2 - y) * share, 2, 2) for share in shares]
+                found += [Area(x + (x2 - x) * share, y + (y2 - y) * share, 2, 2) for share in shares]
         return found
 
 
-def first_free(places: Sequence[Box], taken: list[Box], frame: Frame) -> Box:
+def first_free(places: Sequence[Area], taken: list[Area], frame: Frame) -> Area:
     """Returns the first box inside the picture that touches none of those taken, else the one that touches fewest, and
     adds it to those taken."""
     inside = [box for box in places if frame.holds(box)] or places
@@ -88,7 +88,7 @@ def first_free(places: Sequence[Box], taken: list[Box], frame: Frame) -> Box:
     return best
 
 
-def point_labels(rows: Iterable[Datum], frame: Frame, taken: list[Box], *, font: int = FONT, **style: Any) -> Layer:
+def point_labels(rows: Iterable[Datum], frame: Frame, taken: list[Area], *, font: int = FONT, **style: Any) -> Layer:
     """Draws the text of each row beside its point (``x``, ``y``), where it overlaps nothing that is taken, with a line
     to its point if that is far; the boxes of the texts are added to those taken.
 
@@ -118,7 +118,7 @@ def _pixels(x: str, y: str) -> dict[str, Any]:
     return {"x": alt.X(f"{x}:Q", scale=None), "y": alt.Y(f"{y}:Q", scale=None)}
 
 
-def _around(dot: tuple[float, float], text: str, font: int, beside: Sequence[float], rings: int) -> list[Box]:
+def _around(dot: tuple[float, float], text: str, font: int, beside: Sequence[float], rings: int) -> list[Area]:
     """Returns places beside a point: right and left of it, then above and below in rings, or from ``beside`` on."""
     x, y = dot
     width, half = text_px(text, font), LINE * font / 2
@@ -128,10 +128,10 @@ def _around(dot: tuple[float, float], text: str, font: int, beside: Sequence[flo
         starts = [x + 0.6 * GAP_PX, x - 0.6 * GAP_PX - width]
         starts += [*(x - width * share for share in SHIFTS), *beside] if ring else []
         places += [(start, y + side * away) for start in starts for side in (-1, 1)]
-    return [Box(left + width / 2, middle, width / 2, half) for left, middle in places]
+    return [Area(left + width / 2, middle, width / 2, half) for left, middle in places]
 
 
-def reference(line: ReferenceLine, frame: Frame, taken: list[Box], *, font: int = 11) -> Layer:
+def reference(line: ReferenceLine, frame: Frame, taken: list[Area], *, font: int = 11) -> Layer:
     """Draws a reference line from edge to edge, with its text along it where it overlaps nothing that is taken, as near
     to the line's start or end (``line.at``) as there is room."""
     flat = line.axis == "y"
@@ -143,10 +143,10 @@ def reference(line: ReferenceLine, frame: Frame, taken: list[Box], *, font: int 
     steps = steps if (line.at == "start") == flat else steps[::-1]
     sides = (1 + half, -1 - half)
     places = [
-        Box(at, y - side, long, half) if flat else Box(x + side, at, half, long) for side in sides for at in steps
+        Area(at, y - side, long, half) if flat else Area(x + side, at, half, long) for side in sides for at in steps
     ]
     box = first_free(places, taken, frame)
-    taken.append(Box(width / 2, y, width / 2, 1) if flat else Box(x, height / 2, 1, height / 2))
+    taken.append(Area(width / 2, y, width / 2, 1) if flat else Area(x, height / 2, 1, height / 2))
     rows = [{"text": line.text, "x_px": box.x, "y_px": box.y}]
     channel = {"y": alt.YDatum(line.value)} if flat else {"x": alt.XDatum(line.value)}
     rule = plot(rows).mark_rule(strokeDash=DASHES, color=MUTED).encode(**channel)

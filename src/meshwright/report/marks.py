@@ -63,7 +63,7 @@ def stroke_colors(names: Iterable[str], **legend: Any) -> Encoding:
 def palette_of(names: Iterable[str]) -> dict[str, str]:
     """Maps each name to its colour of `COLORS` or, if it has none, to one of the palette that no other name has; the
     palette repeats after twelve."""
-    known = {name: COLORS.get(name) for name in names}
+    known = {name: COLORS.get(name.removesuffix(" links")) for name in names}
     free = cycle([color for color in PALETTE if color not in known.values()])
     return {name: color or next(free) for name, color in known.items()}
 

@@ -29,7 +29,7 @@ MIN_SHARE = 5e-3
 MOST_LETTERS = 36
 """Number of letters, in all labels together, for which a panel's horizontal axis has room side by side."""
 MAX_DOTS = 40
-"""Number of points of a curve above which it has no dots."""
+"""Number of points of a curve above which it has no dots, which would hide it."""
 LEAST_RANGE = 3
 """Ratio of the largest to the smallest value above which an axis is logarithmic: a shorter one has too few labels."""
 CELL_PX = (84, 74)
@@ -190,7 +190,6 @@ def curves_figure(
     frame = Frame(x=across, y=up, size=CURVES_PX)
     taken = [box for points in curves.values() for box in (*frame.curve(points), *frame.dots(points, half=4))]
     named = [reference(line, frame, taken) for line in references]
-    # dots of many points would hide the lines
     dotted = max(map(len, curves.values())) <= MAX_DOTS
     layers = [*lines(curves, x, y, color, strokeWidth=2.4, point={"size": 28} if dotted else False), *named]
     return themed(alt.layer(*layers), title, subtitle, width=CURVES_PX[0], height=CURVES_PX[1])

@@ -109,14 +109,14 @@ def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
         ),
         "step.png": step_breakdown_figure(
             {
-                "predicted": {name: s for name, s in priced.estimate.terms.items() if s > 0},
+                "predicted": {name.replace("_", " "): s for name, s in priced.estimate.terms.items() if s > 0},
                 "measured": {"whole step": result.step_s or 0.0},
             },
             subtitle=f"Predicted parts by themselves; {rates}",
         ),
         "memory.png": memory_figure(
             {
-                "predicted": {name: b for name, b in priced.estimate.memory.items() if b > 0},
+                "predicted": {name.replace("_", " "): b for name, b in priced.estimate.memory.items() if b > 0},
                 "measured": measured,
             },
             subtitle="Predicted: the fullest moment. Measured: shards of one device, temporaries of its step",

@@ -261,7 +261,11 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
     def grid(self) -> Iterator[Piece]:
         """Yields one figure with the mesh below it: rows are values of the second field, columns of the first."""
         first, second = self.varied
-        cells = {(row["values"][first], row["values"][second]): "\n".join(self.lines(row)) for row in self.rows}
+        cells = {}
+        for row in self.rows:
+            headline, *mesh = self.lines(row)
+            large = f" {TOO_LARGE}" if row["axes"] is not None and row.get("fits") is False else ""
+            cells[row["values"][first], row["values"][second]] = "\n".join([headline + large, *mesh])
         across, down = (list(dict.fromkeys(row["values"][name] for row in self.rows)) for name in self.varied)
         per_table = max(1, (width() - max(map(len, (*down, second))) - 2) // CELL_WIDTH)
         for start in range(0, len(across), per_table):
@@ -276,8 +280,7 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
             return [row["reason"].partition(":")[0].replace("does not", "no")[: CELL_WIDTH - 1]]
         value = row[self.figure]
         shown = "-" if value is None else self.figures[self.figure].show(value)
-        large = f" {TOO_LARGE}" if row.get("fits") is False else ""
-        return [shown + large, *wrap(self.mesh(row), CELL_WIDTH - 1)]
+        return [shown, *wrap(self.mesh(row), CELL_WIDTH - 1)]
 
     def mesh(self, row: Mapping[str, Any]) -> str:
         """Returns the mesh in short form."""

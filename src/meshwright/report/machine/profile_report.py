@@ -286,7 +286,7 @@ def memory_timeline_figure(memory: MemoryProfile) -> Figure:
     y = alt.Y("y:Q", title=f"memory ({unit})", scale=alt.Scale(domain=up, nice=False))
     highest = peak.at_s / time_scale, peak.num_bytes / scale
     top = {"x": highest[0], "y": highest[1], "text": format_bytes(peak.num_bytes)}
-    taken = frame.dots([highest])
+    taken = frame.dots([highest]) + frame.curve([(row["x"], row["y"]) for row in rows[:: 1 + len(rows) // 100]])
     area = plot(rows).mark_area(color=PALETTE[4], opacity=0.5, line={"color": PALETTE[0]})
     at = [ReferenceLine(axis="x", value=one.at_s / time_scale, text=one.text, color=MUTED) for one in memory.marks]
     chart = alt.layer(

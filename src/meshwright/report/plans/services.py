@@ -4,16 +4,7 @@ from collections.abc import Mapping
 
 from meshwright.report.figure import INK, Figure, alt, panel, themed
 from meshwright.report.labels import Frame, point_labels
-from meshwright.report.marks import (
-    Points,
-    check_positive,
-    color_by,
-    lines,
-    log_axis,
-    palette_of,
-    plot,
-    stroke_colors,
-)
+from meshwright.report.marks import Points, check_positive, color_by, lines, log_axis, palette_of, plot, stroke_colors
 
 SIZE_PX = (620, 340)
 SPLIT_PX = (620, 240)

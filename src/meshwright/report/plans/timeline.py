@@ -178,9 +178,7 @@ def slots_figure(pools: Mapping[str, Sequence[SlotSpan]], *, title: str, subtitl
     end = max(one.end_s for _, one in every) / scale
     order = [key for name in pools for key in sorted(held) if key[0] == name]
     numbered = {name for name, replica, _ in held if replica}
-    rows = {
-        key: f"{key[0]}{f' {key[1] + 1}' * (key[0] in numbered)}, slot {key[2] + 1}" for key in order
-    }  # fmt: skip
+    rows = {key: f"{key[0]}{f' {key[1] + 1}' * (key[0] in numbered)}, slot {key[2] + 1}" for key in order}
     row_px = 22 if len(order) <= 24 else 12 if len(order) <= 64 else 7
     boxes = []
     for name, one in every:
@@ -194,16 +192,9 @@ def slots_figure(pools: Mapping[str, Sequence[SlotSpan]], *, title: str, subtitl
     x = alt.X("start:Q", title=f"time ({unit})", scale=alt.Scale(domain=[0, end], nice=False))
     free = plot({"slot": name, "start": 0, "end": end} for name in names)
     shown = {name: color for name, color in SLOT_COLORS.items() if any(box["what"] == name for box in boxes)}
+    color = color_by("what", shown, orient="bottom")
     chart = alt.layer(
         free.mark_bar(height=alt.RelativeBandSize(band=0.88), color=IDLE).encode(y=y, x=x, x2="end"),
-        spans(
-            boxes,
-            y=y,
-            x=x,
-            color=color_by("what", shown, orient="bottom"),
-            band=0.88,
-            edge=0.6 if row_px > 12 else 0.1,
-            font=10,
-        ),
+        spans(boxes, y=y, x=x, color=color, band=0.88, edge=0.6 if row_px > 12 else 0.1, font=10),
     )
     return themed(chart, title, subtitle, width=WIDTH_PX, height=row_px * len(order))
