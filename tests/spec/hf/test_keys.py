@@ -31,7 +31,7 @@ def refused(family: str, **keys) -> str:
         ("gemma3", "use_bidirectional_attention", True),
         ("llama", "partial_rotary_factor", 0.5),
         ("llama", "sliding_window", 8),
-        ("llama", "attention_dropout", 0.1),
+        ("llama", "attention_dropout", 0.2),
         ("llama", "n_inner", 12),
         ("llama", "quantization_config", {"quant_method": "awq", "bits": 4}),
         ("gpt_oss", "quantization_config", {"quant_method": "awq"}),
