@@ -343,6 +343,7 @@ def _option(words: Sequence[str], rng: random.Random) -> list[str]:
 HOSTILE_WORDS = (
     *PIECES,
     "0.5",
+    "1e-9",
     "3",
     "7",
     "1000",

@@ -37,8 +37,6 @@ SMALL_BYTES, LARGE_BYTES = 2**12, 2**20
 PEAK_SIDES = (256, 512, 1024)
 """Sides of square products. The fastest of these and the MLP is the peak: this machine has no data sheet."""
 DTYPE = "fp32"
-SPEED_S = 0.3
-"""Seconds in which `machine_speed` repeats its product."""
 
 
 def measure_machine(
@@ -105,22 +103,21 @@ def measure_machine(
     )
 
 
-def machine_speed(calibration: Calibration | None) -> float | None:
+def machine_speed(calibration: Calibration | None, *, seconds: float = 0.3) -> float | None:
     """Returns the rate of the product of `measure_machine` now over that of a calibration of this machine.
 
     It takes a second. None for rates of other machines, on accelerators, and among several processes.
     """
     here = f"{platform.machine()}, {os.cpu_count()} cores"
-    devices = calibration.devices if calibration and calibration.machine == here else None
-    if not calibration or not devices or jax.default_backend() != "cpu" or jax.process_count() > 1:
+    if calibration is None or calibration.machine != here or not calibration.devices or jax.process_count() > 1:
         return None
-    known = calibration.matmul_flops_per_s.get(DTYPE)
-    if known is None or len(jax.devices()) < devices:
+    devices, known = calibration.devices, calibration.matmul_flops_per_s.get(DTYPE)
+    if known is None or jax.default_backend() != "cpu" or len(jax.devices()) < devices:
         return None
     bench = Bench(devices=tuple(jax.devices()[:devices]), chip=chip("cpu"), dtypes=(DTYPE,))
     workload = mlp_workload(EMULATED.mlps[0], DTYPE)
-    seconds = sweep_medians({"matmul": bench.call(workload)}, seconds_each=SPEED_S)
-    return workload.work / seconds["matmul"] / known
+    now = sweep_medians({"matmul": bench.call(workload)}, seconds_each=seconds)
+    return workload.work / now["matmul"] / known
 
 
 def _collective_rate(kind: CollectiveKind, size: int, seconds: Mapping[str, float]) -> CollectiveRate:

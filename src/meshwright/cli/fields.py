@@ -10,7 +10,7 @@ import msgspec
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import convert_fields, shown
-from meshwright.core.units import parse_count
+from meshwright.core.units import MOST, parse_count
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Assumptions, Strategy, standard_assignment
@@ -27,8 +27,6 @@ SECTION_OF: dict[str, str] = {
 """Section of each field that ``--set`` also takes without its section."""
 _COMMAS = re.compile(r",(?![^\[{]*[\]}])")
 """Commas outside of brackets."""
-MAX_SIZE = 10**15
-"""Largest size of a dim: products of a few such sizes stay finite and readable."""
 MAX_TRAIN_TOKENS = 10**24
 
 Thing = TypeVar("Thing", bound=msgspec.Struct)
@@ -107,8 +105,8 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
     for name in changes:
         if name.partition(".")[0] not in fields:
             raise InputError(f"{section}.{name} is not a field.{nearest(name, fields)}")
-        if isinstance(changes[name], int) and changes[name] > MAX_SIZE:
-            raise InputError(f"{section}.{name}={shown(changes[name])} is too large. Give at most {MAX_SIZE:.0e}.")
+        if isinstance(changes[name], int) and changes[name] > MOST:
+            raise InputError(f"{section}.{name}={shown(changes[name])} is too large. Give at most {MOST:g}.")
     now = msgspec.to_builtins(thing)
     changes = _nested(now, changes)
     if isinstance(thing, Model) and "num_layers" in changes:
@@ -162,7 +160,7 @@ def parse_mesh(text: str, what: str = "--mesh") -> dict[str, int]:
 
 
 def dim_sizes(text: str, what: str = "--dims") -> dict[str, int]:
-    """Returns sizes of dims from ``"B=1024,D=4096"``, each at most ``MAX_SIZE``."""
+    """Returns sizes of dims from ``"B=1024,D=4096"``, each at most `units.MOST`."""
     return _sizes(text, "dim", "B=1024,D=4096", what)
 
 

@@ -87,8 +87,7 @@ NOTHING_S = 5e-13
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns ``"1.2 ms"``, ``"2.5 h"``, ``"44 days"`` or ``"3 years"``: three significant digits; "never" for
-    infinity."""
+    """Returns ``"1.2 ms"``, ``"2.5 h"``, ``"44 days"``, ``"3 years"``: three significant digits; "never": infinity."""
     if math.isinf(seconds):
         return "never"
     if abs(seconds) < NOTHING_S:

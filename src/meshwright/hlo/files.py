@@ -18,6 +18,7 @@ _NAME = re.compile(r"^module @([\w.\-]+)", re.MULTILINE)
 _PARTITIONS = re.compile(r"mhlo\.num_partitions = (\d+)")
 _MESH = re.compile(r"sdy\.mesh @\w+ = <\[(.*?)\]")
 _ENTRY = re.compile(r"^ENTRY %?([\w.\-]+)", re.MULTILINE)
+WRITTEN = " = "  # of an instruction, and in no file's name
 _FIRST_CHARACTERS, MOST_PROGRAM = 20_000, 2**30
 
 
@@ -32,8 +33,8 @@ class StableHlo(msgspec.Struct, frozen=True):
 
 
 def hlo_file(path: Path) -> Path:
-    """Returns the file itself, or the largest optimised module in the folder of a dump."""
-    if is_text(path) or path.is_file():
+    """Returns the file, or an instruction that was given for it, or the largest optimised module of a dump's folder."""
+    if WRITTEN in str(path) or path.is_file():
         return path
     if not path.is_dir():
         raise InputError(f"there is no file or folder {path}. Give HLO text, or a folder that XLA dumped into.")
@@ -44,18 +45,13 @@ def hlo_file(path: Path) -> Path:
     raise InputError(f"{path} holds no *after_optimizations.txt and no *.hlo. Dump with --xla_dump_hlo_as_text.")
 
 
-def is_text(path: Path) -> bool:
-    """True if what was given for a file is an instruction itself."""
-    return " = " in str(path)
-
-
 def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
     """Returns the program in a file; ``stablehlo`` says that it is StableHLO, whatever its name.
 
     Raises InputError for text that is neither HLO nor StableHLO, or that breaks off.
     """
     advice = "Give optimised HLO as text, such as compiled.as_text()."
-    text = str(path) if is_text(path) else read_text(path, advice, most=MOST_PROGRAM)
+    text = str(path) if WRITTEN in str(path) else read_text(path, advice, most=MOST_PROGRAM)
     if not (stablehlo or path.suffix == ".mlir" or "stablehlo." in text[:_FIRST_CHARACTERS]):
         module = read_module(text, path)
         entry = _ENTRY.search(text)

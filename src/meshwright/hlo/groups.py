@@ -71,10 +71,7 @@ def group_size(groups: Groups) -> int:
 
 
 def are_shifted(groups: Groups, mesh: Mapping[str, int]) -> bool:
-    """Returns whether the groups are one group shifted over the mesh, as groups along its axes are; True without one.
-
-    Raises ValueError where a device number is not in the mesh.
-    """
+    """True if the groups are one group shifted over the mesh, as groups along its axes are, or if there is no mesh."""
     if not mesh or len(groups) != 1:
         return len(groups) < 2
     places = np.array(np.unravel_index(np.sort(groups[0], axis=1), tuple(mesh.values())))

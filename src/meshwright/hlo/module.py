@@ -1,7 +1,7 @@
 """HLO text as data: a module, its computations, their instructions."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from graphlib import TopologicalSorter
 from typing import Any
@@ -230,18 +230,17 @@ class Module(msgspec.Struct, frozen=True, dict=True):
 
 
 def parse_module(text: str) -> Module:
-    """Parses an HLO text, or instructions alone, whose operands are then parameters of their written shapes.
-
-    Raises ValueError if it has none.
-    """
+    """Parses an HLO text, or instructions alone, whose operands are then parameters. Raises ValueError for others."""
     computations: dict[str, Computation] = {}
     entry, lines = "", text.splitlines()
     for name, is_entry, written in _bodies(lines):
         if body := tuple(one for line in written if (one := _instruction(line, name))):
             computations[name] = Computation(name, body)
         entry = name if is_entry else entry
-    if not computations and (written := [one for line in lines if (one := _instruction(line, LINES)) and one.shapes]):
-        computations[LINES] = Computation(LINES, (*_operands(text, {one.name for one in written}), *written))
+    if not computations and (alone := [one for line in lines if (one := _instruction(line, LINES)) and one.shapes]):
+        shapes = {name: shape for shape, name in _TYPED.findall(text) if name not in {one.name for one in alone}}
+        taken = [Instruction(name, "parameter", shape, (), "", LINES) for name, shape in shapes.items()]
+        computations[LINES] = Computation(LINES, (*taken, *alone))
     if not computations:
         raise ValueError("the text holds no HLO computation.")
     header = next((line for line in lines if line.startswith("HloModule")), "HloModule ?")
@@ -293,15 +292,6 @@ def require_readable(module: Module) -> Module:
                 raise ValueError(f"{one.opcode} {one.name} {fault}.")
             made.add(one.name)
     return module
-
-
-def _operands(text: str, made: Collection[str]) -> Iterator[Instruction]:
-    """Yields a parameter for each operand that no line of a text makes, of the shape before its name."""
-    known = set(made)
-    for shape, name in _TYPED.findall(text):
-        if name not in known:
-            known.add(name)
-            yield Instruction(name, "parameter", shape, (), "", LINES)
 
 
 def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:

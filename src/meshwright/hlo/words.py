@@ -4,6 +4,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from meshwright.core.units import counted, format_bytes, format_flops
@@ -38,9 +39,10 @@ def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, st
     facts += [("operation", one.op_name)] if one.op_name else []
     facts += zip(("source", "called by", "called by"), map(str, module.source(one)), strict=False)
     if "replica_groups=" in one.attributes:
-        groups = replica_groups(one.attributes, module.num_devices)
-        kinds = [f"{counted(len(block), 'group')} of {block.shape[1]:,}: {_comma(block[0])}, ..." for block in groups]
-        facts.append(("devices", "; ".join(kinds)))
+        with suppress(ValueError):  # a form that is not known
+            groups = replica_groups(one.attributes, module.num_devices)
+            kinds = (f"{counted(len(rows), 'group')} of {rows.shape[1]:,}: {_comma(rows[0])}, ..." for rows in groups)
+            facts.append(("devices", "; ".join(kinds)))
     facts += [("product", words) for words in product_words(module, one)]
     if cycles := _CYCLES.search(one.attributes):
         facts.append(("estimate", f"{int(cycles[1]):,} cycles by the compiler's own model"))
@@ -57,20 +59,13 @@ def product_words(module: Module, one: Instruction) -> Iterator[str]:
     for inner in filter(is_product, module.fused(one)):
         known = module.computations[inner.computation].by_name
         sides = [known[name].shapes[0] for name in inner.operands[:2] if name in known and known[name].shapes]
-        flops = product_flops(inner, known)
-        contracted = contracted_dims(inner)
-        if flops and len(sides) == 2 and contracted:
-            (left, right), length = contracted, flops // (2 * inner.shapes[0].num_elements)
+        flops, contracted = product_flops(inner, known), contracted_dims(inner)
+        if flops and contracted:
+            (left, right), made = map(_comma, contracted), inner.shapes[0].num_elements
             yield (
-                f"{sides[0]} x {sides[1]} over {_dims(left)} of the first and {_dims(right)} of the second: 2 x "
-                f"{inner.shapes[0].num_elements:,} x {length:,} = {format_flops(flops, unit='FLOP')}"
+                f"{sides[0]} x {sides[1]} over dim {left} of the first and dim {right} of the second: 2 x {made:,} x "
+                f"{flops // (2 * made):,} = {format_flops(flops, unit='FLOP')}"
             )
-        elif flops:
-            yield f"{inner.opcode} of {sides[0]} and {sides[1]}: {format_flops(flops, unit='FLOP')}"
-
-
-def _dims(dims: Sequence[int]) -> str:
-    return f"dim{'s' * (len(dims) != 1)} {_comma(dims)}"
 
 
 def layout_facts(shape: Shape, *, is_tpu: bool = True) -> list[tuple[str, str]]:

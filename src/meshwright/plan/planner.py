@@ -149,17 +149,12 @@ def space_of(
     return open_space(setting, strategy, given=given, choices=choices, fixed=axes)
 
 
-def _peak_words(strategy: Strategy) -> str:
-    """Says that utilisation is of another peak than the one of the state's own products."""
-    return f"; it is a share of the {strategy.precision} peak" if strategy.precision else ""
-
-
 def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
     """Returns notes that name the conventions behind the numbers."""
-    cluster = setting.cluster
+    cluster, precision = setting.cluster, space.template.precision
     notes = [
         f"times rest on {setting.rates.describe()}",
-        f"MFU counts {mfu_words(setting.model)}" + _peak_words(space.template),
+        f"MFU counts {mfu_words(setting.model)}" + f"; it is a share of the {precision} peak" * bool(precision),
         *assumption_notes(setting),
     ]
     if cluster.kind != "host" and setting.rates.is_datasheet:

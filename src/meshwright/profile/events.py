@@ -119,14 +119,10 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
     events, unnamed = host.events, 0.0
     if devices:
         platform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
-        foreign = set[str]()
         found = [
-            one
-            for match, plane in devices
-            for one in _device_events(plane, (int(match[2]), platform), program, foreign)
+            e for m, plane in devices for e in _device_events(plane, int(m[2]), m[1] == "GPU", program, host.foreign)
         ]
         events = [event for event in found if event.op]
-        host.foreign |= foreign
         unnamed = sum(event.seconds for event in found if not event.op)
     if not events:
         raise InputError(
@@ -150,16 +146,11 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
     )
 
 
-def _device_events(
-    plane: Any, place: tuple[int, TracePlatform], program: TracedProgram, foreign: set[str]
-) -> Iterator[OpEvent]:
-    """Yields the events on one accelerator; the instruction is empty if neither statistics, text nor kernel name it.
-
-    Adds to ``foreign`` the instructions that a statistic names as the program's and its text lacks.
-    """
-    device, platform = place
+def _device_events(plane: Any, device: int, gpu: bool, program: TracedProgram, foreign: set[str]) -> Iterator[OpEvent]:
+    """Yields the events on one accelerator; the instruction is empty if neither statistics, text nor kernel name it,
+    and is added to ``foreign`` if a statistic names it as the program's."""
     lines = [line for line in plane.lines if line.name in _TPU_LINES or line.name.startswith("Stream")]
-    if platform == "gpu":
+    if gpu:
         lines = [line for line in lines if line.name.startswith("Stream")] or lines
     for line in lines:
         for event in line.events:

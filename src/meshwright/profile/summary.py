@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -106,7 +106,8 @@ def analyse(
     flops = sum(row.flops for row in comparison.classes)
     derived_flops = float(estimate.flops) / num_chips
     reached = estimate.measured(step_s)
-    warnings = (*_impossible(reached), *_warnings(profiled_s, step_s, events, recording))
+    mfu = reached["mfu_causal"] or reached["mfu"]
+    warnings = tuple(_warnings(profiled_s, step_s, events, recording, mfu))
     if recording:
         memory = recording.memory
     else:
@@ -147,33 +148,26 @@ def analyse(
 def _require_same(hlo: Path, program: TracedProgram, priced: PricedStrategy, num_chips: int) -> None:
     """Raises InputError for a program of another number of devices, or with other weights on each, than a plan's."""
     module = program.module
-    if num_chips % module.num_devices:
-        raise InputError(
-            f"{hlo} is not the program of this plan: it is for {counted(module.num_devices, 'device')}, and the plan "
-            f"has {counted(num_chips, 'device')}. Give the plan that was run."
-        )
-    given = module.computations[module.entry].parameters.values() if module.entry else ()
+    given = module.computations[module.entry].parameters.values()
     held = sum(shape.num_bytes for one in given if "params[" in one.op_name for shape in one.shapes)
-    wanted = float(priced.estimate.memory["weights"])
-    if held and not 1 / OTHER_WEIGHTS < held / wanted < OTHER_WEIGHTS:
-        raise InputError(
-            f"{hlo} is not the program of this plan: it has {format_bytes(held)} of weights on a device, and the plan "
-            f"{format_bytes(wanted)}. Give the plan that was run."
-        )
+    wanted, said = float(priced.estimate.memory["weights"]), ""
+    if num_chips % module.num_devices:
+        said = f"is for {counted(module.num_devices, 'device')}, and the plan has {num_chips:,}"
+    elif held and not 1 / OTHER_WEIGHTS < held / wanted < OTHER_WEIGHTS:
+        said = f"has {format_bytes(held)} of weights on a device, and the plan {format_bytes(wanted)}"
+    if said:
+        raise InputError(f"{hlo} is not the program of this plan: it {said}. Give the plan that was run.")
 
 
-def _impossible(reached: Mapping[str, float | None]) -> Iterator[str]:
-    """Notes a utilisation above 100%, once masked scores are left out."""
-    mfu = reached["mfu_causal"] or reached["mfu"] or 0.0
-    if mfu > 1:
+def _warnings(
+    profiled_s: float, step_s: float, trace: DeviceTrace, recording: Recording | None, mfu: float | None = None
+) -> Iterator[str]:
+    """Notes an MFU above 100%, steps that the profiler slowed down, how busy emulated devices kept the machine."""
+    if mfu is not None and mfu > 1:
         yield (
             f"An MFU of {mfu:.0%} is impossible: the trace, the program and the plan do not belong together, or the "
             "chip's peak is higher than the plan's rates say."
         )
-
-
-def _warnings(profiled_s: float, step_s: float, trace: DeviceTrace, recording: Recording | None) -> Iterator[str]:
-    """Notes that the profiler slowed the steps down, and how busy the emulated devices kept the machine."""
     if profiled_s > SLOWER * step_s:
         yield (
             f"The steps under the profiler took {profiled_s / step_s:.1f} times as long as those before them, and so "

@@ -20,7 +20,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder
 from meshwright.core.host_memory import keep_freed_memory
-from meshwright.core.units import format_bytes
+from meshwright.core.units import counted, format_bytes
 from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.packed_step import PackedStep, ring_pages
@@ -134,7 +134,7 @@ def _lines(
     """Returns what an engine says of itself."""
     options, model, more = layout.options, source.model, without_mtp_words(source.model)
     if count := len(source.adapters):
-        more += f", {_counted(count, 'adapter')} of up to rank {model.dims['Ra'] // count}"
+        more += f", {counted(count, 'adapter')} of up to rank {model.dims['Ra'] // count}"
     groups = {model.dims[dim] // model.dims[f"{dim}g"] for dim in GROUPED if model.dims.get(f"{dim}g")}
     if options.weights == "int4" and min(groups) < GROUP:
         more += f", a scale for each {min(groups)} to {max(groups)} inputs"
@@ -144,14 +144,10 @@ def _lines(
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}"
         + (f"; rings of {storage.ring_pages} pages for windows" if storage.ring_pages else "")
         + (f"; {format_bytes(options.host_cache_bytes)} on the host" if options.host_cache_bytes else ""),
-        f"up to {_counted(options.max_requests, 'request')} at once of {found.max_len:,} positions at most; "
+        f"up to {counted(options.max_requests, 'request')} at once of {found.max_len:,} positions at most; "
         f"{options.token_budget} rows a step" + " of each engine" * (layout.num_engines > 1),
-        *([f"{_counted(options.num_drafts, 'draft')} a step and request, by {options.draft}"] if options.draft else []),
+        *([f"{counted(options.num_drafts, 'draft')} a step and request, by {options.draft}"] if options.draft else []),
     )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count > 1)}"
 
 
 NGRAM = "ngram"
@@ -237,7 +233,7 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
             f"max_requests={options.max_requests:,}, and each needs one of {most:,} pages at least. Give a smaller "
             f"max_requests, or more cache_bytes."
         )
-    requests = _counted(options.max_requests, "request")
+    requests = counted(options.max_requests, "request")
     if wanted <= most:
         held = wanted * page_bytes + ring_bytes
         return _FoundPages(wanted, longest, held, f"{requests} of {longest:,} positions")

@@ -302,8 +302,8 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
     yield Table.of(facts["steps"], STEPS, "A step: caches, then weights or FLOPs, whichever takes longer")
     late = facts["requests"]["batch"] > MANY * facts["critical_batch"]
     longer = "; with more, a step is longer and tokens/s hardly more, so that such batches are of no use" * late
-    bound = f"products with weights, from {four_digits(facts['critical_batch'])} sequences{longer}"
-    yield Fact("bound by FLOPs", bound, WIDE)
+    least = four_digits(facts["critical_batch"])
+    yield Fact("bound by FLOPs", f"products with weights, from {least} sequences{longer}", WIDE)
     if not facts["requests"]["fits"]:
         yield Fact("does not fit", f"a batch of {facts['requests']['batch']:,}: what follows is as if it did", WIDE)
     yield from _requests_text(facts["requests"], facts["mfu"])
@@ -334,9 +334,8 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
         gain = (
             f"{THREE(spec['tokens'][spec['best']])} tokens a step, {THREE(spec['speedup'][spec['best']])} times faster"
         )
-        yield Fact(
-            "speculation", f"best with {counted(spec['best'], 'draft')}: {gain}, TPOT {SECONDS(spec['tpot_s'])}", WIDE
-        )
+        gain = f"{counted(spec['best'], 'draft')}: {gain}"
+        yield Fact("speculation", f"best with {gain}, TPOT {SECONDS(spec['tpot_s'])}", WIDE)
     if kept := facts["prefixes"]:
         found = f"{kept['hit_share']:.1%} of prompts found, {three_digits(kept['room'])} fit into"
         left = f"{BYTES(kept['cache_bytes'])}; {kept['prefill_left']:.1%} of prefill is left"

@@ -53,19 +53,12 @@ def command(given: Given) -> Answer:
         if not {"shape", "levels"} & keys:
             return chip_answer(chip(thing))
     if (layer := mlp_work(thing)) is not None:
-        width, hidden = layer.dims["D"], layer.d_ff
-        flops = {"forward": 4 * width * hidden, "training": 12 * width * hidden}
-        facts = {"name": thing, "d_model": width, "d_ff": hidden, "params": 2 * width * hidden, "token_flops": flops}
-        rows = [["Win", "[D,F]", f"{width} x {hidden}"], ["Wout", "[F,D]", f"{hidden} x {width}"]]
-        words = ", ".join(f"{format_flop_count(count)} {name}" for name, count in flops.items())
-        return Answer(
-            facts,
-            [
-                f"{thing}: a layer of two matrices, {format_params(facts['params'])} parameters",
-                Table(["weight", "dims", "shape"], rows),
-                Fact("FLOPs of a token", words),
-            ],
-        )
+        params = 2 * layer.dims["D"] * layer.d_ff
+        flops = {"forward": 2 * params, "training": 6 * params}
+        facts = {"name": thing, "d_model": layer.dims["D"], "d_ff": layer.d_ff, "params": params, "token_flops": flops}
+        said = f"{thing}: Win[D,F] and Wout[F,D], {format_params(params)} parameters"
+        words = " a token forward, ".join(map(format_flop_count, flops.values()))
+        return Answer(facts, [said, Fact("FLOPs", f"{words} in training")])
     if ":" in thing or thing.endswith(".toml"):
         return clusters_answer(parse_clusters(thing))
     if thing.lower() in _chip_names():

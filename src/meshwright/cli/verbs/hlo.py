@@ -40,10 +40,7 @@ class Given(Options):
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Read the compiled program in FILE: HLO text, a folder that XLA dumped into, or StableHLO.
-
-    FILE may also be instructions alone, or the text of one, which are put into words.
-    """
+    """Read the compiled program in FILE: HLO text, instructions alone, a folder that XLA dumped into, or StableHLO."""
     path = hlo_file(given.file)
     read = read_hlo(path, stablehlo=given.stablehlo)
     if isinstance(read, StableHlo):

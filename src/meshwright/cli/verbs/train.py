@@ -242,16 +242,14 @@ def result_text(chosen: Plan, result: "TrainResult", speed: float | None = None)
 
 def speed_words(chosen: Plan, speed: float | None) -> Iterator[str]:
     """Yields how the machine's speed differs from that of its rates, if by a tenth, and its load if above its cores."""
-    if speed is None:
-        return
-    if abs(speed - 1) > SAME_SPEED:
+    if speed is not None and abs(speed - 1) > SAME_SPEED:
         yield (
             f"this machine is {'slower' if speed < 1 else 'faster'} now than when its rates were measured: the same "
             f"product runs at {speed:.2f} of its speed then, at which the step would be predicted to take "
             f"{format_seconds(chosen.predicted.step_s / speed)}"
         )
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if load > cores:
+    if speed is not None and load > cores:
         yield f"load {load:.1f} on {counted(cores, 'core')} in the last minute, this run's threads included"
 
 
