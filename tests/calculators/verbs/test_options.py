@@ -62,7 +62,7 @@ def test_the_message_says_what_it_is_for(call):
     for asked, words in (
         ("compare tiny --bytes --average bf16", "--average changes nothing here: it is for --zero or --hold."),
         ("compare tiny --hold --results-per-layer 3", "it is for --hold with --batch."),
-        ("transfer 1GB --on v5e:4x4 --axis x --via dcn", "--via changes nothing here: it is for --from hosts."),
+        ("transfer 1GB --on v5e:4x4 --axis x --via dcn", "it is for --from hosts, or from one slice to another."),
         ("budget 1e24 --checkpoint-s 9", "it is for --failures-per-1000-node-days."),
     ):
         said = call(*asked.split())

@@ -137,6 +137,55 @@ def test_frames_of_switches_trees_and_exchanges(call, tmp_path, on, axis, kind, 
     assert json.loads((tmp_path / "steps.json").read_text())["title"]["text"] == title
 
 
+def test_one_hop_takes_what_a_permute_takes(call):
+    """A hop of 1 us, then 33 kB at 45 GB/s: 1.73 us."""
+    (sent,) = call("transfer", "33kB", "--on", "v5e:4x4", "--axis", "x", "--collective", "permute", "--json").json[
+        "collectives"
+    ]
+    moved = call("transfer", "33kB", "--on", "v5e:4x4", "--from", "0,0", "--to", "1,0", "--json").json
+    assert sent["time_s"] == pytest.approx(1e-6 + 33e3 / 45e9, rel=1e-12)
+    assert moved["time_s_pipelined"] == pytest.approx(sent["time_s"], rel=1e-12)
+    assert moved["bound_by"] == sent["bound_by"] == "latency"
+
+
+def test_what_is_taken_between_slices_may_be_named(call):
+    args = ("transfer", "15GB", "--on", "2*v5e:4x4", "--from", "0:0,0", "--to")
+    named, unnamed = (call(*args, "1:0,0", *via, "--json").json for via in (("--via", "dcn"), ()))
+    assert named == unnamed
+    assert [leg["channel"] for leg in named["legs"]] == ["pcie", "dcn", "pcie"]
+    assert call(*args, "host:1:0,0", "--via", "dcn").code == 0
+    assert "--via changes nothing here" in call(*args, "0:1,0", "--via", "dcn").err
+
+
+def test_a_whole_slice_scatters_in_two_turns_and_says_so(call):
+    """2^25 bytes over rings of 1.8e11: all three, and two and then a 16th over the third."""
+    args = ("transfer", "bf16[2048,8192]", "--axis", "x,y,z")
+    found = call(*args, "--on", "v5p:4x4x4", "--json").json
+    times = {one["kind"]: one["time_s"] for one in found["collectives"]}
+    assert times["all_gather"] == pytest.approx(2**25 / 1.8e11 / 3)
+    assert times["reduce_scatter"] == pytest.approx(2**25 / 1.8e11 * (1 / 2 + 1 / 16))
+    assert times["all_reduce"] == pytest.approx(2 * times["all_gather"])
+    assert (
+        "reduce_scatter in two turns, x last: at once, libtpu makes an all_reduce"
+        in call(*args, "--on", "v5p:4x4x4").words
+    )
+    assert "2 neighbours on x last" in call("transfer", "1GB", "--axis", "x,y", "--on", "v5e:8x8").words
+    assert "2 neighbours on x last" in call("transfer", "1GB", "--axis", "x,y", "--on", "v5p:4x4x1").words
+    # as the book counts, and where libtpu scatters at once
+    book = {one["kind"]: one["time_s"] for one in call(*args, "--on", "v5p-book:4x4x4", "--json").json["collectives"]}
+    assert book["reduce_scatter"] == book["all_gather"] == pytest.approx(62.1e-6, rel=1e-3)
+    assert call("transfer", "1GB", "--axis", "x,y", "--on", "v5e:8x16", "--json").json["turns"] == ""
+
+
+def test_the_rates_are_named(call, tmp_path):
+    line = call("transfer", "1GB", "--axis", "domain", "--on", "h100:8x2").words
+    assert "rates: line rates of the data sheet; plans take the fitted 79% of nvlink" in line
+    own = tmp_path / "own.toml"
+    own.write_text('name = "seen"\nchip = "h100"\n[efficiency]\nnvlink = 0.5\n')
+    seen = call("transfer", "1GB", "--axis", "domain", "--on", "h100:8x2", "--calibration", str(own))
+    assert "rates: calibration 'seen'" in seen.words
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

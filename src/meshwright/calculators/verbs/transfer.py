@@ -25,11 +25,12 @@ from meshwright.cost.network.collectives import (
     leg_rates,
     ring_link_share,
 )
-from meshwright.cost.network.legs import Leg, group_legs, ring_hops, tree_hops
+from meshwright.cost.network.legs import Leg, group_legs, ring_hops, tree_hops, turns_text
 from meshwright.cost.network.placement import physical_placement
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster, parse_cluster
+from meshwright.spec.efficiency import fitted_calibration
 
 COLUMN = 14
 WORDS = {
@@ -48,7 +49,10 @@ class Given(Options):
     )
     target: str | None = option("Where it goes, in the same words.", "--to")
     via: Via = option(
-        "Network to use.", type=click.Choice(("ici", "dcn")), default="ici", needs={"from_hosts": "--from hosts"}
+        "Network to use.",
+        type=click.Choice(("ici", "dcn")),
+        default="ici",
+        needs={"between_hosts": "--from hosts, or from one slice to another"},
     )
     extra: tuple[str, ...] = option("A further leg: hbm, pcie*16, 15GB@ici*2:6hops, 275GFLOP@compute.", "--leg")
     axis: str | None = option("Price collectives instead, over these links: x, or x,y, or domain,nodes.")
@@ -63,9 +67,10 @@ class Given(Options):
     calibration: Path | None = CALIBRATION
 
     @property
-    def from_hosts(self) -> bool:
-        """True if bytes come from all hosts."""
-        return self.source == "hosts"
+    def between_hosts(self) -> bool:
+        """True if bytes may cross the network between hosts: from all hosts, or between slices."""
+        slices = {(end or "").removeprefix("host:").rpartition(":")[0] or "0" for end in (self.source, self.target)}
+        return self.source == "hosts" or len(slices) > 1
 
     @property
     def computes(self) -> bool:
@@ -154,11 +159,11 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
             {
                 "kind": kind,
                 "bandwidth_s": num_bytes * rate.seconds_per_byte,
-                "latency_s": rate.setup_s + rate.floor_s,
+                "latency_s": rate.latency_s,
                 "time_s": time_s,
                 "bytes_per_s": num_bytes / time_s if time_s else None,
                 "bound_by": collective_bound_by(kind, num_bytes, rates),
-                "latency_bound_below_bytes": rate.floor_s / rate.seconds_per_byte if rate.seconds_per_byte else None,
+                "latency_bound_below_bytes": rate.latency_s / rate.seconds_per_byte if rate.seconds_per_byte else None,
                 "link_bytes": link_bytes(kind, num_bytes, legs, two_way=two_way),
             }
         )
@@ -168,12 +173,23 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
         "group_size": rates.size,
         "bytes": num_bytes,
         "two_way": two_way,
+        "rates": _rates_text(cluster, legs, measured),
+        "turns": turns_text(placed, axes),
         "latency_forms": _latency_forms(legs),
         "collectives": priced,
     }
     if given.frames is not None:
         found["frames"] = _draw_frames(given.frames, given.collective, legs, cluster.short_name, two_way=two_way)
     return Answer(found, _collectives_text(found))
+
+
+def _rates_text(cluster: Cluster, legs: tuple[Leg, ...], measured: Calibration | None) -> str:
+    """Returns what rates the links have: those of the lines, and the shares that plans take, or a calibration's."""
+    if measured is not None:
+        return measured.describe()
+    fitted, levels = fitted_calibration(cluster.chip), dict.fromkeys(leg.level for leg in legs)
+    shares = [f"{getattr(fitted.efficiency, level):.0%} of {level}" for level in levels] if fitted else []
+    return "line rates of the data sheet" + (f"; plans take the fitted {', '.join(shares)}" if shares else "")
 
 
 def is_ring(legs: tuple[Leg, ...]) -> bool:
@@ -238,6 +254,9 @@ def _collectives_text(found: dict[str, Any]) -> Iterator[Piece]:
     if on_a_ring:
         ways = "both directions of the ring are used" if found["two_way"] else "the ring is used in one direction"
         yield f"over a link: bytes that cross each link of the ring in one direction; {ways}"
+    yield f"rates: {found['rates']}"
+    if found["turns"] and "reduce_scatter" in kinds:
+        yield found["turns"]
     if "permute" in kinds:
         yield "permute: each chip sends this many bytes to its neighbour"
     forms = found["latency_forms"]
