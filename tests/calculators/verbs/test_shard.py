@@ -74,6 +74,31 @@ def test_exercise_3_4_on_a_ring(call):
     assert found["slice_and_sum"]["min_size"] == pytest.approx(5100)
 
 
+def test_a_cheaper_way_is_named(call):
+    """Exercise 3.4: the gather takes 746 us and the product 299; slices and their sum 186 and 75 us."""
+    args = ("shard", "X[B,D] * Y[D_X,F] -> Z[B,F]", "--mesh", "X=4", "--dims", "B=1024,D=8192,F=8192")
+    found = call(*args, "--on", "v5p-book:4x4x4", "--json").json
+    least = call(*args, "--on", "v5p-book:4x4x4", "--all", "--json").json["ways"][0]
+    assert found["cheapest"] == {"way": least["way"], "time_s": least["time_s"]}
+    assert found["cheapest"]["time_s"] == pytest.approx(186.4e-6 + 74.9e-6, rel=1e-3)
+    words = call(*args, "--on", "v5p-book:4x4x4").words
+    assert "cheapest way 261 us, 4.00 times less: slice D of X over X; sum Z over X (--all lists all" in words
+    assert "cheapest way" not in call("shard", "A[I,J] * B[J,K_X] -> C[I,K_X]", *args[2:4], "--dims",
+                                      "I=8,J=8,K=8", "--on", "v5p-book:4x4x4").words  # fmt: skip
+
+
+@pytest.mark.parametrize(("on", "turns"), [("v5p:4x4x4", 1), ("v5e:8x8", 1), ("v5p-book:4x4x4", 0), ("v5e:4x16", 0)])
+def test_a_scatter_costs_what_transfer_says(call, on, turns):
+    args = ("shard", "In[B,D]{U_Y} -> In[B,D_Y]", "--mesh", "Y=64", "--dims", "B=2048,D=8192", "--on", on)
+    axes = "x,y,z" if on.startswith("v5p") else "x,y"
+    asked = ("transfer", "bf16[2048,8192]", "--on", on, "--axis", axes, "--collective", "reduce_scatter", "--json")
+    (sent,) = call(*asked).json["collectives"]
+    found = call(*args, "--json").json
+    assert found["time_s"] == pytest.approx(sent["time_s"], rel=1e-12)
+    assert len(found["turns"]) == turns
+    assert call(*args).words.count("libtpu makes an all_reduce of it") == turns
+
+
 def test_one_answer_of_three_questions(call):
     """V / W = 4 MiB / 1.8e11 = 23.3 us: X alone, X beside Y and Z, and the physical axis by its name."""
     args = ("shard", "B[J,K_X] -> B[J,K]", "--dims", "J=1024,K=2048", "--on", "v5p:8x4x4", "--json", "--mesh")

@@ -36,7 +36,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted, format_bytes, format_params, format_seconds
 from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
-from meshwright.cost.network.legs import group_legs
+from meshwright.cost.network.legs import group_legs, turns_text
 from meshwright.cost.network.links import torus_width
 from meshwright.report.answer import Answer, Fact, Piece, Table
 from meshwright.spec.chip import compute_dtype, peak
@@ -94,19 +94,14 @@ def command(given: Given) -> Answer:
     rates = einsum_rates(cluster, mesh, calibration=rates_for(cluster, given.calibration)) if cluster else None
     result = _result(asked, dims, mesh, rates)
     ways = {"": asked.steps}
-    if given.every:
+    # measured rates may lack those of ways that nobody asked for
+    if given.every or (asked.factors and cluster is not None and cluster.kind != "host"):
         lhs, rhs = asked.factors
-        ways = all_ways(lhs, rhs, asked.result)
-        rows: list[dict[str, Any]] = []
-        for name, steps in ways.items():
-            prices = price_einsum(steps, dims, mesh, rates)
-            sent = sum(p.num_bytes for s, p in zip(steps, prices, strict=True) if s.is_collective)
-            row = {"way": name, "steps": list(map(str, steps)), "bytes": sent}
-            rows.append(row | {"flops_per_device": sum(p.flops for p in prices), "time_s": total_time(prices)})
-        rows.sort(key=lambda r: (r["time_s"] or 0, r["bytes"]))
-        figure = "time_s" if rows[0]["time_s"] else "bytes"
-        least = rows[0][figure]
-        result["ways"] = [{**row, "times_cheapest": row[figure] / least if least else None} for row in rows]
+        every = all_ways(lhs, rhs, asked.result)
+        rows = _ways(every, dims, mesh, rates)
+        result["cheapest"] = {key: rows[0][key] for key in result["cheapest"]}
+    if given.every:
+        ways, result["ways"] = every, rows
         result["slice_and_sum"] = _slice_and_sum(asked, dims, rates)
     if given.execute:
         result["run"] = run_ways(asked, list(ways.values()), dims, mesh)
@@ -140,7 +135,10 @@ def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict
 def _result(
     asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
 ) -> dict[str, Any]:
-    prices = price_einsum(asked.steps, dims, mesh, rates)
+    prices, scatters = (
+        price_einsum(asked.steps, dims, mesh, rates),
+        [s for s in asked.steps if s.op == "reduce_scatter"],
+    )
     devices, flops = math.prod(mesh.values()), sum(p.flops for p in prices)
     names, whole = [a.name for a in asked.arrays], {dim for a in asked.factors for dim in a.dims}
     named = {a.name if names.count(a.name) == 1 else str(a): a for a in asked.arrays}
@@ -177,7 +175,25 @@ def _result(
         "flops_unsharded": 2.0 * math.prod(map(dims.__getitem__, whole)) if whole else 0.0,
         "time_s": total_time(prices),
         "placement": rates.laid.describe() if rates else None,
+        "cheapest": {"way": "", "time_s": None},
+        "turns": sorted({turns_text(rates.laid, s.axes) for s in scatters} - {""}) if rates else [],
     }
+
+
+def _ways(
+    ways: Mapping[str, Sequence[Step]], dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
+) -> list[dict[str, Any]]:
+    """Returns a row for each way of a product, the cheapest first: by time, without rates by bytes."""
+    rows: list[dict[str, Any]] = []
+    for name, steps in ways.items():
+        prices = price_einsum(steps, dims, mesh, rates)
+        sent = sum(p.num_bytes for s, p in zip(steps, prices, strict=True) if s.is_collective)
+        row = {"way": name, "steps": list(map(str, steps)), "bytes": sent}
+        rows.append(row | {"flops_per_device": sum(p.flops for p in prices), "time_s": total_time(prices)})
+    rows.sort(key=lambda r: (r["time_s"] or 0, r["bytes"]))
+    figure = "time_s" if rows[0]["time_s"] else "bytes"
+    least = rows[0][figure]
+    return [{**row, "times_cheapest": row[figure] / least if least else None} for row in rows]
 
 
 def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRates | None) -> dict[str, Any] | None:
@@ -310,6 +326,12 @@ def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
         time = "not known: name a cluster with --on"
     if result["steps"]:
         yield Fact("time", time, column=COLUMN)
+    for turns in result["turns"]:
+        yield Fact("turns", turns, column=COLUMN)
+    way, least = result["cheapest"]["way"], result["cheapest"]["time_s"]
+    if least and f"{result['time_s'] / least:.2f}" != "1.00":
+        share = f"{format_seconds(least)}, {result['time_s'] / least:.2f} times less"
+        yield Fact("cheapest way", f"{share}: {way} (--all lists all; above, as programs run it)", column=COLUMN)
     if "ways" in result:
         yield ""
         yield Table.of(result["ways"], WAYS)
