@@ -12,6 +12,7 @@ from meshwright.algebra.rewrites.rings import num_moves
 from meshwright.algebra.steps import Step
 from meshwright.core.labels import OPTIMIZER
 from meshwright.cost.network.collectives import received_share
+from meshwright.cost.network.legs import turns_text
 from meshwright.cost.offload import NOTHING, Transfers
 from meshwright.cost.pass_times import StepSeconds, block_times
 from meshwright.cost.train_step import PricedStrategy
@@ -286,6 +287,13 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
             "other": self.other_s,
         }
         return {name.replace("_", " "): seconds for name, seconds in parts.items() if seconds > 1e-4 * self.step_s}
+
+    @cached_property
+    def turns(self) -> tuple[str, ...]:
+        """How sums over whole torus slices run in two turns, a line for each group of mesh axes that has one."""
+        summed = {one.axes for one in self.traffic if one.op == "reduce_scatter"}
+        found = {", ".join(axes): turns_text(self.priced.placement, axes) for axes in sorted(summed)}
+        return tuple(f"{axes}: {text}" for axes, text in found.items() if text)
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:

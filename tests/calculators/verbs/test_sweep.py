@@ -179,6 +179,9 @@ def test_bandwidth(call):
     gathers = [point["bytes_per_s"] for point in found["points"] if point["collective"] == "all_gather"]
     assert len(gathers) == 5
     assert gathers[0] == pytest.approx(450e9, rel=0.01)
+    # without a word, at the rates of plans
+    fitted = call(*BANDWIDTH)
+    assert "times rest on numbers fitted on published training steps" in fitted.words
 
 
 def test_streams(call):

@@ -1,5 +1,7 @@
 """Collectives over growing clusters."""
 
+import itertools
+
 import pytest
 
 from meshwright.calculators.verbs.sweep_bandwidth import SWEPT, bandwidth_sweep
@@ -27,11 +29,25 @@ def test_across_nodes_gathers_use_all_nics_and_an_all_to_all_only_its_own():
 
 
 def test_a_torus_gathers_over_all_axes():
-    """Three rings of 1.8e11 both ways; an all-to-all has a quarter of the time of one axis's gather."""
+    """Three rings of 1.8e11 both ways; an all-to-all has a quarter of the time of one axis's gather.
+
+    A reduce-scatter crosses two rings, then the third with a 64th of the array.
+    """
     found = rates("v5p:8x8x8")
-    assert found["all_gather"] == found["reduce_scatter"] == pytest.approx(3 * 1.8e11, rel=5e-3)
+    assert found["all_gather"] == pytest.approx(3 * 1.8e11, rel=5e-3)
+    assert found["reduce_scatter"] == pytest.approx(1.8e11 / (1 / 2 + 1 / 64), rel=5e-3)
     assert found["all_reduce"] == pytest.approx(found["all_gather"])
     assert found["all_to_all"] == pytest.approx(4 * 1.8e11 / 8, rel=5e-3)
+
+
+def test_no_sum_is_faster_than_the_port_and_it_slows_with_nodes():
+    """450 GB/s through NVLink where 8 cards of 50 GB/s bring less than half of the array, then the cards bind."""
+    for calibration in (None, fitted_calibration(parse_cluster("h100:8x1").chip)):
+        found = [rates(f"h100:8x{nodes}", calibration=calibration)["all_reduce"] for nodes in (1, 2, 4, 8, 16, 32, 64)]
+        port = 450e9 * (calibration.efficiency.nvlink if calibration else 1)
+        assert found[0] == pytest.approx(port, rel=1e-3)
+        assert all(more <= less * (1 + 1e-3) for less, more in itertools.pairwise(found))
+        assert found[-1] < 0.92 * found[0]
 
 
 def test_small_collectives_are_bound_by_latency():

@@ -12,6 +12,7 @@ from meshwright.core.dims import CollectiveKind
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_rate, parse_bytes
 from meshwright.cost.network.collectives import collective_bound_by, collective_time, group_rates, received_share
+from meshwright.cost.network.legs import slice_turns_text
 from meshwright.cost.network.placement import place_axes
 from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Figure
@@ -39,7 +40,7 @@ def command(given: Given) -> Answer:
     if not 1 <= num_bytes <= 1e18:
         raise InputError(f"--bytes {given.size} must be between 1 B and 1 EB.")
     require_links(given.on, clusters)
-    rates = rates_for(clusters[-1], given.calibration)
+    rates = rates_for(clusters[-1], given.calibration, fitted=True)
     points = bandwidth_sweep(clusters, num_bytes, calibration=rates)
     chip, size = clusters[0].short_name.partition(":")[0], format_bytes(num_bytes)
 
@@ -62,7 +63,8 @@ def command(given: Given) -> Answer:
                 "bound by": "bound by",
             },
         ),
-        f"an all-reduce receives everything twice; times rest on {rates.describe() if rates else 'the data sheet'}",
+        f"an all-reduce receives everything twice; times rest on {rates.describe() if rates else 'the data sheet'}"
+        f"{slice_turns_text(clusters[-1])}",
     ]
     return Answer({"bytes": num_bytes, "points": points}, text, {given.png: picture}, [points])
 

@@ -20,6 +20,7 @@ from meshwright.calculators.sweeps.fields import require_links
 from meshwright.cli.verb import CALIBRATION, PNG, Count, MeshSizes, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
+from meshwright.cost.network.legs import slice_turns_text
 from meshwright.report.answer import Answer, Heading, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
@@ -111,7 +112,8 @@ def _what(work: SweptWork) -> str:
 
 
 def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[dict[str, Any]]) -> Iterator[Piece]:
-    yield f"{work.name} on {on}, {_what(work)}: collectives one after the other, nothing hidden"
+    turns = slice_turns_text(parse_clusters(on)[0])
+    yield f"{work.name} on {on}, {_what(work)}: collectives one after the other, nothing hidden{turns}"
     first, last = curves[0], curves[-1]
     columns = {"compute": last.compute_s}
     if len(curves) == 1:

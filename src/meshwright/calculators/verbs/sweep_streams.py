@@ -10,6 +10,7 @@ from meshwright.cli.fields import job_of
 from meshwright.cli.verb import BATCH, CALIBRATION, PNG, SEQ, Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_count, format_seconds, parse_bytes
+from meshwright.cost.network.legs import slice_turns_text
 from meshwright.cost.setting import Setting
 from meshwright.report.answer import Answer, Piece, Show, Table
 from meshwright.report.figure import Figure
@@ -75,7 +76,8 @@ def command(given: Given) -> Answer:
         f"{where}, data parallel: {words}",
         Table.of(found, {"way": "name", **SECONDS}),
         f"exposed: the chip waits for the links; buckets of {format_bytes(parse_bytes(given.bucket))}; weights are "
-        f"gathered one pass ahead; the optimizer waits for all gradients; embedding and head are left out",
+        f"gathered one pass ahead; the optimizer waits for all gradients; embedding and head are left out"
+        f"{slice_turns_text(cluster)}",
     ]
 
     def picture() -> Figure:

@@ -154,6 +154,7 @@ def _traffic_text(parts: Breakdown) -> Iterator[Piece]:
     }
     title = f"Communication of one step: {format_seconds(parts.exposed_s)} exposed ({parts.exposed_share:.0%}), "
     yield Table.of(parts.traffic, columns, f"{title}{format_seconds(parts.hidden_s)} hidden; bytes that a device sends")
+    yield from parts.turns
 
 
 def _breakdown_figure(result: PlanResult, parts: Breakdown) -> Figure:

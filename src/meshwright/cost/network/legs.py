@@ -10,7 +10,8 @@ from meshwright.algebra.rewrites.torus import second_turn
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError, nearest
 from meshwright.cost.network.links import Level, Link
-from meshwright.cost.network.placement import Placement
+from meshwright.cost.network.placement import Placement, physical_placement
+from meshwright.spec.cluster import Cluster
 
 TWIST_GAIN = {"k x k x 2k": 1.63, "k x 2k x 2k": 1.31}
 """AllToAll throughput of a whole twisted torus divided by that of the plain torus of its shape, as measured on TPU v4
@@ -92,11 +93,18 @@ def turns_text(placement: Placement, axes: Iterable[str]) -> str:
     return f"reduce_scatter in two turns, {last}: at once, libtpu makes an all_reduce of it"
 
 
+def slice_turns_text(cluster: Cluster) -> str:
+    """Returns `turns_text` of all chips of a cluster as part of a sentence, "" if they scatter at once."""
+    placed = physical_placement(cluster)
+    text = turns_text(placed, placed.mesh)
+    return text and f"; {text}"
+
+
 def _later(links: Sequence[Link], chosen: frozenset[str]) -> tuple[str, int]:
     """Returns the `second_turn` of a group's ReduceScatter: a torus axis and a number of its chips."""
     torus = [link for link in reversed(links) if link.level == "ici" and not link.sums_at_once]
-    factors = {link.name: [size for axis, size in link.parts if axis in chosen] for link in torus}
-    used = {link.name for link in torus if len(factors[link.name]) < len(link.parts)}
+    factors = {link.name: [size for axis, size in link.parts if axis in chosen and size > 1] for link in torus}
+    used = {link.name for link in torus if any(axis not in chosen and size > 1 for axis, size in link.parts)}
     return second_turn({name: sizes for name, sizes in factors.items() if sizes}, used)
 
 
