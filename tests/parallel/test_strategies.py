@@ -14,6 +14,10 @@ ONE_AXIS = [
     (MODEL, {"data": 4}, {"zero": 0, "gradient_sync": "bucketed", "bucket_bytes": 20_000}),
     (DEEP, {"fsdp": 4}, {"prefetch": True, "remat": "selective"}),
     (DEEP, {"fsdp": 2}, {"remat": "every-2"}),
+    (DEEP, {"fsdp": 2}, {"remat": "recompute-3"}),
+    pytest.param(DEEP, {}, {"remat": "recompute-all"}, marks=pytest.mark.slow),
+    pytest.param(DEEP, {"fsdp": 2}, {"remat": "recompute-2", "offload": ("activations",)}, marks=pytest.mark.slow),
+    pytest.param(DEEP_MOE, {"expert": 2}, {"remat": "recompute-all"}, marks=pytest.mark.slow),
     pytest.param(MODEL, {"tensor": 4}, {"sequence_parallel": False, "remat": "none"}, marks=pytest.mark.slow),
     pytest.param(MODEL, {"context": 4}, {"context_attention": "ulysses", "remat": "selective"}, marks=pytest.mark.slow),
     pytest.param(MODEL, {"context": 4}, {"context_attention": "ring", "remat": "selective"}, marks=pytest.mark.slow),
@@ -60,6 +64,9 @@ MIXES = [
         marks=pytest.mark.slow,
     ),
     pytest.param(MOE, {"data": 2, "fsdp": 2, "expert": 2}, {"zero": 1, "num_microbatches": 1}, marks=pytest.mark.slow),
+    pytest.param(
+        DEEP, {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "recompute-all", "zero": 1}, marks=pytest.mark.slow
+    ),
 ]
 PIPELINES = [
     (DEEP, {"pipeline": 2, "data": 2, "tensor": 2}, {"schedule": "zb-h1", "zero": 1}),
@@ -68,6 +75,12 @@ PIPELINES = [
         DEEP, {"pipeline": 2, "data": 2, "fsdp": 2}, {"schedule": "interleaved", "chunks": 2}, marks=pytest.mark.slow
     ),
     (DEEP_MOE, {"pipeline": 2, "expert": 2, "tensor": 2}, {"schedule": "gpipe", "remat": "selective"}),
+    pytest.param(
+        DEEP, {"pipeline": 2, "fsdp": 2}, {"schedule": "1f1b", "remat": "recompute-all"}, marks=pytest.mark.slow
+    ),
+    pytest.param(
+        DEEP, {"pipeline": 2, "tensor": 2}, {"schedule": "zb-h1", "remat": "recompute-2"}, marks=pytest.mark.slow
+    ),
     *(
         pytest.param(
             DEEP,

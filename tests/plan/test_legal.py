@@ -30,7 +30,7 @@ from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Encoder
-from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, REMAT_POLICIES, Strategy, make_mesh
+from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, USUAL_POLICIES, Strategy, make_mesh
 
 LLAMA70B, TINY = catalogue.load_model("llama3-70b"), catalogue.load_model("tiny")
 JOB = Job(batch_seqs=1024, seq_len=4096)
@@ -162,7 +162,7 @@ def test_the_remedy_is_the_smallest_change(model, cluster, batch, fields, change
     assert legal(setting, better) == ()
     if len(changed) == 2:
         singles = [msgspec.structs.replace(strategy, num_microbatches=count) for count in divisors(32)]
-        singles += [msgspec.structs.replace(strategy, remat=remat) for remat in REMAT_POLICIES]
+        singles += [msgspec.structs.replace(strategy, remat=remat) for remat in USUAL_POLICIES]
         assert all(legal(setting, one) for one in singles)
 
 

@@ -210,7 +210,8 @@ def test_nothing_fits():
         planned(LLAMA70B, "v5e:4x4", 16)
     message = str(raised.value)
     assert message.startswith("llama3-70b with 16 sequences of 4096 does not fit v5e:4x4: the best mesh (16 chips, any")
-    assert "needs 61" in message
+    # 61.0 GB with the inputs of 80 layers (67 MB each) under remat full; remat recompute-all has two of them
+    assert "needs 55.8" in message
     assert "a chip has 16.1 GB beside the 5% that stay free" in message
     chips = int(message.split("At least ")[1].split(" ")[0])
     assert planned(LLAMA70B, f"v5e:8x{chips // 8}", 16).strategies

@@ -15,11 +15,11 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.plan.legal import legal
 from meshwright.plan.search import search
-from meshwright.plan.space import USUAL, Choices, open_space
+from meshwright.plan.space import USUAL, Choices, Space, open_space
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import RERUN_POLICIES, USUAL_POLICIES, Strategy, make_mesh, standard_assignment
 
 LLAMA70B, LLAMA8B, TINY = (catalogue.load_model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
 OPEN = Strategy(mesh=make_mesh({}))
@@ -77,6 +77,31 @@ def test_what_is_found_is_legal_and_priced_as_alone(pod):
         for name in ("step_s", "step_s_lower", "step_s_upper", "mfu", "hfu", "hbm_bytes_per_chip", "flops"):
             assert getattr(found.estimate, name) == pytest.approx(getattr(alone, name), rel=1e-9), name
         assert found.estimate.bound_by == alone.bound_by
+
+
+# -- layers that run again for each other -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hbm_gb", "remat"), [(0.40, None), (0.45, "recompute-8"), (0.50, "recompute-2"), (0.6, "full")]
+)
+def test_layers_run_again_for_each_other_only_where_nothing_else_fits(hbm_gb, remat, monkeypatch):
+    """FSDP alone, one long sequence a chip: what is found is the best of all policies tried at once."""
+    cluster = parse_cluster("h100:8x1")
+    cluster = msgspec.structs.replace(cluster, chip=msgspec.structs.replace(cluster.chip, hbm_bytes=hbm_gb * 1e9))
+    where = Setting(TINY, cluster, Job(batch_seqs=8, seq_len=32768))
+    every = Choices(remats=(*USUAL_POLICIES, *RERUN_POLICIES))
+    fixed, opened = {"tensor": 1, "context": 1}, []
+    found, best = (
+        search(open_space(where, OPEN, fixed=fixed, choices=choices), cluster, 8, top=1) for choices in (USUAL, every)
+    )
+    assert found.found == best.found
+    assert found.least_bytes == best.least_bytes or remat == "full"
+    assert [one.strategy.remat for one in found.found] == [remat] * (remat is not None)
+    with_reruns = Space.with_reruns
+    monkeypatch.setattr(Space, "with_reruns", lambda self: opened.append(self) or with_reruns(self))
+    search(open_space(where, OPEN, fixed=fixed), cluster, 8, top=1)
+    assert len(opened) == (remat != "full")
 
 
 # -- against every strategy priced one by one ---------------------------------------------------------------

@@ -7,7 +7,7 @@ from meshwright.plan.space import EMULATED, FULL, USUAL, Choices, open_space
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import REMAT_POLICIES, Strategy, make_mesh
+from meshwright.spec.strategy import REMAT_POLICIES, RERUN_POLICIES, USUAL_POLICIES, Strategy, make_mesh
 
 TINY = catalogue.load_model("tiny")
 OPEN = Strategy(mesh=make_mesh({}))
@@ -40,7 +40,7 @@ def test_one_pattern_for_each_way_to_assign_axes(choices):
 
 
 def test_each_space_is_within_the_larger_one():
-    assert set(EMULATED.remats) < set(REMAT_POLICIES) == set(USUAL.remats)
+    assert set(EMULATED.remats) < set(USUAL_POLICIES) == set(USUAL.remats) < set(REMAT_POLICIES)
     assert set(USUAL.zeros) <= set(FULL.zeros)
     assert set(USUAL.schedules) <= set(FULL.schedules)
 
@@ -62,7 +62,7 @@ def test_patterns_that_cannot_differ_are_left_out():
 def test_few_kv_heads_are_repeated_in_patterns_of_their_own():
     """On a torus of 16 chips tiny, of 8 query and 4 kv heads, and in the first way to assign axes only."""
     found = [p for p in space().patterns if p.repeats]
-    assert [(p.strategy.remat, p.strategy.zero, p.needs) for p in found] == [(r, 3, ()) for r in REMAT_POLICIES]
+    assert [(p.strategy.remat, p.strategy.zero, p.needs) for p in found] == [(r, 3, ()) for r in USUAL_POLICIES]
     assert all(p.tensor_split in (True, None) for p in found)
     assert {p.strategy.assignment == OPEN.assignment for p in found} == {True}
     ulysses = [p for p in space(choices=FULL).patterns if p.repeats and p.strategy.context_attention == "ulysses"]
@@ -88,7 +88,18 @@ def test_given_fields_stay_as_the_template_has_them():
 
 def test_ranks_follow_the_order_of_remat():
     ranks = {pattern.strategy.remat: pattern.rank for pattern in space().patterns}
-    assert sorted(ranks, key=lambda remat: ranks[remat]) == list(REMAT_POLICIES)
+    assert sorted(ranks, key=lambda remat: ranks[remat]) == list(USUAL_POLICIES)
+
+
+def test_layers_that_run_again_for_each_other_are_opened_on_demand():
+    plain = space()
+    more = plain.with_reruns()
+    added = more.patterns[len(plain.patterns) :]
+    assert all(one is other for one, other in zip(more.patterns, plain.patterns, strict=False))
+    assert {p.strategy.remat for p in added} == set(RERUN_POLICIES)
+    assert {p.needs for p in added} == {p.needs for p in plain.patterns}
+    held = space(Strategy(mesh=make_mesh({}), remat="block"), given=("remat",))
+    assert held.with_reruns() is held
 
 
 def test_a_single_list_of_names_is_one_policy():

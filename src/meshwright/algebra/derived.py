@@ -18,9 +18,9 @@ class BlockSteps(msgspec.Struct, frozen=True):
     """Derived steps of one block, executed ``repeat`` times for every microbatch.
 
     ``kept`` are the forward results, and the block's input, that are stored until its backward pass uses them. With a
-    ``segment`` (a number of layers, or "sqrt" of those on a device) the backward pass begins with ``num_again`` steps of
-    the forward pass, and only each segment's input is stored until then. They run once, or with ``rerun`` as often as
-    it says, for later layers. ``split`` is the backward pass of a pipeline's layers in two parts;
+    ``segment`` (a number of layers, or "sqrt" of those on a device) the backward pass begins with ``num_again`` steps
+    of the forward pass, and only each segment's input is stored until then. They run once, or with ``rerun`` as often
+    as it says, for later layers. ``split`` is the backward pass of a pipeline's layers in two parts;
     the schedule says which microbatches use it.
     """
 

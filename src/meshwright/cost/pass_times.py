@@ -110,6 +110,12 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the seconds that a step waits for sends of the stream and of its cotangents."""
         return pipeline.num_sends * self.send_s / 2
 
+    def pairs_s(self, pipeline: PipelineCost) -> Number:
+        """Returns the seconds of a step in which one layer of every two of a device would run forward once more."""
+        runs = pipeline.layers_held(self.num_layers) / np.asarray(pipeline.chunks)
+        again = pipeline.share(self.num_layers) * np.floor(runs / 2) / runs
+        return pipeline.microbatches * self.layers_s("forward", again)
+
     def layer_passes(self, pipeline: PipelineCost, at_least: Number = 0.0) -> LayerPasses:
         """Returns the passes of one microbatch over the layers of a device, and the bubble of the schedule.
 
@@ -163,7 +169,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
         if eager:
             forward_s = partly_hidden(forward_s, _starts_s(block.forward, rates), at.overlap)
         # layers that run again for each other run in loops of their own
-        apart = 0 if block.steps.rerun is None else block.steps.num_again
+        apart = len(block.again)
         own_back = block.backward[apart:]
         back = _pass_s([cost for cost in own_back if cost.step.scope != "step"], rates) + back_s
         own = [cost for cost in priced.once if owners.get(cost.step.result.name) == block.name]
@@ -176,7 +182,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
             repeat=block.steps.repeat,
             forward=forward_s,
             backward=back,
-            again=_pass_s(block.backward[:apart], rates) + ahead_s * bool(apart),
+            again=_pass_s(block.again, rates) + ahead_s * bool(apart),
             rerun=block.steps.rerun,
             inputs=inputs_s + back_s,
             weight=weight_s,

@@ -45,6 +45,11 @@ class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
         """True for a block of layers, which are distributed over pipeline stages; False for embedding and head."""
         return self.steps.is_layer
 
+    @property
+    def again(self) -> tuple[StepCost, ...]:
+        """The costs of one run of a layer for a later one, which begin ``backward``; () if none runs again so."""
+        return self.backward[: self.steps.num_again] if self.steps.rerun is not None else ()
+
 
 class Priced(msgspec.Struct, frozen=True, kw_only=True):
     """The costs of a training step, in the shape of its derivation.

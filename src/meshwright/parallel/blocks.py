@@ -120,13 +120,7 @@ class BlockPasses:
         return tuple(jax.device_put(array, space) for array in saved)
 
     def forward(
-        self,
-        weights: Params,
-        inputs: Inputs,
-        stream: Array | None,
-        *,
-        ready: Ready | None = None,
-        again: bool = False,
+        self, weights: Params, inputs: Inputs, stream: Array | None, *, ready: Ready | None = None, again: bool = False
     ) -> tuple[Array, Saved]:
         """Returns the block's result, and the activations that its backward pass reads; ``again`` during that pass."""
         env = self._environment(weights, inputs)

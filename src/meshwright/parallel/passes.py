@@ -63,12 +63,7 @@ class LayerLoop:
         return tuple(self.blocks[kind].gather(own) for kind, own in zip(self.span.pattern, weights, strict=True))
 
     def iteration(
-        self,
-        weights: IterationParams,
-        stream: Array,
-        ready: tuple[Ready, ...] | None = None,
-        *,
-        again: bool = False,
+        self, weights: IterationParams, stream: Array, ready: tuple[Ready, ...] | None = None, *, again: bool = False
     ) -> tuple[Array, tuple[Any, ...]]:
         """Returns the stream after one iteration, and its saved activations; ``again`` during its backward pass."""
         saved = []

@@ -24,9 +24,9 @@ from meshwright.plan.legal import (
 )
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
-from meshwright.spec.strategy import BATCH_AXES
+from meshwright.spec.strategy import BATCH_AXES, RERUN_POLICIES
 
-LEAN_REMATS = ("block", "sqrt", "full")
+LEAN_REMATS = ("block", "sqrt", "full", *RERUN_POLICIES)
 """Policies that keep the least: the others also keep results of each layer."""
 
 
@@ -247,7 +247,7 @@ def memory_of_any_mesh(space: Space, batch: int) -> Mapping[int, float]:
     # memory is least with one microbatch or with the most: above one, smaller microbatches keep less
     found = with_microbatches(space, every, most=2)
     need = np.full(len(found), np.inf)
-    for pattern in _leanest(space.patterns):
+    for pattern in _leanest(space.with_reruns(RERUN_POLICIES[-1:]).patterns):
         here = np.flatnonzero(legal_in(space, pattern, found))
         rows = select(found, here)
         parts = memory_parts(pattern.derived, candidate_sizes(space, rows))

@@ -23,7 +23,7 @@ from meshwright.cost.pipeline import schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.spec.model import GROUPED, Model
-from meshwright.spec.strategy import REMAT_POLICIES, REPEATED_HEADS, Strategy
+from meshwright.spec.strategy import REPEATED_HEADS, RERUN_POLICIES, USUAL_POLICIES, Strategy
 
 NOUNS: dict[str, str] = {
     "B": "sequences",
@@ -397,9 +397,11 @@ def _remedy(setting: Setting, strategy: Strategy) -> str:
     """
     own = strategy.num_microbatches
     found: list[tuple[int, int, float, str | tuple[str, ...]]] = []
-    for remat in dict.fromkeys((strategy.remat, *REMAT_POLICIES)) if setting.job.trains else ():
-        fits = microbatches_that_fit(setting, msgspec.structs.replace(strategy, remat=remat))
-        found += [((remat != strategy.remat) + (count != own), count, need, remat) for count, need in fits.items()]
+    for policies in ((strategy.remat, *USUAL_POLICIES), RERUN_POLICIES) if setting.job.trains else ():
+        # those that run layers again and again only if no other fits
+        for remat in dict.fromkeys(policies) if not found else ():
+            fits = microbatches_that_fit(setting, msgspec.structs.replace(strategy, remat=remat))
+            found += [((remat != strategy.remat) + (count != own), count, need, remat) for count, need in fits.items()]
     if not found:
         tried = "None of the remat policies tried, with any number of microbatches, makes it fit: use "
         return f"{tried if setting.job.trains else 'Use '}more chips, or larger fsdp and tensor axes."

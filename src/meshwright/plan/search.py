@@ -32,6 +32,7 @@ from meshwright.plan.ranking import Best, Variant, diverse
 from meshwright.plan.result import PlannedStrategy, planned
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
+from meshwright.spec.strategy import USUAL_POLICIES
 
 CHUNK_LAYERS = (*range(1, 9), 10, 12, 14, 16, 20, 21, 24, 28, 32, 40, 48)
 """Numbers of layers of one chunk that are tried."""
@@ -94,6 +95,12 @@ def search(
     for number, pattern in enumerate(space.patterns):
         for variant in pricer.variants(number, pattern, every):
             best.add(variant)
+    if best.missed < np.min(best.seconds, initial=np.inf) or not best.kept:
+        more = space.with_reruns()
+        pricer = _Pricer(more, cluster, placements)
+        for number, pattern in list(enumerate(more.patterns))[len(space.patterns) :]:
+            for variant in pricer.variants(number, pattern, every):
+                best.add(variant)
     picked = diverse(best.order(), best, top)
     found = tuple(pricer.planned_at(best, index) for index in picked)
     front = tuple(pricer.planned_at(best, index) for index in best.frontier()) if frontier else ()
@@ -197,10 +204,15 @@ class _Pricer:
                 need = total_bytes(memory.items(pipeline, offload))
                 fits = np.flatnonzero(need <= self.setting.memory_room)
                 step_s = np.full(len(chosen), np.inf)
+                missed = np.inf
                 if len(fits):
                     # what never fits is never priced: pricing it would take most of the time of a refusal
                     times = times or self._priced(pattern, rows, candidate_pipeline(space, rows)).times
-                    step_s = np.broadcast_to(select(times, which).step_s(pipeline, moved).step_s, len(chosen))
+                    found = select(times, which)
+                    step_s = np.broadcast_to(found.step_s(pipeline, moved).step_s, len(chosen))
+                    if pattern.strategy.remat == USUAL_POLICIES[-1] and len(fits) < len(chosen):
+                        longer = (step_s + found.pairs_s(pipeline)) / chosen.batch_seqs
+                        missed = float(np.min(longer[need > self.setting.memory_room]))
                 yield Variant(
                     pattern=number,
                     rank=pattern.rank,
@@ -212,6 +224,7 @@ class _Pricer:
                     need=np.broadcast_to(need, len(chosen))[fits],
                     num_legal=len(chosen),
                     least_bytes=float(np.min(need)),
+                    missed=missed,
                 )
 
     def _priced(

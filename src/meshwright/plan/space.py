@@ -15,8 +15,9 @@ from meshwright.cost.setting import Setting
 from meshwright.plan.legal import DimSplit, LegalRule, size_rules, splits
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import (
-    REMAT_POLICIES,
     REPEATED_HEADS,
+    RERUN_POLICIES,
+    USUAL_POLICIES,
     ContextAttention,
     Rules,
     Strategy,
@@ -30,7 +31,7 @@ Remat = str | tuple[str, ...]
 class Choices(msgspec.Struct, frozen=True, kw_only=True):
     """The values that are tried for every choice beside the mesh, the placement and the microbatches."""
 
-    remats: tuple[Remat, ...] = REMAT_POLICIES
+    remats: tuple[Remat, ...] = USUAL_POLICIES
     zeros: tuple[int, ...] = (3, 1)
     sequence_parallel: tuple[bool, ...] = (True,)
     context_attention: tuple[str, ...] = ("ring", "ulysses")
@@ -93,6 +94,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     setting: Setting
     template: Strategy
     patterns: tuple[Pattern, ...]
+    choices: Choices
+    given: frozenset[str]
     schedules: tuple[str, ...]
     offloads: tuple[tuple[str, ...], ...]
     num_microbatches: int | None = None
@@ -103,6 +106,15 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     def dims(self, batch_seqs: Any) -> dict[str, Any]:
         """Returns the sizes of all dims; B is the whole batch, in sequences."""
         return self.setting.model.dims | {"B": batch_seqs, "T": self.setting.job.seq_len}
+
+    def with_reruns(self, remats: tuple[Remat, ...] = RERUN_POLICIES) -> "Space":
+        """Returns the space with patterns of these policies after the others; itself if remat is given, or on this
+        machine, whose emulated devices share one memory."""
+        if "remat" in self.given or self.setting.cluster.kind == "host":
+            return self
+        choices = msgspec.structs.replace(self.choices, remats=remats)
+        more = open_space(self.setting, self.template, given=self.given, choices=choices, fixed=self.fixed).patterns
+        return msgspec.structs.replace(self, patterns=(*self.patterns, *more))
 
 
 def open_space(
@@ -148,6 +160,8 @@ def open_space(
         setting=setting,
         template=template,
         patterns=tuple(patterns),
+        choices=choices,
+        given=frozenset(held),
         schedules=(template.schedule,) if "schedule" in held else choices.schedules,
         offloads=(template.offload,) if "offload" in held else choices.offloads,
         num_microbatches=template.num_microbatches if "num_microbatches" in held else None,

@@ -39,6 +39,10 @@ being recomputed. "recompute-all" and "recompute-C" keep the input of a segment 
 but its logits under every policy."""
 
 REMAT_POLICIES: tuple[str, ...] = tuple(REMATS)
+RERUN_POLICIES = ("recompute-2", "recompute-4", "recompute-8", "recompute-all")
+"""Policies that are tried only where the others do not fit: each layer runs forward again for many later ones."""
+USUAL_POLICIES = tuple(policy for policy in REMAT_POLICIES if policy not in RERUN_POLICIES)
+"""The others, of which the last keeps least."""
 ALL_LAYERS = 9999
 """The longest segment: all layers in sequence that a device holds."""
 _SEGMENTS = re.compile(r"(every|recompute)-([1-9]\d{0,3})")
@@ -191,16 +195,15 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``mesh`` lists the axes major to minor with their sizes. ``placement`` maps each axis to a text on its place in the
     physical network. ``assignment`` maps roles of arrays to `Rules`; products slice over ``slice_axes`` where they
     would gather (`algebra.einsum`). ``context_attention`` says how keys and values reach the queries of other devices
-    over ``context``. ``remat`` is a policy ("every-4" keeps the input of every fourth layer, "sqrt" of every
-    sqrt(L)-th, see `segment`) or a list of results to keep. ``num_microbatches`` divides the sequences of a step;
-    gradients are summed over them. ``schedule`` orders the passes of the pipeline, in which each device has ``chunks``
-    runs of layers.
-    ``state`` is a key of `STATE_BYTES`. ``gradient_sync`` says when replicas sum their gradients, ``bucket_bytes`` is
-    the size of a bucket. With ``prefetch`` the weights of the next layer are gathered while one computes, and those of
-    the last layer stay gathered until its backward pass. ``collective_matmul`` says how products of a layer hide the
-    collectives of activations over ``tensor``. ``precision`` is the dtype of matrix products, "" for the state's own.
-    ``offload`` lists what is kept in host memory. ``capacity_factor`` bounds the slots of an expert at that multiple of
-    the mean load; tokens that find no slot are dropped. 0 sets no bound.
+    over ``context``. ``remat`` is a policy ("every-4" and "recompute-4" keep the input of every fourth layer, "sqrt" of
+    every sqrt(L)-th) or a list of results to keep. ``num_microbatches`` divides the sequences of a step; gradients are
+    summed over them. ``schedule`` orders the passes of the pipeline, in which each device has ``chunks`` runs of
+    layers. ``state`` is a key of `STATE_BYTES`. ``gradient_sync`` says when replicas sum their gradients,
+    ``bucket_bytes`` is the size of a bucket. With ``prefetch`` the weights of the next layer are gathered while one
+    computes, and those of the last layer stay gathered until its backward pass. ``collective_matmul`` says how
+    products of a layer hide the collectives of activations over ``tensor``. ``precision`` is the dtype of matrix
+    products, "" for the state's own. ``offload`` lists what is kept in host memory. ``capacity_factor`` bounds the
+    slots of an expert at that multiple of the mean load; tokens that find no slot are dropped. 0 sets no bound.
     """
 
     mesh: dict[str, int]

@@ -110,6 +110,8 @@ def _expected(
     counted: Iterable[_Counted], sizes: SlotSizes, *, num_microbatches: int, width: int
 ) -> Iterator[Expected]:
     for step, arrays, times in counted:
+        if not times:
+            continue
         at = slot_sizes(step, sizes)
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
         whole = round(float(at.elements(step.full) * element * padding_factor(step, sizes)))

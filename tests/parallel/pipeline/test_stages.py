@@ -161,6 +161,7 @@ def test_every_schedule_on_four_stages_and_experts(model, axes, schedule):
         ({"pipeline": 2, "fsdp": 2, "context": 2}, "interleaved", {"remat": "selective"}),
         ({"pipeline": 2, "context": 2, "tensor": 2}, "zb-h2", {"context_attention": "ulysses"}),
         ({"pipeline": 2, "fsdp": 2, "tensor": 2}, "zb-h1", {"remat": "every-4"}),
+        ({"pipeline": 2, "fsdp": 2, "tensor": 2}, "zb-h1", {"remat": "recompute-all"}),
         ({"pipeline": 2, "fsdp": 2, "tensor": 2}, "dualpipe-v", {"remat": "none"}),
         ({"pipeline": 2, "tensor": 2}, "dualpipe", {}),
         ({"pipeline": 2, "data": 2, "fsdp": 2}, "1f1b", {"remat": "full", "count": 2, "zero": 1}),

@@ -28,7 +28,7 @@ SHARED_LAYERS = 2
 ZERO_DEVICES = (8, 64, 1024)
 DEFAULT_STATE = Strategy(mesh={}).state
 REMATS = ("none", "selective", "matmuls", "block")
-"""Policies that differ in what a layer keeps: "full" keeps what "block" does."""
+"""Policies that differ in what a layer keeps: "full" keeps what "block" does, "recompute-C" of one layer in C."""
 
 
 def model_answer(m: Model, seq_len: int | None = None) -> Answer:

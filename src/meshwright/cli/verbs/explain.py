@@ -19,6 +19,7 @@ from meshwright.cli.verbs.plan_words import (
     overlap_words,
     placement_words,
     remat_words,
+    rerun_words,
 )
 from meshwright.core.units import counted, format_bytes, format_count, format_flops, format_seconds
 from meshwright.cost.breakdown import Term
@@ -101,6 +102,8 @@ def _text(told: Explanation) -> Iterator[Piece]:
         f"{at.positions_per_device:,.0f} positions of a sequence on a device",
     )
     yield Fact("placement", placement_words(plan.strategy.placement))
+    if again := rerun_words(plan.strategy, plan.model.num_layers):
+        yield Fact("recomputation", again)
     yield Fact("attention", f"by the kernel {told.attention_kernel}")
     yield Fact("times rest on", plan.calibration.describe())
     yield from (Fact("power", note) for note in power_notes(plan.cluster.chip, plan.calibration))

@@ -53,6 +53,20 @@ def remat_words(strategy: Strategy) -> str:
     return f"remat {kept if isinstance(kept, str) else '+'.join(kept) or 'keeping nothing'}"
 
 
+def rerun_words(strategy: Strategy, num_layers: int) -> str:
+    """Returns what is kept and runs again where each layer's backward pass runs those before it; "" for other remat."""
+    if not strategy.recomputes_each or not isinstance(strategy.segment, int):
+        return ""
+    held = -(-num_layers // (strategy.mesh.get("pipeline", 1) * strategy.chunks))
+    length = min(strategy.segment, held)
+    whole, rest = divmod(held, length)
+    more = whole * length * (length - 1) // 2 + rest * (rest - 1) // 2
+    return (
+        f"of {held} layers in sequence the input of one in {length} is kept; each layer's backward pass runs the "
+        f"layers from there to it again: {more:,} forward passes of a layer, C (C - 1) / 2 for every C = {length}"
+    )
+
+
 def schedule_words(strategy: Strategy) -> str:
     """Returns ``"interleaved in 4 chunks"``; "" without a pipeline."""
     if strategy.mesh.get("pipeline", 1) == 1:

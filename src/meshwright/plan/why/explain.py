@@ -282,7 +282,11 @@ def _passes(priced: PricedStrategy) -> tuple[BlockListing, ...]:
                 name=block.name,
                 repeat=repeat,
                 forward=algorithm(f"forward pass of one layer{of}", block.forward),
-                backward=algorithm(f"backward pass of one layer{of}", block.backward),
+                backward=algorithm(
+                    f"backward pass of one layer{of}",
+                    block.backward,
+                    again=(len(block.again), float(block.steps.times_again(priced.pipeline.runs)) / repeat),
+                ),
             )
         )
     return tuple(sorted(found, key=lambda one: one.repeat))
@@ -307,9 +311,13 @@ def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
     )
 
 
-def algorithm(title: str, costs: Sequence[StepCost], *, of_layers: bool = False) -> Algorithm:
-    """Returns the lines of one pass and their sums, with ``of_layers`` each as often as the busiest device runs it."""
-    every = [(cost, float(cost.here) if of_layers else 1.0) for cost in costs]
+def algorithm(
+    title: str, costs: Sequence[StepCost], *, of_layers: bool = False, again: tuple[int, float] = (0, 1.0)
+) -> Algorithm:
+    """Returns the lines of one pass and their sums, with ``of_layers`` each as often as the busiest device runs it.
+    ``again`` is the number of costs at the start that run more than once, and how often on average."""
+    first, often = again
+    every = [(c, float(c.here) if of_layers else often if number < first else 1.0) for number, c in enumerate(costs)]
     total = sum(float(c.time_s) for c in costs)
     shown = [(c, n) for c, n in every if c.step.is_collective or float(c.time_s) > MAX_FREE_SHARE * total]
     return Algorithm(

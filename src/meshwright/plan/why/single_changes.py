@@ -11,7 +11,7 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
 from meshwright.plan.legal import DEVICES_RULE, SCHEDULE_RULE, check_rules, size_rules, strategy_sizes
 from meshwright.plan.space import FULL, axes_to_try
-from meshwright.spec.strategy import REMAT_POLICIES, Strategy, standard_assignment
+from meshwright.spec.strategy import RERUN_POLICIES, USUAL_POLICIES, Strategy, standard_assignment
 
 Change = tuple[str, dict[str, Any]]
 """One change in words, and the fields of the strategy that it sets."""
@@ -76,10 +76,11 @@ def single_changes(setting: Setting, strategy: Strategy) -> Iterator[tuple[str, 
 def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
     """Yields each change in words, with the fields of the strategy that it sets."""
     count, chunks = strategy.num_microbatches, strategy.chunks
-    if strategy.remat in REMAT_POLICIES:
+    policies = (*USUAL_POLICIES, *RERUN_POLICIES)
+    if strategy.remat in policies:
         # one policy lighter and one heavier
-        at = REMAT_POLICIES.index(str(strategy.remat))
-        for remat in (*REMAT_POLICIES[:at][-1:], *REMAT_POLICIES[at + 1 :][:1]):
+        at = policies.index(str(strategy.remat))
+        for remat in (*policies[:at][-1:], *policies[at + 1 :][:1]):
             yield f"remat {remat} for {strategy.remat}", {"remat": remat}
     for other in (2 * count, *([count // 2] if count % 2 == 0 else [])):
         yield f"{other} microbatch{'es' if other > 1 else ''} for {count}", {"num_microbatches": other}

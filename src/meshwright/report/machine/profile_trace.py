@@ -91,6 +91,12 @@ def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tupl
         blocks.append((block, max(1, round(here / count)) if here else 0))
     slices = count * sum(repeats * (len(block.forward) + len(block.backward)) for block, repeats in blocks)
     one_by_one = slices <= MAX_SLICES
+    # layers that run again for later ones, on average
+    often = {
+        id(cost): float(block.steps.times_again(priced.pipeline.runs) / block.steps.repeat)
+        for block, _ in blocks
+        for cost in block.again
+    }
     for microbatch in range(count) if one_by_one else [count - 1]:
         which = f", microbatch {microbatch}" if count > 1 else ""
         forward = [(block.name, "forward", repeats, block.forward) for block, repeats in blocks]
@@ -99,12 +105,14 @@ def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tupl
             if phase == "backward" and microbatch < count - 1:
                 costs = tuple(cost for cost in costs if cost.step.scope != "step")
             if not one_by_one:
-                times = [repeats * (1.0 if cost.step.scope == "step" else count) for cost in costs]
+                times = [
+                    repeats * (1.0 if cost.step.scope == "step" else count * often.get(id(cost), 1.0)) for cost in costs
+                ]
                 yield f"{name} {phase}, {repeats} x {count} microbatches", list(zip(costs, times, strict=True))
                 continue
             for number in range(repeats) if phase == "forward" else reversed(range(repeats)):
                 own = f" {number}" if repeats > 1 else ""
-                yield f"{name}{own} {phase}{which}", [(cost, 1.0) for cost in costs]
+                yield f"{name}{own} {phase}{which}", [(cost, often.get(id(cost), 1.0)) for cost in costs]
     yield "update", [(cost, float(cost.here)) for cost in priced.costs.once]
 
 

@@ -113,6 +113,7 @@ LANE_PX = 26
 STREAM_COLORS: dict[str, str] = {
     "forward": "#E69F00",
     "backward": "#009E73",
+    "recompute": "#F0E442",
     "optimizer": "#8C7AC0",
     "all-gather": "#56B4E9",
     "reduce-scatter": "#0072B2",
@@ -120,7 +121,7 @@ STREAM_COLORS: dict[str, str] = {
     "all-to-all": "#CC79A7",
     "permute": "#999999",
 }
-SHORT = {"forward": "F", "backward": "B"}
+SHORT = {"forward": "F", "backward": "B", "recompute": "R"}
 
 
 def two_streams_figure(pairs: Sequence[LaneSlices], *, title: str, subtitle: str = "") -> Figure:
