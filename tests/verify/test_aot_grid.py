@@ -36,6 +36,8 @@ WAYS = {
     "ZeRO-2": ({"fsdp": 8}, {"assignment": standard_assignment(zero=2), "num_microbatches": 4}),
     "segments of sqrt": ({"fsdp": 8}, {"remat": "sqrt"}),
     "segments of two": ({"fsdp": 4, "tensor": 2}, {"remat": "every-2", "num_microbatches": 2}),
+    "segments of two, layer by layer": ({"fsdp": 4, "tensor": 2}, {"remat": "recompute-2", "num_microbatches": 2}),
+    "one segment, layer by layer": ({"fsdp": 8}, {"remat": "recompute-all"}),
     "prefetch": ({"fsdp": 8}, {"prefetch": True}),
     "collective matmuls": ({"tensor": 4, "fsdp": 2}, {"collective_matmul": "two-way"}),
     "optimizer offloaded": ({"fsdp": 8}, {"offload": ("optimizer",)}),

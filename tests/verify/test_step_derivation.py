@@ -19,6 +19,7 @@ from meshwright.verify.targets import Target
 
 TINY, MIXTRAL = load_model("tiny"), load_model("mixtral-8x7b")
 SEQS, LENGTH = 16, 128
+PASSES = ("forward", "recompute")
 
 
 def derivation(
@@ -148,6 +149,30 @@ def test_whole_layers_again_are_eight():
     # the last product of a layer is not needed again
     last = 2 * TINY.num_layers * TINY.d_model * TINY.d_ff
     assert found * 8 / (SEQS * LENGTH) in (pytest.approx(again), pytest.approx(again - last))
+
+
+@pytest.mark.parametrize(("remat", "again"), [("recompute-all", 28), ("recompute-2", 4)])
+def test_layers_that_run_again_for_each_other_are_two_flops_a_parameter_each_time(remat, again):
+    """8 layers: 8 x 7 / 2 or 8 (2 - 1) / 2 forward passes of one more than remat full."""
+    a_layer = (matmul_params(TINY) - TINY.d_model * TINY.vocab_size) / TINY.num_layers
+    more, full = (without_attention(derivation({"fsdp": 8}, remat=r)) for r in (remat, "full"))
+    assert (more - full) * 8 / (SEQS * LENGTH) == pytest.approx(2 * again * a_layer)
+
+
+@pytest.mark.parametrize(("choices", "again"), [({}, 4 * 3 / 2), ({"schedule": "interleaved", "chunks": 4}, 0)])
+def test_layers_of_a_stage_run_again_in_every_tick(choices, again):
+    """Two stages of 4 layers, or of runs of one, which run nothing again and have no collective for it."""
+    derived = derivation(
+        {"pipeline": 2, "tensor": 4}, remat="recompute-all", choices={"num_microbatches": 4, **choices}
+    )
+    ticks, found = tick_tables(strategy_schedule(derived.request.strategy)).num_ticks, derived.products()
+    layers = 1 if choices else 4
+    ups = {
+        phase: sum(f for label, f in found.items() if (label.phase, label.result) == (phase, "u")) for phase in PASSES
+    }
+    assert ups["forward"] == pytest.approx(2 * TINY.d_model * TINY.d_ff * SEQS / 4 * LENGTH / 4 * layers * ticks)
+    assert ups["recompute"] == pytest.approx(ups["forward"] * (1 + again / layers))
+    assert all(one.num_arrays for one in derived.expected())
 
 
 def test_microbatches_are_as_many_flops():

@@ -34,6 +34,23 @@ def test_passes_run_through_the_layers_and_back(ways):
         assert passes == [*(("forward", n) for n in range(3)), *(("backward", n) for n in (2, 1, 0))]
 
 
+def test_layers_run_again_before_each_later_one():
+    """Of three layers two and one again, each a forward pass long; in segments of two one alone."""
+    for remat, again in (("recompute-all", [(0, 2), (1, 2), (0, 1)]), ("recompute-2", [(0, 1)])):
+        streams = two_streams(Setting(LLAMA, CLUSTER, JOB), WAYS[-1], layers=3, remat=remat)
+        seconds, order = {}, []
+        for box in (box for box in streams.slices if box.lane == "compute" and box.what != "optimizer"):
+            seconds[box.what] = seconds.get(box.what, 0.0) + box.seconds
+            order += [(box.what, box.layer)] * (order[-1:] != [(box.what, box.layer)])
+        before = [order[number + 1 :] for number, one in enumerate(order) if one[0] == "recompute"]
+        layers = [one[1] for one in order if one[0] == "recompute"]
+        assert [
+            (layer, next(n for what, n in rest if what == "backward"))
+            for layer, rest in zip(layers, before, strict=True)
+        ] == again
+        assert seconds["recompute"] == pytest.approx(len(again) / 3 * seconds["forward"])
+
+
 def test_naive_waits_for_every_byte(ways):
     naive = ways["data parallel, naive"]
     assert naive.exposed_s == pytest.approx(naive.links_s)

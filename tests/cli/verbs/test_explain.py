@@ -35,6 +35,18 @@ def explained(call):
     return explain
 
 
+def test_layers_that_run_again_for_each_other_in_words(explained):
+    """8 layers of tiny: 8 x 7 / 2 and, in segments of 3, 3 + 3 + 1 forward passes of one."""
+    for remat, words in (
+        ("recompute-all", "one in 8 is kept; each layer's backward pass runs the layers from there to it again: 28"),
+        ("recompute-3", "one in 3 is kept; each layer's backward pass runs the layers from there to it again: 7"),
+        ("full", ""),
+    ):
+        said, _ = explained("one chip", "--set", f"strategy.remat={remat}")
+        assert words in said.words
+        assert ("recomputation of 8 layers in sequence the input of" in said.words) == bool(words)
+
+
 def test_the_algorithm(explained):
     said, found = explained("torus")
     assert (said.code, said.err) == (0, "")

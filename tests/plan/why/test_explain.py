@@ -65,6 +65,16 @@ def test_recomputed_lines_say_so():
     assert any(line.overlaps == "recomputed" for line in told.backward.lines)
 
 
+@pytest.mark.parametrize(("remat", "again"), [("recompute-all", 31 / 2), ("recompute-4", 3 / 2)])
+def test_layers_that_run_again_are_listed_as_often_as_they_run(remat, again):
+    """On average 32 x 31 / 2 or 32 (4 - 1) / 2 forward passes for 32 layers."""
+    told = explain(changed(planned(fsdp=4, tensor=4), remat=remat, num_microbatches=1))
+    full = explain(changed(planned(fsdp=4, tensor=4), remat="full", num_microbatches=1))
+    ups = [line.times for line in told.backward.lines if line.text.startswith("u[")]
+    assert ups == [again, 1]
+    assert told.backward.compute_s - full.backward.compute_s == pytest.approx(again * full.forward.compute_s)
+
+
 def test_what_does_not_divide_is_refused_and_memory_is_not():
     one = planned(fsdp=4, tensor=4)
     with pytest.raises(CannotRunError, match="num_microbatches=5 does not divide"):
