@@ -73,6 +73,14 @@ CASES = [
     (3, (*PLAN, "--axes", "fsdp=7"), "fsdp=7 does not divide the 16 chips of v5e:4x4"),
     (3, (*PLAN, "--axes", "tensor=3"), "tensor=3 does not divide the 16 chips"),
     (3, swapped(PLAN, "llama3-8b", "llama3-405b"), "At least 512 chips would hold it"),
+    *[(3, (*PLAN, "--axes", "data=8,tensor=2", "--set", f"strategy.zero={stage}"),
+       f"zero={stage} shards over fsdp, and the replicas of data=8 hold everything whole. "
+       f"Use --axes fsdp=8,tensor=2 --set strategy.zero={stage}.") for stage in (1, 2, 3)],
+    (3, ("explain", *PLAN[1:], "--axes", "data=16", "--set", "zero=1"), "Use --axes fsdp=16 --set strategy.zero=1."),
+    (3, ("train", "tiny", "--on", "cpu:8", "--batch", "16seq", "--seq", "64", "--axes", "data=8", "--set", "zero=1"),
+     "Use --axes fsdp=8 --set strategy.zero=1."),
+    (3, ("sweep", "tiny", "--on", "h100:8x1", "micro=1", "data=8", "zero=2"),
+     "Use --axes fsdp=8 --set strategy.zero=2."),
     # fields
     (2, (*PLAN, "--set", "remat"), "--set 'remat' has no value. Write KEY=VALUE, such as strategy.remat=block."),
     (2, (*PLAN, "--set", "strategi.remat=block"), "there is no section 'strategi' here. Did you mean 'strategy'?"),

@@ -26,11 +26,13 @@ from meshwright.plan.legal import (
     size_rules,
     splits,
 )
+from meshwright.plan.planner import rank_plans
+from meshwright.plan.why.why_not import why_not
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Encoder
-from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, USUAL_POLICIES, Strategy, make_mesh
+from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, USUAL_POLICIES, Strategy, make_mesh, standard_assignment
 
 LLAMA70B, TINY = catalogue.load_model("llama3-70b"), catalogue.load_model("tiny")
 JOB = Job(batch_seqs=1024, seq_len=4096)
@@ -328,3 +330,33 @@ def test_the_mask_and_the_messages_agree():
 def test_divisors():
     assert divisors(28) == (1, 2, 4, 7, 14, 28)
     assert divisors(1) == (1,)
+
+
+# -- ZeRO -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_needs_an_axis_that_it_shards_over(stage):
+    """Replicas over data hold everything whole: its memory would be that of stage 0."""
+    fields = HERE | {"assignment": standard_assignment(zero=stage)}
+    told = "data=4 hold everything whole. Use --axes fsdp=4,tensor=2 --set strategy.zero="
+    assert f"{told}{stage}." in refusals({"data": 4, "tensor": 2}, **fields)["zero"]
+    for axes in ({"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 4, "context": 2}, {"tensor": 4, "pipeline": 2}):
+        assert "zero" not in refusals(axes, **fields)
+    assert "zero" not in refusals({"data": 8}, **HERE)
+
+
+def test_a_search_with_a_given_stage_shards_something():
+    setting = Setting(TINY, parse_cluster("h100:8x1"), Job(batch_seqs=128, seq_len=512))
+    free = rank_plans(setting, top=100).strategies
+    assert any(one.strategy.mesh["data"] == 8 for one in free)
+    for stage in (1, 2, 3):
+        found = rank_plans(setting, overrides={"assignment": standard_assignment(zero=stage)}, top=100).strategies
+        assert found
+        meshes = [one.strategy.mesh for one in found]
+        assert all(mesh["data"] == 1 or mesh["fsdp"] * mesh["context"] > 1 for mesh in meshes)
+    with pytest.raises(CannotRunError, match="zero=3 shards over fsdp"):
+        rank_plans(setting, axes={"data": 8}, overrides={"assignment": standard_assignment(zero=3)})
+    told = why_not(rank_plans(setting, top=1), {"data": 8, "zero": 1})
+    assert told.refusal is not None
+    assert "Use --axes fsdp=8" in told.refusal.message

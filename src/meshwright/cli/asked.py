@@ -16,6 +16,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
 from meshwright.parallel.process_env import find_processes
+from meshwright.plan.legal import check_rules, strategy_sizes, zero_rules
 from meshwright.plan.planner import rank_plans
 from meshwright.plan.result import PlanResult, plan_in
 from meshwright.plan.serving.file import ServiceFile, is_service_file, load_service
@@ -140,7 +141,11 @@ def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
         assumptions=with_fields(found.assumptions, "assumptions", fields["assumptions"]),
     )
     same = step in (None, found.job.kind) and not any(fields.values())
-    return Asked(setting, with_fields(found.strategy, "strategy", strategy), found.predicted if same else None)
+    changed = with_fields(found.strategy, "strategy", strategy)
+    rules = zero_rules(changed, given="assignment" in strategy)
+    for refusal in check_rules(rules, strategy_sizes(setting, changed)):
+        raise CannotRunError(refusal.message)
+    return Asked(setting, changed, found.predicted if same else None)
 
 
 def _planned(setting: Setting, axes: dict[str, int], fields: dict[str, Any], verb: str) -> Asked:

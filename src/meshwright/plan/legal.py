@@ -23,7 +23,7 @@ from meshwright.cost.pipeline import schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.spec.model import GROUPED, Model
-from meshwright.spec.strategy import REPEATED_HEADS, RERUN_POLICIES, USUAL_POLICIES, Strategy
+from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, REPEATED_HEADS, RERUN_POLICIES, USUAL_POLICIES, Strategy
 
 NOUNS: dict[str, str] = {
     "B": "sequences",
@@ -172,6 +172,30 @@ DEVICES_RULE = LegalRule(
     lambda f: product(f.mesh.values()) == f.num_chips,
     lambda f: _devices_message(f),
 )
+ZERO_AXES = ("fsdp", "expert", "context")
+"""Mesh axes that ZeRO shards over in the standard assignment."""
+
+
+def zero_rules(strategy: Strategy, *, given: bool = False) -> tuple[LegalRule, ...]:
+    """Returns the rule that replicas of a stage of ZeRO are on an axis that it shards over, else ``data`` alone.
+
+    Stage 3 is the assignment where none is asked for, and has the rule only if it is ``given``.
+    """
+    stage = strategy.zero or 0
+    if not stage or (stage == 3 and not (given and strategy.assignment == DEFAULT_ASSIGNMENT)):
+        return ()
+
+    def message(facts: StrategySizes) -> str:
+        axes = {"fsdp" if axis == "data" else axis: size for axis, size in facts.mesh.items() if axis != "fsdp"}
+        instead = ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
+        return (
+            f"zero={stage} shards over fsdp, and the replicas of data={facts.mesh['data']} hold everything whole. "
+            f"Use --axes {instead} --set strategy.zero={stage}."
+        )
+
+    return (LegalRule("zero", lambda f: (np.asarray(f.mesh["data"]) == 1) | (f.devices(ZERO_AXES) > 1), message),)
+
+
 STACKS_RULE = "stacks"
 """Name of the rule that stages need a training job of one stack of layers."""
 MEMORY_RULE = "memory"
@@ -194,7 +218,7 @@ def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
     except CannotRunError as error:
         return (Refusal(rule=STACKS_RULE, message=str(error)),)
     facts = strategy_sizes(setting, strategy)
-    refused = check_rules((DEVICES_RULE, *size_rules(derived), SCHEDULE_RULE), facts)
+    refused = check_rules((DEVICES_RULE, *zero_rules(strategy), *size_rules(derived), SCHEDULE_RULE), facts)
     if refused:
         return refused
     try:

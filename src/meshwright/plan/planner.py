@@ -18,7 +18,7 @@ from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import mfu_words
 from meshwright.masks.names import mask_named
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
-from meshwright.plan.legal import Refusal, legal
+from meshwright.plan.legal import Refusal, check_rules, legal, strategy_sizes
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.search import SearchOutcome, search
 from meshwright.plan.space import USUAL, Choices, Space, open_space
@@ -291,8 +291,12 @@ def broken_rule(space: Space) -> Refusal | None:
         num_microbatches=space.num_microbatches or 1,
         chunks=space.chunks or 1,
     )
-    open_rules = ("devices", "placement", "memory", "schedule")
-    return next((refusal for refusal in legal(space.setting, given) if refusal.rule not in open_rules), None)
+    open_rules = {"devices", "placement", "memory", "schedule"}
+    if math.prod(space.fixed.values()) < space.setting.cluster.num_chips:
+        open_rules |= {"zero"}
+    asked = check_rules(space.patterns[0].rules, strategy_sizes(space.setting, given))
+    of_zero = (refusal for refusal in asked if refusal.rule == "zero")
+    return next((one for one in (*of_zero, *legal(space.setting, given)) if one.rule not in open_rules), None)
 
 
 def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:

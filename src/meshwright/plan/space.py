@@ -12,7 +12,7 @@ from meshwright.algebra.rewrites.repeated_heads import repeated_dim, strategy_of
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
 from meshwright.cost.setting import Setting
-from meshwright.plan.legal import DimSplit, LegalRule, size_rules, splits
+from meshwright.plan.legal import DimSplit, LegalRule, size_rules, splits, zero_rules
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import (
     REPEATED_HEADS,
@@ -148,7 +148,7 @@ def open_space(
                 strategy=strategy,
                 rank=rank,
                 derived=derived,
-                rules=size_rules(derived),
+                rules=(*size_rules(derived), *(zero_rules(strategy, given=True) if "assignment" in held else ())),
                 splits=splits(derived),
                 needs=more,
                 tensor_split=tensor_split,

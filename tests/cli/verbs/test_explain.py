@@ -47,6 +47,19 @@ def test_layers_that_run_again_for_each_other_in_words(explained):
         assert ("recomputation of 8 layers in sequence the input of" in said.words) == bool(words)
 
 
+def test_the_header_names_the_stage_of_zero(call):
+    """fsdp with stage 1 keeps whole weights, with 3 it shards them; data alone has no stage."""
+    on = ("explain", "tiny", "--on", "h100:8x1", "--batch", "64seq", "--seq", "512", "--set", "remat=block")
+    for choices, words in (
+        (("--axes", "fsdp=8", "--set", "zero=3"), "fsdp 8, ZeRO-3, remat block"),
+        (("--axes", "fsdp=8", "--set", "zero=1"), "fsdp 8, ZeRO-1, remat block"),
+        (("--axes", "data=2,fsdp=4", "--set", "zero=2"), "data 2, fsdp 4, ZeRO-2, remat block"),
+        (("--axes", "data=4,context=2", "--set", "zero=1"), "data 4, context 2, ZeRO-1 over context, "),
+        (("--axes", "data=8"), "data 8, remat block"),
+    ):
+        assert call(*on, *choices).out.startswith(f"tiny on h100:8x1: {words}")
+
+
 def test_the_algorithm(explained):
     said, found = explained("torus")
     assert (said.code, said.err) == (0, "")

@@ -20,6 +20,7 @@ from meshwright.cli.verbs.plan_words import (
     placement_words,
     remat_words,
     rerun_words,
+    sharding_words,
 )
 from meshwright.core.units import counted, format_bytes, format_count, format_flops, format_seconds
 from meshwright.cost.breakdown import Term
@@ -87,12 +88,10 @@ def _facts(told: Explanation) -> dict[str, Any]:
 
 def _text(told: Explanation) -> Iterator[Piece]:
     plan = told.plan
-    rings = collective_matmul_words(plan.strategy)
     state = f"state {plan.strategy.state}{optimizer_words(plan.job)}"
-    yield (
-        f"{plan.model.name} on {plan.cluster.short_name}: {mesh_words(plan.strategy.mesh)}, "
-        f"{remat_words(plan.strategy)}, {f'{rings}, ' if rings else ''}{state}"
-    )
+    choices = (words(plan.strategy) for words in (sharding_words, remat_words, collective_matmul_words))
+    said = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), *choices, state)))
+    yield f"{plan.model.name} on {plan.cluster.short_name}: {said}"
     at, job = told.batch, plan.job
     replicas = mesh_words({axis: plan.strategy.mesh.get(axis, 1) for axis in BATCH_AXES}, alone="one replica")
     yield Fact(

@@ -9,6 +9,7 @@ from meshwright.core.units import counted, format_bytes, format_count, format_pa
 from meshwright.cost.breakdown import PricedOverlap
 from meshwright.cost.formulas.training_budget import DAY_S
 from meshwright.cost.setting import Setting
+from meshwright.plan.legal import ZERO_AXES
 from meshwright.plan.run_budget import RunBudget
 from meshwright.plan.serving.result import ServicePlan
 from meshwright.plan.serving.service import Service
@@ -75,10 +76,11 @@ def schedule_words(strategy: Strategy) -> str:
 
 
 def sharding_words(strategy: Strategy) -> str:
-    """Returns the ZeRO stage of ``fsdp`` and the attention over ``context``; "" if neither axis is used."""
+    """Returns the ZeRO stage, with its axes unless ``fsdp`` is one, and the attention over ``context``; "" without."""
     words = []
-    if strategy.mesh.get("fsdp", 1) > 1 and strategy.zero is not None:
-        words.append(f"ZeRO-{strategy.zero}")
+    axes = [axis for axis in ZERO_AXES if strategy.mesh.get(axis, 1) > 1]
+    if axes and strategy.zero is not None:
+        words.append(f"ZeRO-{strategy.zero}" + (f" over {' and '.join(axes)}" if "fsdp" not in axes else ""))
     if strategy.mesh.get("context", 1) > 1:
         words.append({"gather": "gathered keys"}.get(strategy.context_attention, strategy.context_attention))
     return ", ".join(words)

@@ -15,6 +15,7 @@ from meshwright.api.running import require_devices, run_training
 from meshwright.cli.asked import PlanOptions, read_fields, resolve
 from meshwright.cli.output import or_dash, say
 from meshwright.cli.verb import Count, argument, option, verb
+from meshwright.cli.verbs.plan_words import sharding_words
 from meshwright.core.errors import InputError, StoppedError
 from meshwright.core.files import cache_folder
 from meshwright.core.units import counted, format_bytes, format_count, format_seconds
@@ -129,8 +130,9 @@ def _run(plan: Plan, settings: dict[str, Any], given: Given, *, resume: Path | N
     if given.profiled is not None:
         _check_profiled(given.profiled, settings, resume)
     if is_first():
+        sharding = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), sharding_words(plan.strategy))))
         say(
-            f"{plan.model.name} on {plan.cluster.short_name}: {mesh_words(plan.strategy.mesh)}, "
+            f"{plan.model.name} on {plan.cluster.short_name}: {sharding}, "
             f"{format_count(plan.job.tokens_per_step)} tokens a step, remat {plan.strategy.remat}, "
             f"predicted {format_seconds(plan.predicted.step_s)} a step"
         )

@@ -12,7 +12,7 @@ from meshwright.algebra.generation import CacheDtype, GenerationPhase, WeightSto
 from meshwright.api.proving import TIMEOUT_S, ProofOptions, prove_service, prove_strategy
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, service_of, storage_of
 from meshwright.cli.verb import option, verb
-from meshwright.cli.verbs.plan_words import microbatch_words, remat_words
+from meshwright.cli.verbs.plan_words import microbatch_words, remat_words, sharding_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
 from meshwright.plan.serving.file import PHASES, ServiceFile
@@ -117,7 +117,8 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
     strategy, setting = request.strategy, request.setting
     what = f"{setting.model.name} on {setting.cluster.short_name}, {request.step}: {mesh_words(strategy.mesh)}"
     if request.step == "train":
-        what += f"; {microbatch_words(strategy)}, {remat_words(strategy)}"
+        choices = (words(strategy) for words in (microbatch_words, remat_words, sharding_words))
+        what += f"; {', '.join(filter(None, choices))}"
     yield f"{what}; {format_count(setting.job.batch_seqs)} sequences of {format_count(setting.job.seq_len)}"
     if request.form == "gspmd":
         yield Fact("form", "GSPMD: the derived shardings as constraints, collectives by the compiler")
