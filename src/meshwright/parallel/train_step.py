@@ -24,8 +24,10 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import checked
 from meshwright.core.labels import OPTIMIZER
 from meshwright.nn.attention.order import SequenceOrder, zigzag_order
+from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.context import Context
 from meshwright.nn.ops.quantised_embed import DTYPES
+from meshwright.nn.order import after
 from meshwright.nn.quantisation import quantise_params, quantised_base
 from meshwright.nn.weights import Params, init_params, param_shapes
 from meshwright.parallel.blocks import Inputs, apply_collectives, moved_in_pieces
@@ -430,8 +432,13 @@ class TrainStep:
         offloaded = "optimizer" in self.strategy.offload
         before = jax.device_put(opt_state, jax.memory.Space.Device) if offloaded else opt_state
         with jax.named_scope(OPTIMIZER):
-            after = self.optimizer.update(grads, before, shards)
-            shards, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, (shards, before))
+            new = self.optimizer.update(grads, before, shards)
+            shards, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (shards, before))
+            if default_platform() == "cpu" and self.form == "shard_map":
+                # else CPUs compute new weights from copies of the old moments, to write the new ones into these
+                specs = self.optimizer.specs(self.trained(self.param_shapes), self.shard_specs)
+                ordered = self._mapped(lambda state, new: after(state, new.values()), (specs, self.shard_specs), specs)
+                opt_state = ordered(opt_state, shards)
         return shards, jax.device_put(opt_state, jax.memory.Space.Host) if offloaded else opt_state
 
     def _moved(self, params: Params, *, into: Params | None = None) -> Params:

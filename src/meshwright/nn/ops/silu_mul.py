@@ -7,9 +7,11 @@ from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.activations import gate
+from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.context import Context
 from meshwright.nn.experts.slots import Ragged
 from meshwright.nn.ops import LocalStep, backward_of
+from meshwright.nn.order import after
 
 
 def over_slots(local: LocalStep) -> LocalStep:
@@ -25,7 +27,16 @@ def over_slots(local: LocalStep) -> LocalStep:
 
 def activation_steps(name: str, local: LocalStep) -> dict[str, LocalStep]:
     """Returns both passes of an activation by name."""
-    return {name: over_slots(local), f"{name}_backward": over_slots(backward_of(local))}
+    backward = backward_of(local)
+
+    def again(context: Context, step: Step, dout: Array, *inputs: Array) -> tuple[Array, ...]:
+        # else CPUs that run layers without a loop keep what both passes compute
+        found: tuple[Array, ...] = backward(
+            context, step, dout, *(after(inputs, [dout]) if default_platform() == "cpu" else inputs)
+        )
+        return found
+
+    return {name: over_slots(local), f"{name}_backward": over_slots(again)}
 
 
 def gated(context: Context, step: Step, gates: Array, up: Array) -> Array:
