@@ -38,9 +38,9 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
 
     ``state`` is the training state. ``scores`` says whether attention is one kernel that keeps its T x S scores on
     chip, or a chain of products and a softmax that writes them to memory. With ``causal`` attention skips masked keys,
-    about half of them; else every key is counted. ``on_gpus``: XLA compiles for GPUs. ``tile_rows`` are the rows of the
-    tiles from which products on TPUs take 16-bit numbers, 0 on other chips; with ``padded`` bytes of arrays are those
-    of whole tiles. ``cache`` remembers bytes of arrays.
+    about half of them; else every key is counted. ``on_gpus``, ``on_cpus``: XLA compiles for them. ``tile_rows`` are
+    the rows of the tiles from which products on TPUs take 16-bit numbers, 0 on other chips; with ``padded`` bytes of
+    arrays are those of whole tiles. ``cache`` remembers bytes of arrays.
     """
 
     dims: Mapping[str, Number]
@@ -49,6 +49,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     scores: Scores = "on_chip"
     causal: bool = False
     on_gpus: bool = False
+    on_cpus: bool = False
     tile_rows: int = 0
     padded: bool = False
     cache: dict[ShardedArray, Number] = msgspec.field(default_factory=dict)

@@ -220,6 +220,12 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
         return self.starts[kind] + number * self.pattern.count(kind) + self.pattern[:position].count(kind)
 
 
+MAX_WRITTEN_OUT = 16
+"""Most iterations of a loop that is unrolled on one CPU device: on two cores a step of 8 layers of 1.8M weights
+compiles in 12 s instead of 7 and runs a tenth faster, since nothing is copied into and out of stacked arrays
+(2026-11-21)."""
+
+
 def spans(names: Sequence[str]) -> tuple[Span, ...]:
     """Returns layers as spans, in order: the repeating pattern at the front that covers most layers, then the spans of
     the remaining layers."""

@@ -13,6 +13,7 @@ from meshwright.algebra.ops import kind_of, op_kind
 from meshwright.algebra.rewrites.split_backward import gradient_arrays, weights_of
 from meshwright.algebra.sizes import Number, OpSizes, master_bytes, moment_bytes
 from meshwright.algebra.steps import Step
+from meshwright.algebra.transformer import MAX_WRITTEN_OUT, spans
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.cost.arrays import largest, total
@@ -95,7 +96,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     cotangents. ``chunk_bytes`` are the logits of one chunk of a chunked loss head, with their cotangent. ``tied_bytes``
     are gradients of weights that several ends use, whole until the last of these has run.
     ``boundary_bytes`` are sent from stage to stage for one microbatch: (forward, backward). ``cache_bytes`` are keys
-    and values of all layers, in a step that generates.
+    and values of all layers, in a step that generates. ``on_cpus`` as in `OpSizes`.
     """
 
     state: str
@@ -107,6 +108,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     tied_bytes: Number
     boundary_bytes: tuple[Number, ...]
     cache_bytes: Number
+    on_cpus: bool = False
 
     def moved_bytes(self, pipeline: PipelineCost) -> Number:
         """Returns the bytes that one repeat keeps for the backward pass of one microbatch: the most of any block."""
@@ -175,9 +177,14 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         gathered, working = _most(self.layers)
         of_layers = (kept + again + running, whole, none, gathered, working + self._chunk_copies(pipeline))
         of_embedding = (np.where(alone, ends, kept), whole, none, *embed)
-        activations, gradients, logits, gathered, workspace = functools.reduce(
-            _fuller, (of_head, of_layers, of_embedding)
-        )
+        phases = [of_head, of_layers, of_embedding]
+        if self.on_cpus:
+            # a microbatch adds its gradients to a wide sum when it has all; sums over replicas take memory of their own
+            wide = alone * several * (not narrow) * self.elements("gradients", pipeline) * DTYPE_BYTES["fp32"]
+            phases[1:] = [(held, more + wide, *rest) for held, more, *rest in phases[1:]]
+            sums = self.elements("optimizer", pipeline) * state["gradients"] * pipeline.sums_last
+            phases += [(none, gradients + sums, none, none, none)]
+        activations, gradients, logits, gathered, workspace = functools.reduce(_fuller, phases)
         return {
             "weights": self.elements("weights", pipeline) * state["weights"],
             "gradients": gradients,
@@ -236,6 +243,7 @@ def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
             for phase in ("forward", "backward")
         ),
         cache_bytes=cache_bytes(derived, sizes),
+        on_cpus=sizes.on_cpus,
     )
 
 
@@ -288,17 +296,24 @@ def _tied_bytes(derived: Derived, sizes: OpSizes) -> Number:
     ends = (block for block in derived.blocks if not block.is_layer)
     used = Counter(name for block in ends for name in weights_of(derived, block) if name in derived.weights)
     gradients = gradient_arrays(derived)
-    return total(sizes.elements(gradients[name]) * sizes.width for name, count in used.items() if count > 1)
+    tied = [name for name, count in used.items() if count > 1]
+    # which CPUs shard, or add to other gradients, only then
+    later = total(sizes.elements(derived.weights[name].shard) for name in tied) if sizes.on_cpus else 0.0
+    return (total(sizes.elements(gradients[name]) for name in tied) - later) * sizes.width
 
 
 def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements: dict[str, Number]) -> BlockMemory:
     is_layer, trains = block.is_layer, _trains(derived)
     kept, logits = _kept_bytes(block, derived, sizes)
+    retiled, sliced = _copied_weights(block, derived, sizes)
+    if is_layer and trains and sizes.on_cpus:
+        kept = kept + block.repeat * _turned_operands(block, derived, sizes) * _written_out(derived, sizes)
     # a pass gathers all weights of a repeat, without waiting until one is used
     gathers = {
         step.result: step for step in block.forward if step.op == "all_gather" and _is_weight(step.result, derived)
     }
-    gathered = {array: sizes.bytes(array) * moves(step, sizes) for array, step in gathers.items() if trains}
+    wide = _widening(sizes)
+    gathered = {array: sizes.bytes(array) * moves(step, sizes) * wide for array, step in gathers.items() if trains}
     return BlockMemory(
         repeat=block.repeat,
         segment=block.segment,
@@ -310,9 +325,49 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
         stream_bytes=sizes.bytes(derived.declared[block.block.carry]) if trains and is_layer else 0.0,
         gathered_bytes=total(gathered.values()) + _turned_bytes(gathers, gathered, sizes),
         working_bytes=_working_set(block, derived, sizes)
+        + sliced
         + (_copied_experts(block, derived, sizes) if trains else copied_bytes(block, derived, sizes)),
-        retiled_bytes=block.repeat * _retiled_bytes(block, derived, sizes) if sizes.tile_rows > STORED_ROWS else 0.0,
+        retiled_bytes=retiled,
     )
+
+
+def _copied_weights(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
+    """Returns the bytes of second copies of a block's weights: (of all repeats, of one while it runs).
+
+    TPUs whose tiles are larger than stored ones copy those of all repeats. CPUs copy a layer's out of the arrays of all
+    layers, which without a loop are there from the forward to the backward pass, and widen 16 bits before the loop.
+    """
+    if sizes.tile_rows > STORED_ROWS:
+        return block.repeat * _retiled_bytes(block, derived, sizes), 0.0
+    if not (sizes.on_cpus and block.is_layer and _trains(derived)):
+        return 0.0, 0.0
+    own = _retiled_bytes(block, derived, sizes)
+    if sizes.width < DTYPE_BYTES["fp32"]:
+        weights = (derived.declared[name] for name in weights_of(derived, block))
+        return block.repeat * sum(sizes.elements(one) for one in weights) * DTYPE_BYTES["fp32"], 0.0
+    alone = _written_out(derived, sizes)
+    return block.repeat * own * alone, own * (1 - alone)
+
+
+def _widening(sizes: OpSizes) -> float:
+    """Returns how much wider CPUs, which multiply in float32, hold gathered weights and temporary results."""
+    return DTYPE_BYTES["fp32"] / sizes.width if sizes.on_cpus else 1
+
+
+def _written_out(derived: Derived, sizes: OpSizes) -> Any:
+    """1 where a CPU runs its layers without a loop (`parallel.passes`), else 0."""
+    again = any(step.phase == "recompute" for block in derived.blocks if block.is_layer for step in block.backward)
+    few = all(span.repeats <= MAX_WRITTEN_OUT for stack in derived.program.stacks for span in spans(stack.layers))
+    loops = any(block.segment is not None for block in derived.blocks)
+    return np.where(product(sizes.mesh.values()) == 1, 1.0, 0.0) * (few and not again and not loops)
+
+
+def _turned_operands(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
+    """Returns the bytes of a layer's kept operands of products for weight gradients, which CPUs transpose."""
+    made = {array.name for array in gradient_arrays(derived).values()}
+    products = (step for step in block.backward if not step.is_collective and step.result.name in made)
+    read = dict.fromkeys(array for step in products for array in step.inputs if array in block.kept)
+    return total(sizes.bytes(array) for array in read)
 
 
 def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
@@ -326,9 +381,9 @@ def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
 
 
 def _copied_experts(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
-    """Returns the bytes of a layer's experts that GPUs copy for their loops: matrices that no device gathers, and with
-    an exchange the gradients, to which those of further rounds are added."""
-    if not sizes.on_gpus:
+    """Returns the bytes of a layer's experts that GPUs and CPUs copy for their loops: matrices that no device gathers,
+    and with an exchange the gradients, to which those of further rounds are added."""
+    if not (sizes.on_gpus or sizes.on_cpus):
         return 0.0
     experts = [name for name in weights_of(derived, block) if derived.declared[name].dims[0] == "E"]
     moved = {s.result.name: moves(s, sizes) for s in block.forward if s.op == "all_gather"}
@@ -362,7 +417,9 @@ def _scratch_bytes(step: Step, sizes: OpSizes) -> Number:
     """Returns the bytes of temporary memory of a step: its own, or copies of an array that TPUs scatter in whole tiles.
     A sum of scope "step" has its operand besides, which no step holds until then."""
     if not step.is_collective:
-        return kind_of(step).scratch_bytes(step, sizes)
+        # the slope of the activation
+        slope = sizes.bytes(step.inputs[1]) if sizes.on_cpus and step.op.endswith("lu_mul_backward") else 0.0
+        return kind_of(step).scratch_bytes(step, sizes) + slope
     if step.op != "reduce_scatter" or not sizes.tile_rows:
         return 0.0
     copies = _copies_of_scattered(step, sizes)
@@ -448,15 +505,18 @@ def _working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     lives = _lives(steps, block, derived)
     if sizes.tile_rows:
         _until_rows_are_back(lives, steps, derived)
+    if sizes.on_cpus and _trains(derived):
+        _until_products_run(lives, steps, derived)
     logits = next(
         (s for s in steps if not s.is_collective and kind_of(s).in_place and s.inputs[0].name == "logits"), None
     )
     held = _held_cotangent(logits, sizes) if logits else 1
     widened = {} if _trains(derived) else widened_results(steps, sizes)
+    wide = _widening(sizes) if _trains(derived) else 1
     for array, life in lives.items():
         # capped logits are made in float32, of which the cotangent is a part, wherever it is made
         share = held if logits and array == logits.result and not logits.details.softcap else 1
-        share = share * widened.get(array, 1)
+        share = share * widened.get(array, 1 if array.dtype else wide)
         for number, amount in _comes_and_goes(array, life, lives, sizes):
             changes[number].append(amount * share)
     if logits:
@@ -484,12 +544,28 @@ def _until_rows_are_back(lives: dict[ShardedArray, "_Life"], steps: tuple[Step, 
                     lives[array].end = max(lives[array].end, exchanges[-1])
 
 
+def _until_products_run(lives: dict[ShardedArray, "_Life"], steps: tuple[Step, ...], derived: Derived) -> None:
+    """Extends the lives of operands of products for weight gradients to the next step that is no product: CPUs run
+    first what more steps wait for."""
+    gradients = {array.name for array in gradient_arrays(derived).values()}
+    until = len(steps) - 1
+    for number, step in reversed(list(enumerate(steps))):
+        if not step.is_collective and step.op != "einsum":
+            until = number
+        elif step.result.name in gradients and not step.is_collective:
+            for array in step.inputs:
+                if array in lives:
+                    lives[array].end = max(lives[array].end, until)
+
+
 def _held_cotangent(step: Step, sizes: OpSizes) -> Number:
     """Returns 1 where the cotangent of the logits is held beside them, else 0.
 
-    As wide as they are, it takes their memory. TPUs make it inside the products that read it, but where a device has
-    only one sequence.
+    As wide as they are, it takes their memory, but on CPUs. TPUs make it inside the products that read it, but where a
+    device has only one sequence.
     """
+    if sizes.on_cpus:
+        return 1.0
     if sizes.width == DTYPE_BYTES["fp32"]:
         return 0.0
     return np.where(sizes.local(step.inputs[0])["B"] > 1, 0.0, 1.0) if sizes.tile_rows else 1.0

@@ -20,7 +20,8 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     If the layers do not divide evenly, no run is more than one layer longer than another. "compiled" ``software``
     is one program on all devices, as the executor runs it: in lockstep, with embedding and head on every stage, and
     with buffers of the size that the worst device needs; ``names``, the blocks of the model's layers, say how many
-    layers such a stage runs (`stage_layers`). Other software has a program for each stage.
+    layers such a stage runs (`stage_layers`). Other software has a program for each stage. ``sums_last``: replicas
+    sum their gradients after the backward pass.
     """
 
     schedule: str = "1f1b"
@@ -29,6 +30,7 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     microbatches: Number = 1
     software: Software = "compiled"
     names: tuple[str, ...] = ()
+    sums_last: bool = False
 
     @property
     def is_one(self) -> Any:
@@ -201,4 +203,5 @@ def strategy_pipeline(
         microbatches=strategy.num_microbatches,
         software=software,
         names=names,
+        sums_last=strategy.gradient_sync != "overlapped",
     )

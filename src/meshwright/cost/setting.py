@@ -123,7 +123,8 @@ class Setting(Checked, frozen=True, dict=True):
             on_gpus=self.cluster.kind == "switched" and self.assumptions.software == "compiled",
             assumptions=self.assumptions,
         )
-        found = replace(found, tile_rows=target.tile_rows if target else 0)
+        on_cpus = self.cluster.kind == "host" and self.assumptions.software == "compiled"
+        found = replace(found, tile_rows=target.tile_rows if target else 0, on_cpus=on_cpus)
         if job.trains:
             return found
         cache = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=self.storage)

@@ -195,6 +195,7 @@ def candidate_pipeline(space: Space, found: Candidates, *, schedule: str = "1f1b
         microbatches=found.microbatches,
         software=space.setting.assumptions.software,
         names=layer_names(space.setting.model),
+        sums_last=space.template.gradient_sync != "overlapped",
     )
 
 
