@@ -189,10 +189,10 @@ def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
     ]
 
 
-def imbalance_notes(setting: Setting, *strategies: Strategy) -> list[str]:
-    """Returns `slots_note` of the first strategy, with its step at a load of `UNEVEN`, and which is fastest then."""
+def imbalance_notes(setting: Setting, *strategies: Strategy, imbalance: float = UNEVEN) -> list[str]:
+    """Returns `slots_note` of the first strategy, with its step at another imbalance, and which is fastest then."""
     notes = slots_note(setting, strategies[0])
-    assumptions = msgspec.structs.replace(setting.assumptions, imbalance=UNEVEN)
+    assumptions = msgspec.structs.replace(setting.assumptions, imbalance=imbalance)
     uneven = msgspec.structs.replace(setting, assumptions=assumptions)
     load = uneven.sizes(strategies[0]).load
     if not notes or setting.assumptions.imbalance >= load:
@@ -200,7 +200,7 @@ def imbalance_notes(setting: Setting, *strategies: Strategy) -> list[str]:
     seconds = [price_strategy(uneven, strategy).estimate.step_s for strategy in strategies]
     fastest = min(range(len(seconds)), key=seconds.__getitem__)
     then = f", and number {fastest + 1} be the fastest, {format_seconds(seconds[fastest])}" if fastest else ""
-    return [f"{notes[0]}; with {load:g} times a step would take {format_seconds(seconds[0])}{then}"]
+    return [f"{notes[0]}; with {load:.3g} times a step would take {format_seconds(seconds[0])}{then}"]
 
 
 def assumption_notes(setting: Setting) -> list[str]:

@@ -97,6 +97,7 @@ class Run:
     resumed_from: int | None
     flying: deque[_Flight] = field(default_factory=deque)
     step_s: list[float] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)
     evaluations: list[EvaluationRecord] = field(default_factory=list)
     memory: MemoryUse | None = None
     last_end: float = 0.0
@@ -189,6 +190,8 @@ class Run:
             tokens=self.position.tokens + tokens,
         )
         reached = self.predicted.measured(step_s) if self.predicted else {}
+        extras = over_layers(found.extras)
+        self.loads += [extras[name] for name in ("load_max_over_mean",) if name in extras]
         return StepRecord(
             step=flight.number,
             tokens=self.position.tokens,
@@ -199,7 +202,7 @@ class Run:
             tokens_per_s=tokens / step_s,
             **reached,
             predicted_step_s=self.predicted.step_s if self.predicted else None,
-            extras=over_layers(found.extras),
+            extras=extras,
         )
 
     # -- between steps -------------------------------------------------------------------------------
@@ -267,6 +270,7 @@ class Run:
             epochs=self.setup.batches.epochs(self.position.samples),
             processes=jax.process_count(),
             skipped_records=self.setup.data.skipped_records,
+            load_max_over_mean=typical_step_s(self.loads),
         )
 
     def _give_up(self, flight: _Flight, record: StepRecord) -> None:

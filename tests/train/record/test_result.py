@@ -4,10 +4,17 @@ import math
 import time
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
+from meshwright.api.planning import plan_of
 from meshwright.cli.verbs.train import goodput_words, result_text
-from meshwright.train.record.result import Goodput, Stopwatch
+from meshwright.cost.setting import Setting
+from meshwright.spec.catalogue import load_model
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
+from meshwright.spec.strategy import Strategy, make_mesh
+from meshwright.train.record.result import Goodput, Stopwatch, TrainResult
 
 
 def test_goodput_is_the_share_of_time_in_steps():
@@ -48,3 +55,30 @@ def test_small_parts_are_not_said():
 def test_losses_of_damaged_lines_are_not_shown(losses, words):
     result = SimpleNamespace(losses=losses, steps=len(losses), stopped=False, validation_loss=None)
     assert next(result_text(SimpleNamespace(), result)) == f"{len(losses)} steps: {words}"
+
+
+def of_experts(load, **axes):
+    """The text of a run on eight devices whose busiest expert had ``load`` times the mean."""
+    model = msgspec.structs.replace(
+        load_model("tiny"), family="mixtral", num_layers=2, num_experts=8, experts_per_token=2, d_ff_expert=64
+    )
+    strategy = Strategy(mesh=make_mesh(axes), state="fp32")
+    plan = plan_of(Setting(model, parse_cluster("h100:8x1"), Job(batch_seqs=8, seq_len=64)), strategy)
+    result = TrainResult(
+        run="", steps=1, stopped=False, losses=[5.0], validation_loss=None, step_s=1.0, step_s_predicted=None,
+        tokens_per_s=1.0, compile_s=1.0, memory=None, load_max_over_mean=load,
+    )  # fmt: skip
+    return [piece for piece in result_text(plan, result) if isinstance(piece, str)]
+
+
+def test_an_unbalanced_router_is_said_beside_the_prediction():
+    """At most the experts over the experts of a token, 8 / 2, are counted at one device."""
+    (line,) = (one for one in of_experts(12.6, expert=8) if "busiest" in one)
+    assert line.startswith(
+        "the busiest expert had 12.6 times the mean of rows; predicted: the busiest device of experts"
+    )
+    assert "is counted with 1 times the mean of rows (assumptions.imbalance)" in line
+    assert "; with 4 times a step would take " in line
+    assert not any("busiest" in one for one in of_experts(1.2, expert=8))
+    assert not any("busiest" in one for one in of_experts(12.6, fsdp=8))
+    assert not any("busiest" in one for one in of_experts(None, expert=8))

@@ -19,6 +19,8 @@ from meshwright.cli.verbs.plan_words import sharding_words
 from meshwright.core.errors import InputError, StoppedError
 from meshwright.core.files import cache_folder
 from meshwright.core.units import counted, format_bytes, format_count, format_seconds
+from meshwright.cost.setting import setting_of
+from meshwright.plan.planner import UNEVEN, imbalance_notes
 from meshwright.report.answer import Answer, Paragraph, Piece, Table, utilisation_rows
 from meshwright.spec.job import require_training
 from meshwright.spec.model import require_runnable
@@ -226,6 +228,9 @@ def result_text(chosen: Plan, result: "TrainResult", speed: float | None = None)
         ]
     )
     yield from speed_words(chosen, speed)
+    if (load := result.load_max_over_mean or 0) > UNEVEN:
+        notes = imbalance_notes(setting_of(chosen), chosen.strategy, imbalance=load)
+        yield from (f"the busiest expert had {load:.3g} times the mean of rows; predicted: {note}" for note in notes)
     if (result.mfu_causal or result.mfu or 0) > 1:
         calibration = chosen.calibration.name if chosen.calibration else "the data sheet"
         yield (

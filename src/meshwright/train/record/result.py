@@ -68,7 +68,8 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     ``steps`` and ``losses`` are of the whole run, ``resumed_from`` the step at which this start took over (None for
     the first); times and ``goodput`` are of this start. ``epochs`` says how often each source of the data was seen,
-    ``skipped_records`` how many records could not be read.
+    ``skipped_records`` how many records could not be read. ``load_max_over_mean`` is the median over steps of the load
+    of the busiest expert over the mean, None without experts.
     """
 
     run: str
@@ -90,6 +91,7 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     processes: int = 1
     epochs: dict[str, float] = {}
     skipped_records: int = 0
+    load_max_over_mean: float | None = None
 
 
 def measured_memory(state: Any, batch: Any, compiled: Any) -> MemoryUse:
