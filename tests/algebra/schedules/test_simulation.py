@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.algebra.schedules.registry import build, default_chunks, schedule_names
+from meshwright.algebra.schedules.registry import build, default_chunks, definition, schedule_names
 from meshwright.algebra.schedules.simulation import peak_stash, simulate
 from meshwright.core.errors import InputError
 from tests.speed import took
@@ -71,18 +71,86 @@ def test_a_barrier_takes_the_gain_of_zb_h2(stages, microbatches):
     assert h1.bubble_s == h2.bubble_s == stages - 1
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (6, 16), (8, 20), (8, 32)])
-def test_dualpipe_is_better_than_the_published_bubble(stages, microbatches):
-    """The report gives (PP/2 - 1)(F&B + B - 3W), B the whole backward pass, and PP + 1 microbatches.
+PUBLISHED = {
+    # GPipe (2019), PipeDream-2BW (2021), Narayanan et al. (2021): (p - 1)(F + B), B the whole backward pass
+    "gpipe": (lambda p, f, b, w: (p - 1) * (f + b), 1),
+    "1f1b": (lambda p, f, b, w: (p - 1) * (f + b), 1),
+    "interleaved": (lambda p, f, b, w: (p - 1) * (f + b) / 2, 1),
+    # Qi et al. (2023), table 2, at F = B = W, whose B is half of the whole; a barrier takes the gain of ZB-H2
+    "zb-h1": (lambda p, f, b, w: (p - 1) * (f + (b - w) - w), 1),
+    "zb-h2": (lambda p, f, b, w: (p - 1) * (f + (b - w) - 2 * w), None),
+    # DeepSeek-V3 (2024), table of bubbles; dualpipe-v has two stages a device, each half as long
+    "dualpipe": (lambda p, f, b, w: (p / 2 - 1) * ((f + b) + b - 3 * w), 1 / 2),
+    "dualpipe-v": (lambda p, f, b, w: (p - 1) * ((f + b) + b - 3 * w) / 2, 1 / 2),
+}
+"""Schedule -> its published bubble of p devices, for the seconds F, B and W of a device where B holds W; and the share
+of it that its rows have."""
 
-    There a forward and a backward pass that run at once hand their results on together. As rows one after the other
-    each does when it is ready, which halves the bubble at F = B = W when F&B takes F + B.
-    """
-    whole = 2
-    found = step("dualpipe", stages, microbatches)
-    published = (stages / 2 - 1) * ((1 + whole) + whole - 3)
-    assert found.bubble_s == pytest.approx(published / 2)
-    assert found.peak_stash == (stages + 1,) * stages
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (6, 24), (8, 16), (8, 32)])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_bubbles(name, stages, microbatches):
+    """A published F&B hands the results of both passes on together. As rows one after the other each is sent when it is
+    ready, which halves the bubbles of DualPipe where F&B takes F + B."""
+    formula, share = PUBLISHED[name]
+    found, published = step(name, stages, microbatches), formula(stages, 1.0, 2.0, 1.0)
+    if share is None:
+        assert (found.bubble_without_barrier_s, found.bubble_s) == (published, stages - 1)
+        return
+    assert found.bubble_s == pytest.approx(share * published)
+    other = definition(name).published
+    assert (other is None) == (share == 1)
+    if other:
+        assert other.seconds(stages, microbatches, 1, 1.0, 1.0, 1.0) == pytest.approx(published)
+
+
+def bubble_in_pairs(stages, microbatches, forward, backward, weight):
+    """The bubble of dualpipe where F and the B after it, of the other direction, are one pass: it waits for the inputs
+    of both, and its results leave together."""
+    made = build("dualpipe", stages=stages, microbatches=microbatches)
+    done, busy, at, left = {}, [], [0.0] * stages, []
+    for device, order in enumerate(made.orders):
+        split, units = {(one.microbatch, one.chunk) for one in order if one.kind == "W"}, []
+        for one in order:
+            whole = one.kind == "B" and (one.microbatch, one.chunk) not in split
+            seconds = {"F": forward, "B": backward + weight * whole, "W": weight}[one.kind]
+            route = made.routes[made.route_of[one.microbatch]]
+            stage = next(n for n, place in enumerate(route) if (place.device, place.chunk) == (device, one.chunk))
+            last = stage == len(route) - 1
+            needs = {"F": ("F", stage - 1), "B": ("F" if last else "B", stage + (not last)), "W": ("F", -1)}[one.kind]
+            entry = ((one.kind, stage, one.microbatch), (*needs, one.microbatch), seconds)
+            before = units[-1] if units else []
+            if whole and len(before) == 1 and before[0][0][0] == "F" and before[0][0][2] != one.microbatch:
+                before.append(entry)
+            else:
+                units.append([entry])
+        left.append(units)
+        busy.append(sum(seconds for unit in units for _, _, seconds in unit))
+    while any(left):
+        for device, units in enumerate(left):
+            while units and all(needs[1] < 0 or needs in done for _, needs, _ in units[0]):
+                unit = units.pop(0)
+                start = max(at[device], *(done.get(needs, 0.0) for _, needs, _ in unit))
+                at[device] = start + sum(seconds for _, _, seconds in unit)
+                done |= {what: at[device] for what, _, _ in unit}
+    return max(at) - busy[0]
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 2), (2, 2, 1)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 10), (8, 20), (8, 32)])
+def test_dualpipe_in_pairs_has_the_published_bubble(stages, microbatches, times):
+    """What makes the difference is that F&B is one pass."""
+    published = definition("dualpipe").published.seconds(stages, microbatches, 1, *times)
+    assert bubble_in_pairs(stages, microbatches, *times) == published
+
+
+def test_every_schedule_with_a_published_bubble_is_compared():
+    """Stages of the naive schedule run one at a time, which no paper proposes."""
+    assert set(PUBLISHED) == set(schedule_names()) - {"naive"}
+
+
+def test_dualpipe_holds_one_microbatch_more_than_stages():
+    assert step("dualpipe", 8, 20).peak_stash == (9,) * 8
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 10), (4, 16)])

@@ -32,6 +32,17 @@ def test_the_text(call):
     assert max(map(len, said.out.splitlines())) <= 80
 
 
+def test_a_bubble_that_differs_from_the_published_one_says_why(call):
+    """DeepSeek-V3: (8/2 - 1) (F&B + B - 3W) = 3 (3 + 2 - 3) = 6 for F 1, B 2 and W 1."""
+    given = ("schedule", "dualpipe", "--stages", "8", "--microbatches", "20")
+    said, found = call(*given), call(*given, "--json").json
+    assert "bubble 3 units" in said.words
+    assert "published 6 units by (PP/2 - 1) (F&B + B - 3W): its F&B is one pass, F + B long" in said.words
+    assert (found["bubble"], found["bubble_published"]) == (3, 6)
+    assert "published" not in call(*ONE).words
+    assert call(*ONE, "--json").json["bubble_published"] is None
+
+
 def test_many_devices_are_shown_by_the_first_and_the_last(call):
     said = call("schedule", "zb-h2", "--stages", "32", "--microbatches", "64")
     assert [line.split()[0] for line in said.out.splitlines() if line[:6].strip().isdigit()] == [

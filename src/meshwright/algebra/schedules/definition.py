@@ -80,12 +80,22 @@ class LockstepForms(msgspec.Struct, frozen=True, kw_only=True):
         return self.waits(p, m, v) if self.waits else self.ticks(p, m, v) - 2
 
 
+class PublishedBubble(msgspec.Struct, frozen=True, kw_only=True):
+    """The bubble of a schedule in its paper where its rows have another. ``seconds`` takes what `StageForms` take;
+    ``formula`` is in the paper's letters, ``why`` says what makes the difference."""
+
+    formula: str
+    seconds: OfTimes
+    why: str
+
+
 class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
     """One pipeline schedule for all sizes.
 
     ``year`` of publication puts the schedules in order. ``chunks`` is the fewest virtual stages of a device, the only
     number unless ``more_chunks``. ``search`` says which searches try the schedule. A schedule without ``forms`` or
-    without ``lockstep`` is simulated instead, once for each size (`algebra.schedules.forms`).
+    without ``lockstep`` is simulated instead, once for each size (`algebra.schedules.forms`). ``published`` is the
+    bubble of the paper if the rows have another.
     """
 
     name: str
@@ -98,6 +108,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
     search: Literal["usual", "full", "never"] = "full"
     forms: StageForms | None = None
     lockstep: LockstepForms | None = None
+    published: PublishedBubble | None = None
 
     @property
     def stage_placement(self) -> StagePlacement:

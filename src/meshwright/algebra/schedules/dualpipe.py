@@ -6,12 +6,18 @@ backward pass of the long middle part overlap; here one runs after the other.
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
 
-from meshwright.algebra.schedules.definition import LockstepForms, Requirement, ScheduleDefinition, StageForms
+from meshwright.algebra.schedules.definition import (
+    LockstepForms,
+    PublishedBubble,
+    Requirement,
+    ScheduleDefinition,
+    StageForms,
+)
 from meshwright.algebra.schedules.table import StagePass
 from meshwright.algebra.sizes import Number
 
@@ -56,6 +62,15 @@ def dual_bubble_seconds(hops: Number, f: Number, b: Number, w: Number) -> Number
     return np.maximum(longest, hops * (b + np.maximum(b - w, 0)) - f)
 
 
+def published_bubble(formula: str, hops: Callable[[Number], Number]) -> PublishedBubble:
+    """Returns the report's bubble of ``hops`` sends each way: F&B is one pass of both, F + B long, and B holds W."""
+    return PublishedBubble(
+        formula=formula,
+        seconds=lambda p, m, v, f, b, w: hops(p) * ((f + b + w) + (b + w) - 3 * w),
+        why="its F&B is one pass, F + B long, that hands both results on together; here each is sent when it is ready",
+    )
+
+
 def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[StagePass]:
     half = microbatches // 2
     down, up = (0, 0), (1, half)
@@ -95,4 +110,5 @@ SCHEDULE = ScheduleDefinition(
         stash=lambda p, m, v: p + 1,
         handed=lambda p, m, v: p // 2,
     ),
+    published=published_bubble("(PP/2 - 1) (F&B + B - 3W)", lambda p: np.divide(p, 2) - 1),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshwright.algebra.schedules.definition import LockstepForms, Requirement, ScheduleDefinition, StageForms
-from meshwright.algebra.schedules.dualpipe import dual_bubble_seconds, dual_order
+from meshwright.algebra.schedules.dualpipe import dual_bubble_seconds, dual_order, published_bubble
 from meshwright.algebra.schedules.table import StagePass
 
 
@@ -38,4 +38,6 @@ SCHEDULE = ScheduleDefinition(
         stash=lambda p, m, v: 2 * p + 1,
         handed=lambda p, m, v: p + 0 * m,
     ),
+    # PP = 2 p stages, each half of a device's layers
+    published=published_bubble("(PP/2 - 1) (F&B + B - 3W)", lambda p: np.subtract(p, 1) / 2),
 )

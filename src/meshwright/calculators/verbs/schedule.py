@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from meshwright.algebra.schedules.file import MAX_OPS, format_schedule, read_schedule
-from meshwright.algebra.schedules.registry import build, default_chunks, definition, schedule_names
+from meshwright.algebra.schedules.registry import build, default_chunks, definition, definitions, schedule_names
 from meshwright.algebra.schedules.simulation import Simulation, simulate
 from meshwright.algebra.schedules.table import Schedule
 from meshwright.algebra.schedules.ticks import lockstep_seconds, tick_tables
@@ -254,9 +254,20 @@ def _result(schedule: Schedule, simulation: Simulation, times: Times) -> dict[st
         "idle": simulation.idle_s,
         **_step(simulation),
         "bubble_without_barrier": simulation.bubble_without_barrier_s,
+        "bubble_published": _published_s(schedule, times),
         "peak_stash": simulation.peak_stash,
         "fused": times.in_lockstep(schedule),
     }
+
+
+def _published_s(schedule: Schedule, times: Times) -> float | None:
+    """Returns the bubble by the formula of the schedule's paper; None if it is the same, or times are by stage."""
+    known = definitions().get(schedule.name)
+    if known is None or known.published is None or not times.per_device:
+        return None
+    (forward,), (backward,), (weight,) = times.forward, times.backward, times.weight
+    sizes = schedule.num_devices, schedule.num_microbatches, known.chunks
+    return float(known.published.seconds(*sizes, forward, backward - weight, weight))
 
 
 def _compared(name: str, sizes: tuple[int, int], chunks: int | None, times: Times) -> dict[str, Any]:
@@ -317,6 +328,9 @@ def _schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any]
     yield Fact("bubble", f"{times.show(r['bubble'])}; devices are idle {r['bubble_share']:.1%} of the step")
     if r["bubble"] - r["bubble_without_barrier"] > 1e-9 * r["step"]:
         yield Fact("", f"{times.show(r['bubble_without_barrier'])} where the next step needs no barrier")
+    if r["bubble_published"] is not None:
+        paper = definitions()[schedule.name].published
+        yield Fact("published", f"{times.show(r['bubble_published'])} by {paper.formula}: {paper.why}")
     copies = "two copies of the weights" if r["weight_copies"] > 1 else "one copy of the weights"
     yield Fact("peak stash", f"{counted(max(r['peak_stash']), 'whole-stage microbatch')}; {copies}")
     lockstep = r["fused"]
