@@ -24,11 +24,6 @@ _LONG_TEXT, _MANY_MESSAGES = 4_096, 64
 """Characters from which on a text is encoded, and messages from which on a chat is rendered, in another thread, so that
 other requests go on meanwhile."""
 
-_CONTINUE = "continue_final_message"
-_OPEN_END = "\ufdd2 "
-"""Follows the text that is continued, while it is rendered; a template that strips texts strips its space, as
-transformers finds out too."""
-
 
 class AskedText(msgspec.Struct, kw_only=True):
     """Requests for the engine, ``n`` for each prompt in turn, and how to answer. ``echoes`` are the texts of prompts
@@ -122,21 +117,10 @@ async def _grammar(body: GenerationBody, served: ServedModel) -> Grammar | None:
 async def chat_text(
     served: ServedModel, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
 ) -> str:
-    """Returns the text of a chat, which ends where the last message does with ``continue_final_message``. Raises
-    RequestError for what its template refuses, or a text that is not UTF-8."""
-    continues, last = variables.pop(_CONTINUE), messages[-1]
-    if continues and not isinstance(last.content, str):
-        raise RequestError(f"{_CONTINUE} needs a last message whose content is a text.", param=_CONTINUE)
-    if continues:
-        messages = [*messages[:-1], msgspec.structs.replace(last, content=f"{last.content}{_OPEN_END}")]
+    """Returns the text of a chat; raises RequestError for what its template refuses, or a text that is not UTF-8."""
     given = messages, tools, variables
     is_short = len(messages) < _MANY_MESSAGES
     text = served.render(*given) if is_short else await asyncio.to_thread(served.render, *given)
-    if continues:
-        text, mark, after = text.rpartition(_OPEN_END[0])
-        if not mark:
-            raise RequestError(f"{_CONTINUE}: the chat template does not write the last message.", param=_CONTINUE)
-        text = text if after.startswith(" ") else text.rstrip()
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -151,10 +135,8 @@ def template_variables(body: Any) -> dict[str, Any]:
     if taken:
         raise RequestError(f"chat_template_kwargs has {taken[0]}. Give it beside it.", param="chat_template_kwargs")
     continues, begins = bool(body.continue_final_message), body.add_generation_prompt
-    if continues and begins:
-        raise RequestError(f"{_CONTINUE} and add_generation_prompt exclude each other. Give one.", param=_CONTINUE)
     begins = not continues if begins is None else begins
-    return {"add_generation_prompt": begins} | variables | {_CONTINUE: continues}
+    return {"add_generation_prompt": begins} | variables | {"continue_final_message": continues}
 
 
 async def encoded(served: ServedModel, text: str, special: bool) -> list[int]:
