@@ -89,7 +89,7 @@ def test_memory_binds_small_batches_of_fsdp_alone(work):
     tokens = np.array([32.0, 83.0, 664.0, 2656.0]) * CHIPS
     (curve,) = scheme_curves(work, [parse_cluster("v5p:16x16x16")], tokens, axes={})
     assert curve.compute_s[0] == pytest.approx(4 * WIDTH * F / 2.765e12, rel=0.1)
-    assert (curve.compute_s > 1.05 * curve.flops_s).tolist() == [True, True, False, False]
+    assert curve.memory_bound == 2
     assert curve.flops_s[3] == pytest.approx(4 * 2656 * WIDTH * F / 4.59e14, rel=1e-3)
 
 

@@ -57,15 +57,18 @@ def test_a_curve_is_dotted_and_the_picture_says_why_where_memory_binds():
         name="FSDP alone",
         seconds=(1.0,) * 4,
         compute_s=(0.5, 0.5, 1.0, 10.0),
-        memory_bound=(True, True, False, False),
+        memory_bound=2,
     )
     figure = comm_compute_figure(tokens, [bound], title="t", subtitle="s.")
     assert said(figure)["title"]["subtitle"] == f"s. {MEMORY_BOUND}"
-    line, gaps = marks(panels(figure)[1], "line")
-    assert len(line["rows"]) == 4
-    # up to the first batch of which FLOPs bind
-    assert [row["x"] for row in gaps["rows"]] == [1e3, 1e4, 1e5]
-    assert gaps["mark"]["color"] == "white"
+    solid, dotted = marks(panels(figure)[1], "line")
+    # the dotted part goes up to the first batch of which FLOPs bind
+    assert [row["x"] for row in solid["rows"]] == [1e5, 1e6]
+    assert [row["x"] for row in dotted["rows"]] == [1e3, 1e4, 1e5]
+    assert "strokeDash" in dotted["mark"]
+    assert "strokeDash" not in solid["mark"]
+    # times of communication do not depend on the chip's memory
+    assert len(marks(panels(figure)[0], "line")) == 2
 
 
 def test_no_label_lies_on_a_curve():

@@ -37,6 +37,8 @@ Array = Any
 """A NumPy array with one entry per batch."""
 
 MAX_TENSOR = 64
+SCALES = 0.9
+"""Growth of compute over that of the batch, in logarithms, from which compute follows the batch."""
 NO_FORMS: dict[str, tuple[str, float]] = {}
 MAX_WIDTH = 10**9
 _LAYER = re.compile(r"mlp:(\d+)x(\d+)")
@@ -137,6 +139,12 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         """Compute over communication: above one, communication can hide. Infinite without any."""
         with np.errstate(divide="ignore"):
             return self.compute_s / self.total_s
+
+    @property
+    def memory_bound(self) -> int:
+        """The number of first batches with which compute grows less than they do: reading weights binds, not FLOPs."""
+        growth = np.diff(np.log(self.compute_s)) / np.diff(np.log(self.tokens))
+        return int(np.argmin([*((growth < SCALES) & (self.compute_s > self.flops_s)[:-1]), False]))
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data; the meshes only where they differ."""

@@ -30,8 +30,6 @@ from meshwright.spec.strategy import short_mesh
 
 TOKENS_PER_CHIP = (32, 32 * 1024)
 STEPS_PER_OCTAVE = 4
-MEMORY_BINDS = 1.05
-"""Ratio of compute to the time of its FLOPs above which the picture says that the chip's memory binds."""
 SHOWS: dict[str, Callable[[Any], str]] = {"ratio": "{:.2f}".format, "which": short_mesh, "shape": str}
 """Formats of columns that are no times."""
 
@@ -153,7 +151,7 @@ def _figure(title: str, what: str, curves: Sequence[Curve], found: Sequence[dict
                     name=name,
                     seconds=seconds.tolist(),
                     compute_s=one.compute_s.tolist(),
-                    memory_bound=(one.compute_s > MEMORY_BINDS * one.flops_s).tolist(),
+                    memory_bound=one.memory_bound,
                     crossing=met["tokens"] if whole else None,
                     strong=whole and one is curves[-1],
                 )

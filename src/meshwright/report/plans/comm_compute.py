@@ -14,21 +14,20 @@ from meshwright.report.labels import Frame, point_labels, reference
 from meshwright.report.marks import SECONDS_LABEL, Points, ReferenceLine, color_by, lines, log_axis, plot
 
 PANEL_PX = (420, 320)
-GAPS = {"strokeWidth": 4, "strokeDash": (3, 3)}
-MEMORY_BOUND = "Dotted: HBM binds compute, not FLOPs; where that begins, a curve bends."
+MEMORY_BOUND = "Dotted: reading weights from HBM binds compute, not FLOPs; a curve bends there."
 
 
 class CommsCurve(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of communication and of compute at every batch size; compute can differ by mesh.
 
-    ``memory_bound`` is True for the first batches, for which the chip's memory binds compute. ``crossing`` is the batch
-    in tokens above which compute takes longer, if any. A ``strong`` curve is wide and black.
+    For the first ``memory_bound`` batches the chip's memory binds compute. ``crossing`` is the batch in tokens above
+    which compute takes longer, if any. A ``strong`` curve is wide and black.
     """
 
     name: str
     seconds: Sequence[float]
     compute_s: Sequence[float]
-    memory_bound: Sequence[bool] = ()
+    memory_bound: int = 0
     crossing: float | None = None
     strong: bool = False
 
@@ -45,7 +44,7 @@ def comm_compute_figure(
     color = color_by("name", colors, title="communication", orient="right", symbolType="stroke", symbolStrokeWidth=3)
     x = log_axis(alt.X, "x", (min(tokens), max(tokens)), "batch (tokens)", grid=False)
     chart = alt.hconcat(_times(tokens, drawn, x, color), _ratios(tokens, drawn, x, color), spacing=36)
-    if any(any(curve.memory_bound) for curve in drawn):
+    if any(curve.memory_bound for curve in drawn):
         subtitle = f"{subtitle} {MEMORY_BOUND}"
     return themed(chart.resolve_scale(color="shared"), title, subtitle)
 
@@ -55,12 +54,13 @@ def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, c
     every = [s for s in (*compute_s, *(s for curve in curves for s in curve.seconds)) if s > 0]
     low, high = min(every) / 1.3, max(every) * 1.3
     y = log_axis(alt.Y, "y", (low, high), "time", labelExpr=SECONDS_LABEL)
-    shown = [(one, list(zip(tokens, one.seconds, strict=True))) for one in curves]
+    # a logarithmic axis has no zero: it leaves a gap
+    shown = [(one, [(t, s or math.nan) for t, s in zip(tokens, one.seconds, strict=True)]) for one in curves]
     work = [{"x": batch, "y": s, "text": "compute"} for batch, s in zip(tokens, compute_s, strict=True)]
     dashed = plot(work).mark_line(strokeDash=(6, 4), strokeWidth=2, color="black").encode(x=x, y=y)
     frame = Frame(x=(min(tokens), max(tokens)), y=(low, high), size=PANEL_PX)
     along = list(zip(tokens, compute_s, strict=True))
-    taken = [box for points in (*(_seen(points) for _, points in shown), along) for box in frame.curve(points)]
+    taken = [box for points in (*(points for _, points in shown), along) for box in frame.curve(points)]
     label = point_labels([{**work[-1], "along": along}], frame, taken, fill="black")
     return panel(*_lines(shown, x, y, color), dashed, label, size=PANEL_PX)
 
@@ -79,20 +79,17 @@ def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, 
     crossings = plot({"x": one.crossing, "y": 1.0} for one in curves if one.crossing)
     rings = crossings.mark_point(size=60, filled=False, color="black", opacity=1).encode(x=x, y=y)
     even = reference(ReferenceLine(axis="y", value=1.0, text="above: compute-bound", color=MUTED), frame, taken)
-    # white gaps make a dotted line of the part where memory binds, up to the first point where it does not
-    bound = [points[: sum(one.memory_bound) + 1] if any(one.memory_bound) else [] for one, points in shown]
-    gaps = [plot({"x": a, "y": b} for a, b in part).mark_line(color="white", **GAPS).encode(x=x, y=y) for part in bound]
-    return panel(*_lines(shown, x, y, color), *gaps, even, rings, size=PANEL_PX)
+    return panel(*_lines(shown, x, y, color, dotted=True), even, rings, size=PANEL_PX)
 
 
-def _lines(shown: Sequence[tuple[CommsCurve, Points]], x: Encoding, y: Encoding, color: Encoding) -> list[Layer]:
-    """Returns a layer per curve; strong curves are wide. A value of 0 leaves a gap."""
+def _lines(
+    shown: Sequence[tuple[CommsCurve, Points]], x: Encoding, y: Encoding, color: Encoding, *, dotted: bool = False
+) -> list[Layer]:
+    """Returns a layer per curve, with ``dotted`` a second one where memory binds; strong curves are wide."""
     layers = []
     for one, points in shown:
-        layers += lines({one.name: _seen(points)}, x, y, color, strokeWidth=3.2 if one.strong else 1.8)
+        bound, width = one.memory_bound if dotted else 0, 3.2 if one.strong else 1.8
+        layers += lines({one.name: points[bound:]}, x, y, color, strokeWidth=width)
+        if bound:
+            layers += lines({one.name: points[: bound + 1]}, x, y, color, strokeWidth=width, strokeDash=(2, 3))
     return layers
-
-
-def _seen(points: Points) -> list[tuple[float, float]]:
-    """Returns the points with a gap in place of zeros, which a logarithmic axis has not."""
-    return [(x, y or math.nan) for x, y in points]
