@@ -186,6 +186,7 @@ def test_given_fields_of_the_strategy():
 def test_what_is_not_executed_is_planned_for_chips_and_refused_here():
     result = planned(LLAMA8B, "h100:8x8", 256, overrides={"state": "bf16-master", "precision": "fp8"}, top=1)
     assert (result.strategies[0].strategy.state, result.strategies[0].strategy.precision) == ("bf16-master", "fp8")
+    assert any(note.endswith("no causal discount; it is a share of the fp8 peak") for note in result.notes)
     with pytest.raises(CannotRunError, match="precision 'fp8' is planned but not executed in this version"):
         planned(TINY, "cpu:8", 32, 512, overrides={"precision": "fp8"}, calibration=measured())
 

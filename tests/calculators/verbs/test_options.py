@@ -1,5 +1,7 @@
 """Every option of the calculators changes the answer, or is refused with what it is for."""
 
+import re
+
 import pytest
 
 VALUES = {
@@ -67,3 +69,21 @@ def test_the_message_says_what_it_is_for(call):
     ):
         said = call(*asked.split())
         assert (said.code, words in said.err) == (2, True), said.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "serving llama3-405b --on v5e-book:16x16 --batch 1e30", "serving llama3-8b --on v5e:4x4 --params 1e-9",
+        "roofline --attention llama3-70b --on v5e-book --sweep T=256,512 --batch 1e-9", "show llama2-7b --seq 1e-9",
+        "shard A[I_X,J]->A[I,J] --mesh X=1e-9 --dims I=64,J=64 --on v5e:4x4", "budget 1e24 --tokens 1e-9",
+        "transfer int8[131072,1e30] --on v5e-book:4x4 --axis x", "systolic 8x8 --input 1e30",
+        "compare llama3-8b --zero --shards 1e30", "schedule 1f1b --stages 1e30 --microbatches 4",
+    ],
+)  # fmt: skip
+def test_numbers_beyond_use_are_refused_in_one_line(call, command):
+    """None is an internal error, a count of 0 or a figure that nobody could mean."""
+    said = call(*command.split())
+    assert said.code == 2
+    assert re.search(r"larger than 1e\+15|not a whole number", said.err)
+    assert said.err.count("\n") == 1

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.verbs import explain
+from meshwright.cost.formulas.limit_table import Limit
 from meshwright.spec.plan_file import load_plan
 
 PLANS = {
@@ -124,6 +126,26 @@ def test_one_chip_has_no_communication(explained):
 def lead_of(said):
     """The labelled facts before the algorithm."""
     return said.out[said.out.index("what matters") : said.out.index("\nForward pass")]
+
+
+@pytest.mark.parametrize(("here", "holds", "label"), [(1024.0, True, "near a limit"), (512.0, False, "beyond a limit")])
+def test_a_broken_limit_is_not_near(monkeypatch, explained, here, holds, label):
+    """A bound of 850 tokens a chip: 1,024 are 1.2 times above it, and of 512, 1.66 times below, nothing hides."""
+    limit = Limit(name="tokens/chip", formula="> alpha / 3", limit=850.0, here=here, holds=holds)
+    monkeypatch.setattr(explain, "_nearest_limit", lambda told, others: limit)
+    words = " ".join(lead_of(explained("one chip")[0]).split())
+    assert f"{label} tokens/chip: > 850, here {here:,.0f}: " in words
+    assert ("1.66 times below, not met" in words) is not holds
+
+
+def test_alpha_of_the_fit_stands_beside_that_of_the_data_sheet(call):
+    """A v5p's 459e12 FLOP/s over 180 GB/s of an axis are 2,550; fitted rates give another number."""
+    args = ("--on", "v5p:4x4x4", "--batch", "64seq", "--seq", "4096", "--axes", "fsdp=64")
+    assert call("plan", "llama3-8b", *args, "-o", "plan.toml").code == 0
+    assert re.search(
+        r"alpha = C / W of a torus axis = [\d,]+ FLOPs/byte, 2,550 by the data sheet",
+        call("explain", "plan.toml").words,
+    )
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -264,7 +264,7 @@ STEPS: TableColumns = {
     "fits": ("fits", lambda fits: "yes" if fits else "no"),
 }
 LETTERS = (
-    "M axes of links ({M:g}), one of them for D with two dims; W the rate of one, both ways on a ring ({W}); N chips "
+    "M axes of links ({M:g}), one for D where D and F are split; W the rate of one, both ways on a ring ({W}); N chips "
     "({N:,}); D, F widths of the model and of its feed-forward ({D:,}, {F:,}); B the batch ({B:,}); w bytes of a "
     "weight ({w:g}); alpha = C / W ({alpha:,.0f} FLOPs a byte); beta = memory rate / W ({beta:.3g}); hop {hop}"
 )
@@ -309,13 +309,13 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
     yield from _requests_text(facts["requests"], facts["mfu"])
     if at := facts["sharding"]:
         yield Table.of(at["bounds"], BOUNDS)
-        letters = at["letters"]
-        yield LETTERS.format(**letters | {"W": format_rate(letters["W"]), "hop": SECONDS(letters["hop"])})
         links, memory, flops = map(SECONDS, at["product"].values())
         yield Fact("a product", f"over all chips: links {links}, memory {memory}, FLOPs {flops}", WIDE)
         tensor, two = map(SECONDS, at["layer"].values())
         yield Fact("a layer", f"its collectives: {tensor} with tensor, {two} with weights over D and F", WIDE)
+        letters = {**at["letters"], "W": format_rate(at["letters"]["W"]), "hop": SECONDS(at["letters"]["hop"])}
         yield Fact("latency", f"binds gathers of less than {BYTES(at['latency_bound_bytes'])} over all chips", WIDE)
+        yield Fact("letters", LETTERS.format(**letters), WIDE)
     slices = facts["slices"]
     cells = {name: [one[field] for one in slices] for name, (field, _) in SLICES.items()}
     rows = [[name, *(None if v is None else Quantity(v, SLICES[name][1]) for v in row)] for name, row in cells.items()]
