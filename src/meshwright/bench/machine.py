@@ -104,10 +104,7 @@ def measure_machine(
 
 
 def machine_speed(calibration: Calibration | None, *, seconds: float = 0.3) -> float | None:
-    """Returns the rate of the product of `measure_machine` now over that of a calibration of this machine.
-
-    It takes a second. None for rates of other machines, on accelerators, and among several processes.
-    """
+    """Returns the rate of a product now over that of a calibration; None unless it was measured here, on CPU."""
     here = f"{platform.machine()}, {os.cpu_count()} cores"
     if calibration is None or calibration.machine != here or not calibration.devices or jax.process_count() > 1:
         return None

@@ -225,3 +225,11 @@ def test_flops_of_all_devices(call):
 def test_what_cannot_be_asked(call, asked, more, message):
     said = call("shard", asked, "--mesh", "X=2", "--dims", "B=64,D=96", *more)
     assert (said.code, message in said.err) == (2, True), said.err
+
+
+def test_the_feed_forward_product_of_section_9(call):
+    """Section 9.2.4: bf16[8,1024,8192] times bf16[8192,16384] on each core of 23 TFLOP/s is 95.6 ms."""
+    found = call("shard", "X[B_X,T,D] * W[D,F_Y] -> Tmp[B_X,T,F_Y]", "--mesh", "X=4,Y=2", "--dims",
+                 "B=32,T=1024,D=8192,F=32768", "--on", "v2-book:4x2", "--json").json  # fmt: skip
+    assert found["time_s"] == pytest.approx(2 * 8 * 1024 * 8192 * 16384 / 23e12)
+    assert found["flops_per_device"] == 2 * 8 * 1024 * 8192 * 16384
