@@ -271,6 +271,8 @@ def require_readable(module: Module) -> Module:
     calls = {name: [n for one in c.instructions for _, n in one.called] for name, c in module.computations.items()}
     sizes: dict[str, tuple[int, int]] = {}
     # a part of a program calls computations that its text lacks
+    if LINES in calls and not all(shape.is_possible for one in module for shape in one.shapes):
+        raise ValueError("an instruction has a layout that does not fit its dims.")
     for name in filter(calls.__contains__, TopologicalSorter(calls).static_order() if LINES not in calls else ()):
         inside = [sizes[one] for one in calls[name] if one in sizes]
         depth, size = 1 + max((one[0] for one in inside), default=0), sum(one[1] for one in inside)

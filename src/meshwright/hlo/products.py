@@ -54,7 +54,7 @@ def _sum_length(product: Instruction, left: Shape, right: Shape) -> int:
         dims = contracted_dims(product) or ((), ())
         return math.prod(left.dims[dim] for dim in dims[0] if dim < len(left.dims))
     labels = _DIM_LABELS.search(product.attributes)
-    if labels is None:
+    if labels is None or len(labels[2]) != len(right.dims):
         return 0
     window = _WINDOW.search(product.attributes)
     batched = window is not None and "lhs_dilate" in window[1]

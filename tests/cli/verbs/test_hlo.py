@@ -171,3 +171,7 @@ def test_groups_of_unequal_sizes_are_no_mesh_axes(call):
     rows = call("hlo", "uneven.hlo", "--mesh", "a=2,b=4", "--json").json["collectives"]
     found = {(tuple(row["axes"]), row["group_size"], *row["notes"]) for row in rows}
     assert found == {(("a",), 2), ((), 6, "groups of 2 and 6")}
+
+
+def test_a_layout_that_cannot_be_is_refused(call):
+    call("hlo", "%f = bf16[32,4096]{2,1,0:T(8,128)} fusion(...), kind=kLoop").assert_refused(2, "does not fit its dims")
