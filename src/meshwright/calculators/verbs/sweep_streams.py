@@ -84,7 +84,7 @@ def command(given: Given) -> Answer:
         return two_streams_figure(
             found,
             title=f"{where}: data parallelism on two streams",
-            subtitle=f"{words}; F and B are forward and backward passes over a layer.",
+            subtitle=f"{words}; F and B are forward and backward passes over a layer, R forward passes again.",
         )
 
     facts = {"model": given.model, "cluster": cluster.short_name, "layers": given.layers, "ways": ways}
