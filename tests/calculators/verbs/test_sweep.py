@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from meshwright.spec.strategy import REMAT_POLICIES
 from tests.tier import sampled
 
 CHIPS = ("sweep", "llama3-8b", "--on", "h100:8x1..8x2", "batch=64seq")
@@ -36,6 +37,19 @@ def test_the_picture_and_the_text(call, args, tmp_path):
     assert (tmp_path / "out.svg").stat().st_size > 3000
     for wide, width in ((said.printed("text"), 120), (call(*args), 80)):
         assert max(map(len, wide.out.splitlines())) <= width
+
+
+def test_memory_of_every_remat_policy_is_drawn(call, tmp_path):
+    """And of segments: an input of 1.07 GB for each of 32 layers, 16, 8 or 1, and for the one that is computed again."""
+    remats = ",".join((*REMAT_POLICIES, "recompute-2", "recompute-4"))
+    found = call(*MEMORY, "seq_len=128Ki", f"remat={remats}", "--png", "out.svg", "--json").json["points"]
+    drawn = (tmp_path / "out.svg").read_text()
+    assert all(f"remat {remat}" in drawn for remat in remats.split(","))
+    kept = {point["remat"]: point["memory"]["activations"] for point in found}
+    one = 128 * 2**10 * 4096 * 2
+    inputs = {"full": 32, "recompute-2": 16 + 1, "recompute-4": 8 + 1, "recompute-all": 1 + 1}
+    for remat, count in inputs.items():
+        assert kept["full"] - kept[remat] == pytest.approx((32 - count) * one), remat
 
 
 def test_chips(call):

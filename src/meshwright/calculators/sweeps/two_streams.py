@@ -62,10 +62,10 @@ def two_streams(
     own = {name for op in most.steps.block.ops for name in op.inputs}
     update = [cost for cost in priced.costs.once if cost.step.result.name in own]
     passes = [("forward", layer, most.forward) for layer in range(layers)]
-    again, own, segment = most.again, most.backward[len(most.again) :], strategy.segment
+    again, rest, segment = most.again, most.backward[len(most.again) :], strategy.segment
     for layer in reversed(range(layers)):
         first = layer // segment * segment if again and isinstance(segment, int) else layer
-        passes += [*(("recompute", before, again) for before in range(first, layer)), ("backward", layer, own)]
+        passes += [*(("recompute", before, again) for before in range(first, layer)), ("backward", layer, rest)]
     for number, (what, layer, costs) in enumerate(passes):
         ahead = passes[number + 1 : number + 2] if number else passes[:2]
         for _, other, gathers in ahead:
