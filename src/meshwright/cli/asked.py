@@ -142,8 +142,7 @@ def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
     )
     same = step in (None, found.job.kind) and not any(fields.values())
     changed = with_fields(found.strategy, "strategy", strategy)
-    rules = zero_rules(changed, given="assignment" in strategy)
-    for refusal in check_rules(rules, strategy_sizes(setting, changed)):
+    for refusal in check_rules(zero_rules(changed, given="assignment" in strategy), strategy_sizes(setting, changed)):
         raise CannotRunError(refusal.message)
     return Asked(setting, changed, found.predicted if same else None)
 

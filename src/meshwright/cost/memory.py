@@ -341,11 +341,10 @@ def _copied_weights(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tupl
         return block.repeat * _retiled_bytes(block, derived, sizes), 0.0
     if not (sizes.on_cpus and block.is_layer and _trains(derived)):
         return 0.0, 0.0
-    own = _retiled_bytes(block, derived, sizes)
     if sizes.width < DTYPE_BYTES["fp32"]:
         weights = (derived.declared[name] for name in weights_of(derived, block))
         return block.repeat * sum(sizes.elements(one) for one in weights) * DTYPE_BYTES["fp32"], 0.0
-    alone = _written_out(derived, sizes)
+    alone, own = _written_out(derived, sizes), _retiled_bytes(block, derived, sizes)
     return block.repeat * own * alone, own * (1 - alone)
 
 
@@ -417,9 +416,7 @@ def _scratch_bytes(step: Step, sizes: OpSizes) -> Number:
     """Returns the bytes of temporary memory of a step: its own, or copies of an array that TPUs scatter in whole tiles.
     A sum of scope "step" has its operand besides, which no step holds until then."""
     if not step.is_collective:
-        # the slope of the activation
-        slope = sizes.bytes(step.inputs[1]) if sizes.on_cpus and step.op.endswith("lu_mul_backward") else 0.0
-        return kind_of(step).scratch_bytes(step, sizes) + slope
+        return kind_of(step).scratch_bytes(step, sizes)
     if step.op != "reduce_scatter" or not sizes.tile_rows:
         return 0.0
     copies = _copies_of_scattered(step, sizes)
@@ -549,13 +546,12 @@ def _until_products_run(lives: dict[ShardedArray, "_Life"], steps: tuple[Step, .
     first what more steps wait for."""
     gradients = {array.name for array in gradient_arrays(derived).values()}
     until = len(steps) - 1
-    for number, step in reversed(list(enumerate(steps))):
-        if not step.is_collective and step.op != "einsum":
+    for number, step in reversed([(number, step) for number, step in enumerate(steps) if not step.is_collective]):
+        if not kind_of(step).is_einsum:
             until = number
-        elif step.result.name in gradients and not step.is_collective:
-            for array in step.inputs:
-                if array in lives:
-                    lives[array].end = max(lives[array].end, until)
+        elif step.result.name in gradients:
+            for array in lives.keys() & {*step.inputs}:
+                lives[array].end = max(lives[array].end, until)
 
 
 def _held_cotangent(step: Step, sizes: OpSizes) -> Number:

@@ -29,12 +29,10 @@ def activation_steps(name: str, local: LocalStep) -> dict[str, LocalStep]:
     """Returns both passes of an activation by name."""
     backward = backward_of(local)
 
-    def again(context: Context, step: Step, dout: Array, *inputs: Array) -> tuple[Array, ...]:
+    def again(context: Context, step: Step, dout: Array, *inputs: Array) -> Any:
         # else CPUs that run layers without a loop keep what both passes compute
-        found: tuple[Array, ...] = backward(
-            context, step, dout, *(after(inputs, [dout]) if default_platform() == "cpu" else inputs)
-        )
-        return found
+        given = after(inputs, [dout]) if default_platform() == "cpu" else inputs
+        return backward(context, step, dout, *given)
 
     return {name: over_slots(local), f"{name}_backward": over_slots(again)}
 
