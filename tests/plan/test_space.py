@@ -60,14 +60,16 @@ def test_patterns_that_cannot_differ_are_left_out():
 
 
 def test_few_kv_heads_are_repeated_in_patterns_of_their_own():
-    """On a torus of 16 chips tiny, of 8 query and 4 kv heads, and in the first way to assign axes only."""
-    found = [p for p in space().patterns if p.repeats]
-    assert [(p.strategy.remat, p.strategy.zero, p.needs) for p in found] == [(r, 3, ()) for r in USUAL_POLICIES]
-    assert all(p.tensor_split in (True, None) for p in found)
-    assert {p.strategy.assignment == OPEN.assignment for p in found} == {True}
-    ulysses = [p for p in space(choices=FULL).patterns if p.repeats and p.strategy.context_attention == "ulysses"]
+    """On a torus of 16 chips tiny, of 8 query and 4 kv heads, in every way to assign axes."""
+    every = space().patterns
+    found = [p for p in every if p.repeats]
+    alike = {(p.strategy.remat, p.strategy.zero, p.strategy.context_attention, p.needs) for p in every}
+    assert {(p.strategy.remat, p.strategy.zero, p.strategy.context_attention, p.needs) for p in found} == alike
+    assert {p.repeats for p in found} == {("tensor",), ("context", "tensor")}
+    assert all(p.tensor_split in (True, None) for p in found if p.repeats == ("tensor",))
+    ulysses = [p for p in found if p.strategy.context_attention == "ulysses"]
     assert {p.tensor_split for p in ulysses} == {True, False, None}
-    assert not any(p.repeats for p in space(fixed={"tensor": 8}).patterns)
+    assert not any(p.repeats for p in space(fixed={"tensor": 8, "context": 1}).patterns)
     assert any(step.op == "repeat_heads" for step, _ in space(fixed={"tensor": 8}).patterns[0].derived.steps())
 
 

@@ -154,8 +154,15 @@ def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
     return tuple(dict.fromkeys(frozenset(step.axes) for step in steps if step.is_collective))
 
 
-def price_steps(derived: Derived, sizes: SlotSizes, rates: StepRates, pipeline: PipelineCost) -> Priced:
-    """Prices every step of a derivation."""
+def price_steps(
+    derived: Derived,
+    sizes: SlotSizes,
+    rates: StepRates,
+    pipeline: PipelineCost,
+    known: dict[Any, StepCost] | None = None,
+) -> Priced:
+    """Prices every step of a derivation. ``known`` remembers the steps of others with the same sizes and rates."""
+    known = {} if known is None else known
     num_microbatches = pipeline.microbatches
     # one program of all stages sums gradients in float32, also those of one microbatch
     summands = np.where(pipeline.in_lockstep & ~pipeline.is_one, np.maximum(num_microbatches, 2), num_microbatches)
@@ -171,15 +178,19 @@ def price_steps(derived: Derived, sizes: SlotSizes, rates: StepRates, pipeline: 
         elif block and step.scope == "step":
             share = share * pipeline.sums
         held = kept.get((step.block, step.phase), frozenset())
-        cost = price_step(step, sizes, rates, num_microbatches=summands, kept=held)
+        key = step, held if rates.chip.host else ()
+        if key not in known:
+            known[key] = price_step(step, sizes, rates, num_microbatches=summands, kept=held)
+        cost = known[key]
         for made in (step, *step.parts):
             if made.result.name in summed and not made.is_collective and kind_of(made).is_einsum:
                 cost = _with_sum(cost, sizes.elements(summed[made.result.name]), rates, num_microbatches)
         return replace(cost, count=count, here=count * share)
 
     def alone(step: Step, count: Number = 1) -> StepCost:
-        cost = price_step(step, sizes, rates, num_microbatches=num_microbatches)
-        return replace(cost, count=count)
+        if (step, count) not in known:
+            known[step, count] = price_step(step, sizes, rates, num_microbatches=num_microbatches)
+        return replace(known[step, count], count=count)
 
     def together(costs: Iterable[StepCost]) -> tuple[StepCost, ...]:
         return tuple(costs) if rates.software == "compiled" else _in_buckets(tuple(costs), owners)

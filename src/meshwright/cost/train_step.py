@@ -48,11 +48,12 @@ class PricedStep(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     rates: StepRates
     pipeline: PipelineCost
     offload: tuple[str, ...] = ()
+    known: dict[Any, StepCost] = {}
 
     @cached_property
     def costs(self) -> Priced:
         """The cost of every step."""
-        return price_steps(self.derived, self.sizes, self.rates, self.pipeline)
+        return price_steps(self.derived, self.sizes, self.rates, self.pipeline, self.known)
 
     @cached_property
     def times(self) -> BlockTimes:

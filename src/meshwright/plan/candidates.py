@@ -33,13 +33,14 @@ LEAN_REMATS = ("block", "sqrt", "full", *RERUN_POLICIES)
 class Candidates(msgspec.Struct, frozen=True, kw_only=True):
     """Whole numbers, one entry per candidate: sizes of mesh axes, sequences of the batch, microbatches.
 
-    ``laid`` is the index of the placement in the search's list, 0 before candidates are placed.
+    ``number`` is the index of the mesh in the search's list, ``laid`` that of the placement, 0 before it is placed.
     """
 
     mesh: dict[str, np.ndarray]
     batch_seqs: np.ndarray
     microbatches: np.ndarray
     laid: np.ndarray
+    number: np.ndarray
 
     def __len__(self) -> int:
         return len(self.batch_seqs)
@@ -66,7 +67,8 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
         near = [_with_batch(meshes, shards * (batch_seqs // shards + above)) for above in (0, 1)]
         found = map_figures(lambda *columns: np.concatenate(columns), *near)
         found = select(found, (found.batch_seqs > 0) & (np.abs(found.batch_seqs - batch_seqs) <= reach * batch_seqs))
-    return select(found, _legal_somewhere(space, found, num_chips))
+    found = select(found, _legal_somewhere(space, found, num_chips))
+    return msgspec.structs.replace(found, number=np.arange(len(found)))
 
 
 def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
@@ -114,6 +116,7 @@ def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
         batch_seqs=np.broadcast_to(np.asarray(batch_seqs, dtype=np.int64), count).copy(),
         microbatches=np.ones(count, dtype=np.int64),
         laid=np.zeros(count, dtype=np.intp),
+        number=np.zeros(count, dtype=np.intp),
     )
 
 

@@ -5,7 +5,8 @@ placements are then arrays with one entry per candidate; the times of a layer ar
 every schedule, number of chunks and choice of offloading.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,11 +14,12 @@ import numpy as np
 from meshwright.algebra.schedules.registry import definition
 from meshwright.core.dims import MESH_AXES
 from meshwright.cost.arrays import as_python, select
-from meshwright.cost.memory import memory_parts, total_bytes
+from meshwright.cost.memory import total_bytes
 from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.offload import offloaded
 from meshwright.cost.pass_times import BlockTimes
-from meshwright.cost.pipeline import PipelineCost, schedule_fits
+from meshwright.cost.pipeline import schedule_fits
+from meshwright.cost.step_rates import StepRates
 from meshwright.cost.train_step import PricedStep, predict
 from meshwright.plan.candidates import (
     Candidates,
@@ -37,7 +39,7 @@ from meshwright.spec.strategy import USUAL_POLICIES
 CHUNK_LAYERS = (*range(1, 9), 10, 12, 14, 16, 20, 21, 24, 28, 32, 40, 48)
 """Numbers of layers of one chunk that are tried."""
 
-KEPT_MESHES = 80
+KEPT_MESHES = 40
 """Number of meshes above which a search is screened, and of the fastest meshes that are then priced in all forms."""
 
 SCREENED_MICROBATCHES = 3
@@ -46,8 +48,14 @@ SCREENED_MICROBATCHES = 3
 SCREENED_REMATS = ("none", "selective", "full")
 """Policies of remat with which a mesh is screened, where they are among the choices."""
 
-KEPT_PER_STAGES = 10
+KEPT_PER_STAGES = 5
 """Number of meshes that screening keeps in any case of each number of pipeline stages, the fastest."""
+
+NEAR = 3
+"""Factor up to which two sizes of a mesh may differ from those of a neighbour."""
+
+AT_ONCE = 4096
+"""Number of candidates that are priced at once: steps that several patterns share are then priced once for them."""
 
 
 class SearchOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,29 +92,25 @@ def search(
     Unless ``exhaustive``, a large space is screened first: only the fastest meshes are priced in all forms.
     """
     meshes = candidates_on_chips(space, batch_seqs, num_chips=cluster.num_chips, reach=reach)
-    num_meshes = len(meshes)
-    if num_meshes > KEPT_MESHES and not exhaustive:
-        meshes = _screened(space, cluster, meshes)
-    laid, placements = _laid(cluster, meshes)
-    if not placements:
-        return SearchOutcome(num_meshes=num_meshes)
-    pricer, every = _Pricer(space, cluster, placements), with_microbatches(space, laid)
-    best = Best()
-    for number, pattern in enumerate(space.patterns):
-        for variant in pricer.variants(number, pattern, every):
+    pricer, best = _Pricer(space, cluster, []), Best()
+    kept = np.zeros(len(meshes), dtype=bool)
+    more = ~kept if len(meshes) <= KEPT_MESHES or exhaustive else _screened(space, cluster, meshes)
+    while more.any():
+        kept |= more
+        for variant in pricer.variants(select(meshes, more)):
             best.add(variant)
-    if best.missed < np.min(best.seconds, initial=np.inf) or not best.kept:
-        more = space.with_reruns()
-        pricer = _Pricer(more, cluster, placements)
-        for number, pattern in list(enumerate(more.patterns))[len(space.patterns) :]:
-            for variant in pricer.variants(number, pattern, every):
+        more = ~kept & _near_first(meshes, best)
+        lacks = best.missed < np.min(best.seconds, initial=np.inf) or not best.kept
+        if lacks and pricer.space is space and not more.any():
+            pricer = _Pricer(space.with_reruns(), cluster, pricer.placements)
+            for variant in pricer.variants(select(meshes, kept), begin=len(space.patterns)):
                 best.add(variant)
-    picked = diverse(best.order(), best, top)
-    found = tuple(pricer.planned_at(best, index) for index in picked)
+            more = ~kept & _near_first(meshes, best)
+    found = diverse(best.order(), best, top)
     front = tuple(pricer.planned_at(best, index) for index in best.frontier()) if frontier else ()
     return SearchOutcome(
-        found=found,
-        num_meshes=num_meshes,
+        found=tuple(pricer.planned_at(best, index) for index in found),
+        num_meshes=len(meshes),
         num_legal=best.num_legal,
         num_candidates=best.num_ranked,
         least_bytes=best.least_bytes,
@@ -115,37 +119,28 @@ def search(
     )
 
 
-def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> Candidates:
-    """Selects the meshes that fit and are fastest per token in their plainest form; all meshes if none fits.
+def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> np.ndarray:
+    """True for the meshes that are fastest per token in a few forms, and for neighbours of the first; for all meshes if
+    none fits.
 
-    The plainest form has the first placement, schedule, choice of offloading and assignment; a few policies of remat
-    are tried, from the fastest to the leanest.
+    The forms have the first placement, choice of offloading and way to reach keys, every schedule, and a few policies
+    of remat, from the fastest to the leanest.
     """
-    first = space.patterns[0].strategy
-    plain = tuple(p for p in space.patterns if not p.needs and p.strategy.assignment == first.assignment)
-    few = tuple(p for p in plain if p.strategy.remat in SCREENED_REMATS)
-    # with stages, weights that stay whole can save more than they cost
-    few += tuple(p for p in space.patterns if p.strategy.zero == 1 and p.strategy.remat == SCREENED_REMATS[1])[:1]
-    quick = msgspec.structs.replace(
-        space,
-        schedules=space.schedules[:1],
-        offloads=space.offloads[:1],
-        patterns=few or plain,
-    )
-    laid, placements = _laid(cluster, meshes, most=1)
-    if not placements:
-        return laid
-    best = np.full(len(placements), np.inf)
-    pricer, every = _Pricer(quick, cluster, placements), with_microbatches(space, laid, most=SCREENED_MICROBATCHES)
-    for number, pattern in enumerate(quick.patterns):
-        for variant in pricer.variants(number, pattern, every):
-            np.minimum.at(best, variant.rows.laid, variant.seconds)
-    kept = _promising(best, np.array([placement.mesh["pipeline"] for placement in placements]))
-    return select(laid, kept[laid.laid]) if kept.any() else meshes
+    mode = space.patterns[0].strategy.context_attention
+    alike = tuple(p for p in space.patterns if p.strategy.context_attention == mode)
+    few = tuple(p for p in alike if p.strategy.remat in SCREENED_REMATS)
+    quick = msgspec.structs.replace(space, offloads=space.offloads[:1], patterns=few or alike)
+    seconds = np.full(len(meshes), np.inf)
+    for variant in _Pricer(quick, cluster, []).variants(meshes, placements=1, microbatches=SCREENED_MICROBATCHES):
+        np.minimum.at(seconds, variant.rows.number, variant.seconds)
+    kept = _promising(seconds, meshes.mesh["pipeline"])
+    if not kept.any():
+        return np.ones(len(meshes), dtype=bool)
+    return kept | near(meshes, select(meshes, np.argmin(seconds)[None]).mesh)
 
 
 def _promising(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:
-    """True for the fastest meshes, and for the fastest of every number of stages, as other schedules may help them."""
+    """True for the fastest meshes, and for the fastest of every number of stages."""
     order = np.argsort(seconds, kind="stable")
     kept = np.zeros(len(seconds), dtype=bool)
     kept[order[:KEPT_MESHES]] = True
@@ -154,64 +149,89 @@ def _promising(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:
     return kept & np.isfinite(seconds)
 
 
-def _laid(cluster: Cluster, meshes: Candidates, *, most: int | None = None) -> tuple[Candidates, list[Placement]]:
-    """Repeats every mesh for each of its placements, at most ``most`` of them."""
-    placements: list[Placement] = []
-    spans: dict[tuple[int, ...], range] = {}
-    which: list[int] = []
-    numbers: list[int] = []
-    for number, sizes in enumerate(zip(*(column.tolist() for column in meshes.mesh.values()), strict=True)):
-        if sizes not in spans:
-            laid = place_axes(cluster, dict(zip(MESH_AXES, sizes, strict=True)))[:most]
-            spans[sizes] = range(len(placements), len(placements) + len(laid))
-            placements.extend(laid)
-        which.extend([number] * len(spans[sizes]))
-        numbers.extend(spans[sizes])
-    found = select(meshes, np.array(which, dtype=np.intp))
-    return msgspec.structs.replace(found, laid=np.array(numbers, dtype=np.intp)), placements
+def _near_first(meshes: Candidates, best: Best) -> np.ndarray:
+    """True for the neighbours of the mesh of the best candidate, if there is one."""
+    order = best.order()
+    return near(meshes, best.at(int(order[0])).rows.mesh) if len(order) else np.zeros(len(meshes), dtype=bool)
+
+
+def near(meshes: Candidates, mesh: Mapping[str, np.ndarray]) -> np.ndarray:
+    """True for the neighbours of a mesh: one factor of two or three is on another axis."""
+    ratios = np.stack([meshes.mesh[axis] / mesh[axis] for axis in MESH_AXES])
+    return (np.sum(ratios != 1, axis=0) == 2) & np.all(np.maximum(ratios, 1 / ratios) <= NEAR, axis=0)
 
 
 # -- pricing --------------------------------------------------------------------------------------------
 
 
 class _Pricer:
-    """Prices candidates of a space on placements, at the machine's rates on these."""
+    """Prices candidates of a space on a cluster; ``placements`` are those that it has tried."""
 
-    def __init__(self, space: Space, cluster: Cluster, placements: Sequence[Placement]) -> None:
-        self.space, self.placements = space, placements
+    def __init__(self, space: Space, cluster: Cluster, placements: list[Placement]) -> None:
+        self.space, self.cluster, self.placements = space, cluster, placements
         self.setting = space.setting.on(cluster)
-        derived = (pattern.derived for pattern in space.patterns)
-        self.rates = self.setting.step_rates(space.template, placements, *derived)
 
-    def variants(self, number: int, pattern: Pattern, every: Candidates) -> Iterator[Variant]:
-        """Yields the pattern's candidates of each schedule and choice of offloading, with all numbers of chunks."""
-        space = self.space
-        rows = select(every, legal_in(space, pattern, every))
-        if not len(rows):
+    def variants(
+        self, meshes: Candidates, *, begin: int = 0, placements: int | None = None, microbatches: int | None = None
+    ) -> Iterator[Variant]:
+        """Yields candidates on each mesh, of each pattern from ``begin`` on, schedule and choice of offloading.
+
+        They have all numbers of chunks, and at most so many placements and numbers of microbatches, if given.
+        """
+        start = len(self.placements)
+        every = with_microbatches(self.space, self._laid(meshes, placements), most=microbatches)
+        if not len(every):
             return
-        held = memory_parts(pattern.derived, candidate_sizes(space, rows))
+        rates = self._rates(self.placements[start:], *self.space.patterns)
+        for first in range(0, len(every), AT_ONCE):
+            rows = select(every, slice(first, first + AT_ONCE))
+            one = self._priced(self.space.patterns[0], rows, select(rates, rows.laid - start))
+            for number, pattern in enumerate(self.space.patterns[begin:], begin):
+                legal = np.flatnonzero(legal_in(self.space, pattern, rows))
+                if len(legal):
+                    priced = msgspec.structs.replace(one, derived=pattern.derived)
+                    yield from self._forms(number, priced, rows, legal)
+
+    def _laid(self, meshes: Candidates, most: int | None) -> Candidates:
+        """Repeats every mesh for each of its placements, at most ``most`` of them."""
+        spans: dict[tuple[int, ...], range] = {}
+        which, numbers = list[int](), list[int]()
+        for number, sizes in enumerate(zip(*(column.tolist() for column in meshes.mesh.values()), strict=True)):
+            if sizes not in spans:
+                laid = place_axes(self.cluster, dict(zip(MESH_AXES, sizes, strict=True)))[:most]
+                spans[sizes] = range(len(self.placements), len(self.placements) + len(laid))
+                self.placements.extend(laid)
+            which.extend([number] * len(spans[sizes]))
+            numbers.extend(spans[sizes])
+        found = select(meshes, np.array(which, dtype=np.intp))
+        return msgspec.structs.replace(found, laid=np.array(numbers, dtype=np.intp))
+
+    def _forms(self, number: int, priced: PricedStep, rows: Candidates, legal: np.ndarray) -> Iterator[Variant]:
+        """Yields the ``legal`` ones among the candidates of a pattern in all schedules and choices of offloading."""
+        space, pattern, own = self.space, self.space.patterns[number], select(rows, legal)
+        held, pcie = select(priced.memory, legal), priced.rates.pcie_bytes_per_s
         times: BlockTimes | None = None
         for schedule in space.schedules:
-            which, chunks = self._chunks(schedule, rows, pattern)
+            which, chunks = self._chunks(schedule, own, pattern)
             if not len(which):
                 continue
-            chosen, memory = select(rows, which), select(held, which)
+            chosen, memory = select(own, which), select(held, which)
             pipeline = candidate_pipeline(space, chosen, schedule=schedule, chunks=chunks)
             for offload in space.offloads:
-                if offload and self.rates.pcie_bytes_per_s is None:
+                if offload and pcie is None:
                     continue
-                moved = offloaded(memory, self.rates.pcie_bytes_per_s, pipeline, offload)
+                moved = offloaded(memory, pcie, pipeline, offload)
                 need = total_bytes(memory.items(pipeline, offload))
                 fits = np.flatnonzero(need <= self.setting.memory_room)
                 step_s = np.full(len(chosen), np.inf)
                 missed = np.inf
                 if len(fits):
                     # what never fits is never priced: pricing it would take most of the time of a refusal
-                    times = times or self._priced(pattern, rows, candidate_pipeline(space, rows)).times
-                    found = select(times, which)
-                    step_s = np.broadcast_to(found.step_s(pipeline, moved).step_s, len(chosen))
+                    times = times or select(priced.times, legal)
+                    these = select(times, which)
+                    step_s = np.broadcast_to(these.step_s(pipeline, moved).step_s, len(chosen))
                     if pattern.strategy.remat == USUAL_POLICIES[-1] and len(fits) < len(chosen):
-                        longer = (step_s + found.pairs_s(pipeline)) / chosen.batch_seqs
+                        longer = (step_s + these.pairs_s(pipeline)) / chosen.batch_seqs
                         missed = float(np.min(longer[need > self.setting.memory_room]))
                 yield Variant(
                     pattern=number,
@@ -227,15 +247,16 @@ class _Pricer:
                     missed=missed,
                 )
 
-    def _priced(
-        self, pattern: Pattern, rows: Candidates, pipeline: PipelineCost, offload: tuple[str, ...] = ()
-    ) -> PricedStep:
+    def _rates(self, placements: Sequence[Placement], *patterns: Pattern) -> StepRates:
+        return self.setting.step_rates(self.space.template, placements, *(one.derived for one in patterns))
+
+    def _priced(self, pattern: Pattern, rows: Candidates, rates: StepRates, **forms: Any) -> PricedStep:
+        """Returns the prices of a pattern, of one stage or in the ``forms`` of `planned_at`."""
         return PricedStep(
             derived=pattern.derived,
             sizes=candidate_sizes(self.space, rows),
-            rates=select(self.rates, rows.laid),
-            pipeline=pipeline,
-            offload=offload,
+            rates=rates,
+            **{"pipeline": candidate_pipeline(self.space, rows), **forms},
         )
 
     def _chunks(self, schedule: str, rows: Candidates, pattern: Pattern) -> tuple[np.ndarray, np.ndarray]:
@@ -282,6 +303,7 @@ class _Pricer:
             offload=one.offload,
         )
         pipeline = candidate_pipeline(self.space, rows, schedule=one.schedule, chunks=one.chunks)
-        priced = self._priced(pattern, rows, pipeline, one.offload)
+        rates = self._rates([placement], pattern)
+        priced = self._priced(pattern, rows, rates, pipeline=pipeline, offload=one.offload)
         estimate = predict(priced, self.setting, batch_seqs=rows.batch_seqs.astype(float))
         return planned(self.setting, int(rows.batch_seqs[0]), strategy, as_python(select(estimate, 0)))

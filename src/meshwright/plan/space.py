@@ -142,7 +142,6 @@ def open_space(
         more = needs if mode == modes[0] else (*needs, ("context",))
         if any(all(fixed.get(axis) == 1 for axis in axes) for axes in more):
             continue
-        repeats = more == () or choices is FULL
         patterns += [
             Pattern(
                 strategy=strategy,
@@ -154,7 +153,7 @@ def open_space(
                 tensor_split=tensor_split,
                 repeats=axes,
             )
-            for derived, tensor_split, axes in _forms(strategy, setting, fixed, repeats=repeats)
+            for derived, tensor_split, axes in _forms(strategy, setting, fixed)
         ]
     return Space(
         setting=setting,
@@ -172,13 +171,13 @@ def open_space(
 
 
 def _forms(
-    strategy: Strategy, setting: Setting, fixed: Mapping[str, int], *, repeats: bool
+    strategy: Strategy, setting: Setting, fixed: Mapping[str, int]
 ) -> Iterator[tuple[Derived, bool | None, tuple[str, ...]]]:
     """Yields the steps, ``tensor_split`` and ``repeats`` of each pattern of a strategy.
 
-    Meshes whose devices do not divide the model's kv heads repeat these: if sizes are not ``fixed``, only inside the
-    fastest level of the network and where ``repeats`` says so, since each form takes its time. The loss head takes
-    another form where a device has the whole vocabulary.
+    Meshes whose devices do not divide the model's kv heads repeat these: if sizes are not ``fixed``, only if the
+    fastest level of the network has more devices than that. The loss head takes another form where a device has the
+    whole vocabulary.
     """
     model, cluster, axes = setting.model, setting.cluster, REPEATED_HEADS[repeated_dim(strategy)]
     reach = cluster.domain if cluster.kind == "switched" else cluster.num_chips
@@ -186,7 +185,7 @@ def _forms(
     if all(axis in fixed for axis in axes):
         mesh = strategy.mesh | dict(fixed)
         found = [(strategy_of_heads(msgspec.structs.replace(strategy, mesh=mesh), model.num_kv_heads), ())]
-    elif repeats and model.num_kv_heads < min(model.num_heads, reach):
+    elif model.num_kv_heads < min(model.num_heads, reach):
         found.append((with_repeated_heads(strategy), axes))
     for form, repeated in found:
         derived = setting.symbolic(form)

@@ -40,7 +40,7 @@ def test_the_picture_and_the_text(call, args, tmp_path):
 
 
 def test_memory_of_every_remat_policy_is_drawn(call, tmp_path):
-    """And of segments: an input of 1.07 GB for each of 32 layers, 16, 8 or 1, and for the one that is computed again."""
+    """And of segments: an input of 1.07 GB for each of 32 layers, 16, 8 or 1, and for the one computed again."""
     remats = ",".join((*REMAT_POLICIES, "recompute-2", "recompute-4"))
     found = call(*MEMORY, "seq_len=128Ki", f"remat={remats}", "--png", "out.svg", "--json").json["points"]
     drawn = (tmp_path / "out.svg").read_text()
