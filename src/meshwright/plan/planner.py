@@ -200,7 +200,7 @@ def imbalance_notes(setting: Setting, *strategies: Strategy, imbalance: float = 
     seconds = [price_strategy(uneven, strategy).estimate.step_s for strategy in strategies]
     fastest = min(range(len(seconds)), key=seconds.__getitem__)
     then = f", and number {fastest + 1} be the fastest, {format_seconds(seconds[fastest])}" if fastest else ""
-    return [f"{notes[0]}; with {load:.3g} times a step would take {format_seconds(seconds[0])}{then}"]
+    return [f"{notes[0]}; with {load:g} times a step would take {format_seconds(seconds[0])}{then}"]
 
 
 def assumption_notes(setting: Setting) -> list[str]:

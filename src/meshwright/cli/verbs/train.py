@@ -229,7 +229,7 @@ def result_text(chosen: Plan, result: "TrainResult", speed: float | None = None)
     )
     yield from speed_words(chosen, speed)
     if (load := result.load_max_over_mean or 0) > UNEVEN:
-        notes = imbalance_notes(setting_of(chosen), chosen.strategy, imbalance=load)
+        notes = imbalance_notes(setting_of(chosen), chosen.strategy, imbalance=round(load, 2))
         yield from (f"the busiest expert had {load:.3g} times the mean of rows; predicted: {note}" for note in notes)
     if (result.mfu_causal or result.mfu or 0) > 1:
         calibration = chosen.calibration.name if chosen.calibration else "the data sheet"
