@@ -56,7 +56,7 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     repeat: int
     segment: int | str | None
-    reruns: bool
+    reruns: bool = False
     elements: dict[str, Number]
     kept_bytes: Number
     logits_bytes: Number

@@ -48,8 +48,8 @@ class BlockSeconds(msgspec.Struct, frozen=True, kw_only=True):
     repeat: int
     forward: Number
     backward: Number
-    again: Number
-    rerun: Rerun | None
+    again: Number = 0.0
+    rerun: Rerun | None = None
     inputs: Number
     weight: Number
     last: Number
