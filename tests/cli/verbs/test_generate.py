@@ -107,7 +107,11 @@ def test_several_texts_are_numbered(capsys):
         (["--prompt", "", "--on", "cpu:1"], 2, "prompt 1 is empty"),
         (["--prompt", "a", "--on", "cpu:1", "--max-tokens", "5000"], 2, "need 5,001 positions, but "),
         (["--prompt", "a\udc80"], 2, "prompt 1 is not UTF-8"),
-        (["--prompt", "a", "--max-requests", "4"], 2, "--max-requests changes nothing here: it is for -o"),
+        (
+            ["--prompt", "a", "--max-requests", "4"],
+            2,
+            "--max-requests changes nothing here: it is for answers to a file, with -o;",
+        ),
         (["--prompt", "a", "--axes", "tensor=64"], 3, "emulate them: --on cpu:64"),
     ],
 )
