@@ -13,14 +13,11 @@ from meshwright.report.marks import DASHES, Datum, Points, ReferenceLine, labels
 FONT = 12
 LETTER, NARROW, LINE = 0.58, 0.3, 1.25
 """Width of a letter, of a narrow one, and height of a line, in sizes of the font."""
-GAP_PX = 9
-"""Distance of a text from its point."""
-RINGS = 8
-"""Distances, a line apart, at which a place is looked for."""
-SHIFTS = (0.25, 0.5, 0.75, -0.25, -0.5, 1.25)
-"""Parts of its width by which a text that is no longer beside its point is moved to the left."""
-CURVE_PX = 5
-"""Length of the pieces that stand for a curve."""
+GAP_PX, CURVE_PX = 9, 5
+"""Distance of a text from its point, and length of the pieces that stand for a curve."""
+RINGS, SHIFTS = 8, (0.25, 0.5, 0.75, -0.25, -0.5, 1.25)
+"""Distances, a line apart, at which a place is looked for, and parts of its width by which a text is moved to the left
+where it is no longer beside its point."""
 
 
 def text_px(text: str, font: float = FONT) -> float:
