@@ -136,7 +136,7 @@ def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> np.ndarray:
     kept = _promising(seconds, meshes.mesh["pipeline"])
     if not kept.any():
         return np.ones(len(meshes), dtype=bool)
-    return kept | near(meshes, select(meshes, np.argmin(seconds)[None]).mesh)
+    return kept | near(meshes, select(meshes, np.array([np.argmin(seconds)])).mesh)
 
 
 def _promising(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:

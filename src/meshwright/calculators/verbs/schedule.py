@@ -328,8 +328,7 @@ def _schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any]
     yield Fact("bubble", f"{times.show(r['bubble'])}; devices are idle {r['bubble_share']:.1%} of the step")
     if r["bubble"] - r["bubble_without_barrier"] > 1e-9 * r["step"]:
         yield Fact("", f"{times.show(r['bubble_without_barrier'])} where the next step needs no barrier")
-    if r["bubble_published"] is not None:
-        paper = definitions()[schedule.name].published
+    if r["bubble_published"] is not None and (paper := definitions()[schedule.name].published):
         yield Fact("published", f"{times.show(r['bubble_published'])} by {paper.formula}: {paper.why}")
     copies = "two copies of the weights" if r["weight_copies"] > 1 else "one copy of the weights"
     yield Fact("peak stash", f"{counted(max(r['peak_stash']), 'whole-stage microbatch')}; {copies}")
