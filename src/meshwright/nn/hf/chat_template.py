@@ -60,9 +60,10 @@ class ChatTemplates(NamedTuple):
             else:
                 if _says_all(text, form):
                     return text
-        if isinstance(found[0], Exception):
+        rendered = [text for text in found if isinstance(text, str)]
+        if not rendered:
             raise InputError(f"{REFUSES}{found[0]}.")
-        return found[0]
+        return rendered[0]
 
     @property
     def turn_end(self) -> str:
