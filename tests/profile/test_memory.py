@@ -103,5 +103,8 @@ def test_the_picture_keeps_the_peak():
     drawn = marks(figure, "area")[0]["rows"]
     assert len(drawn) <= 2 * MAX_SAMPLES
     assert max(row["y"] for row in drawn) == pytest.approx(1.1)
-    # words that would lie on each other are left out, their lines are not
-    assert [len(marks(figure, kind)[0]["rows"]) for kind in ("rule", "text")] == [2, 1]
+    # every mark has its line, and words that would lie on each other are moved apart
+    assert [row["text"] for rule in marks(figure, "rule") for row in rule["rows"]] == ["state", "compile"]
+    heights = {row["text"]: row["y_px"] for text in marks(figure, "text") for row in text["rows"]}
+    assert heights.keys() == {"state", "compile", "1.1 GB"}
+    assert abs(heights["state"] - heights["compile"]) > 12

@@ -163,8 +163,8 @@ def test_points_that_cannot_be_had():
     assert "tensor=64 does not divide N=32 query heads" in splits_heads.reason
     with pytest.raises(InputError, match="do not make up the 8 chips"):
         given("seq_len", "tensor=3")
-    with pytest.raises(InputError, match="axes fsdp=1 do not make up the 8 chips of "):
-        given("seq_len", "fsdp=1")
+    with pytest.raises(InputError, match="axes fsdp=1, data=1 do not make up the 8 chips of "):
+        given("seq_len", "fsdp=1", "data=1")
     fits, large = given("seq_len=4Ki,128Ki")
     assert (fits.to_json()["fits"], large.to_json()["fits"]) == (True, False)
     assert large.reason.startswith("does not fit: ")
