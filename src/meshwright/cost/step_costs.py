@@ -188,9 +188,9 @@ def price_steps(
         return replace(cost, count=count, here=count * share)
 
     def alone(step: Step, count: Number = 1) -> StepCost:
-        if (step, count) not in known:
-            known[step, count] = price_step(step, sizes, rates, num_microbatches=num_microbatches)
-        return replace(known[step, count], count=count)
+        if (step, "alone") not in known:
+            known[step, "alone"] = price_step(step, sizes, rates, num_microbatches=num_microbatches)
+        return replace(known[step, "alone"], count=count)
 
     def together(costs: Iterable[StepCost]) -> tuple[StepCost, ...]:
         return tuple(costs) if rates.software == "compiled" else _in_buckets(tuple(costs), owners)

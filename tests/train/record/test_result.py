@@ -54,7 +54,7 @@ def test_small_parts_are_not_said():
 )
 def test_losses_of_damaged_lines_are_not_shown(losses, words):
     result = SimpleNamespace(losses=losses, steps=len(losses), stopped=False, validation_loss=None)
-    assert next(result_text(SimpleNamespace(), result)) == f"{len(losses)} steps: {words}"
+    assert next(result_text(SimpleNamespace(), result)) == f"{len(losses)} step{'s' * (len(losses) > 1)}: {words}"
 
 
 def of_experts(load, **axes):
