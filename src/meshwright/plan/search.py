@@ -54,7 +54,7 @@ KEPT_PER_STAGES = 5
 NEAR = 3
 """Factor up to which two sizes of a mesh may differ from those of a neighbour."""
 
-AT_ONCE = 4096
+AT_ONCE = 8192
 """Number of candidates that are priced at once: steps that several patterns share are then priced once for them."""
 
 

@@ -103,11 +103,12 @@ def slice_turns_text(cluster: Cluster) -> str:
 def _later(links: Sequence[Link], chosen: frozenset[str]) -> tuple[str, int]:
     """Returns the `second_turn` of a group's ReduceScatter: a torus axis and a number of its chips."""
     torus = [link for link in reversed(links) if link.level == "ici" and not link.sums_at_once]
-    if sum(any(axis in chosen for axis, _ in link.parts) for link in torus) < 2:
+    crossed = ((link.name, [size for axis, size in link.parts if axis in chosen and size > 1]) for link in torus)
+    factors = {name: sizes for name, sizes in crossed if sizes}
+    if len(factors) < 2:
         return "", 1
-    factors = {link.name: [size for axis, size in link.parts if axis in chosen and size > 1] for link in torus}
     used = {link.name for link in torus if any(axis not in chosen and size > 1 for axis, size in link.parts)}
-    return second_turn({name: sizes for name, sizes in factors.items() if sizes}, used)
+    return second_turn(factors, used)
 
 
 def _twist(links: Sequence[Link], chosen: frozenset[str]) -> tuple[bool, float]:
