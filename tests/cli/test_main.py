@@ -59,7 +59,7 @@ def test_help_loads_nothing_heavy():
 
 
 def test_a_plan_of_8192_chips_is_quick():
-    done = answer_within(3.5, *LLAMA_PLAN)
+    done = answer_within(4.2, *LLAMA_PLAN)
     assert done.returncode == 0
     top = [one["axes"] for one in json.loads(done.stdout)["strategies"][:5]]
     splits = {(axes["data"] * axes["fsdp"] * axes["context"], axes["tensor"]) for axes in top}
