@@ -199,7 +199,7 @@ def test_int8_generation(on, tensor):
 
 
 def test_the_whole_compiler():
-    found = proof_of(SMALL, "v5e:2x2", {"fsdp": 2, "tensor": 2}, depth="full")
+    found = proof_of(SMALL, "v5e:2x2", {"fsdp": 2, "tensor": 2}, depth="full", timeout_s=300)
     assert found.outcome.ended == "done"
     check(found, memory=0.2)
     early = proof_of(SMALL, "v5e:2x2", {"fsdp": 2, "tensor": 2})
