@@ -17,7 +17,7 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
 from meshwright.parallel.process_env import find_processes
 from meshwright.plan.legal import check_rules, strategy_sizes, zero_rules
-from meshwright.plan.planner import rank_plans
+from meshwright.plan.planner import rank_plans, refuse_given, space_of
 from meshwright.plan.result import PlanResult, plan_in
 from meshwright.plan.serving.file import ServiceFile, is_service_file, load_service
 from meshwright.spec.catalogue import load_model, weights_of
@@ -110,8 +110,16 @@ def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None =
         strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam")
         setting = Setting(model, given.on, job, rates, assumptions=assumed)
         return Asked(setting, with_fields(strategy, "strategy", fields["strategy"]))
-    rates = rates_for(given.on, given.calibration, fitted=True)
-    return _planned(Setting(model, given.on, job, rates, assumptions=assumed), axes, fields["strategy"], verb)
+    setting = Setting(model, given.on, job, assumptions=assumed)
+    return _planned(with_rates(setting, given.calibration, axes, fields["strategy"]), axes, fields["strategy"], verb)
+
+
+def with_rates(setting: Setting, calibration: Path | None, axes: Mapping[str, int], fields: dict[str, Any]) -> Setting:
+    """Returns the setting with the rates of `rates_for`; what cannot run is refused before this machine is measured."""
+    if setting.cluster.kind == "host":
+        refuse_given(space_of(setting, axes, fields))
+    rates = rates_for(setting.cluster, calibration, fitted=True)
+    return msgspec.structs.replace(setting, calibration=rates)
 
 
 def service_of(given: PlanOptions) -> ServiceFile | None:

@@ -60,13 +60,7 @@ def rank_plans(
     """
     if top < 1:
         raise InputError(f"top={top} must be at least 1.")
-    model, cluster, job = setting.model, setting.cluster, setting.job
-    require_training(job, "plan")
-    if model.learned_positions and job.seq_len > model.max_positions:
-        raise InputError(
-            f"seq={job.seq_len} is longer than the {model.max_positions} learned positions of {model.name}. "
-            f"Use at most {model.max_positions}, or --set model.max_positions={job.seq_len}."
-        )
+    cluster, job = setting.cluster, setting.job
     space = space_of(setting, axes or {}, overrides or {}, choices)
     outcome = search(space, cluster, job.batch_seqs, top=top, exhaustive=exhaustive)
     whole = outcome.found[0] if outcome.found else None
@@ -131,8 +125,16 @@ def space_of(
 ) -> Space:
     """Returns the search space that remains once the given axes and fields are fixed.
 
-    Fields that are neither given nor searched come from ``template``, by name, or have their usual values.
+    Fields that are neither given nor searched come from ``template``, by name, or have their usual values. Raises
+    InputError for a job that does not train or is longer than the model's positions.
     """
+    model, job = setting.model, setting.job
+    require_training(job, "plan")
+    if model.learned_positions and job.seq_len > model.max_positions:
+        raise InputError(
+            f"seq={job.seq_len} is longer than the {model.max_positions} learned positions of {model.name}. "
+            f"Use at most {model.max_positions}, or --set model.max_positions={job.seq_len}."
+        )
     make_mesh(axes)
     given = {name.removeprefix("strategy."): value for name, value in overrides.items()}
     for name in given:

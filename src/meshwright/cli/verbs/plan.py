@@ -8,9 +8,8 @@ from typing import Any
 import click
 import msgspec
 
-from meshwright.api.rates import rates_for
 from meshwright.batching.limits import POLICIES
-from meshwright.cli.asked import AXES, SET
+from meshwright.cli.asked import AXES, SET, with_rates
 from meshwright.cli.fields import PLANNED, job_of, parse_fields, parse_why_not, take_axes, with_fields
 from meshwright.cli.output import format_range, save_to, say, width
 from meshwright.cli.verb import BATCH, CALIBRATION, Count, Load, MeshSizes, Options, TargetTime, argument, option, verb
@@ -139,10 +138,11 @@ def command(given: Given) -> Answer:
     fixed = take_axes(given.axes, fields["strategy"])
     why_nots = [parse_why_not(text) for text in given.why_nots]
     what_ifs = [parse_what_if(text) for text in given.what_ifs]
-    rates = rates_for(clusters[0], given.calibration, fitted=True)
     assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
+    first = Setting(chosen, clusters[0], job, assumptions=assumed)
+    first = with_rates(first, given.calibration, fixed, fields["strategy"])
     result = rank_slices(
-        [Setting(chosen, cluster, job, rates, assumptions=assumed) for cluster in clusters],
+        [first.on(cluster) for cluster in clusters],
         axes=fixed,
         overrides=fields["strategy"],
         choices=FULL if given.full else USUAL,
