@@ -8,7 +8,6 @@ from meshwright.cost.train_step import price_strategy
 from meshwright.plan.serving.file import (
     is_service_file,
     load_service,
-    parse_service,
     save_service,
     service_file,
 )
@@ -84,6 +83,12 @@ def put(*path_and_value):
     return change
 
 
+def read(text, tmp_path):
+    """The service of a file with this text."""
+    (tmp_path / "s.toml").write_text(text)
+    return load_service(tmp_path / "s.toml")
+
+
 FAULTS = {
     "version": (put("version", 7), r"plan version 7 is not known; this meshwright reads version 1\. Make the plan"),
     "unknown": (put("generate", "engines", 2), r"s\.toml:\d+: unknown key 'engines'\. Did you mean 'num_engines'"),
@@ -109,16 +114,16 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_each_fault_is_one_line(kept, name):
+def test_each_fault_is_one_line(kept, name, tmp_path):
     change, message = FAULTS[name]
     with pytest.raises(ValueError, match=message) as caught:
-        parse_service(changed(kept, change), path="s.toml")
+        read(changed(kept, change), tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_what_does_not_divide_or_fit_is_refused(kept):
+def test_what_does_not_divide_or_fit_is_refused(kept, tmp_path):
     def broken(*change):
-        return parse_service(changed(kept, put(*change)))
+        return read(changed(kept, put(*change)), tmp_path)
 
     with pytest.raises(ValueError, match=r"\[generate\]: .* needs .* per chip .* Lower generate\.batch_seqs"):
         broken("generate", "batch_seqs", 100_000).require_legal()
@@ -134,10 +139,10 @@ def test_a_plan_of_the_other_kind_says_so(kept, tmp_path):
     assert not is_service_file(tmp_path / "old.toml")
 
 
-def test_engines_that_do_both_phases_are_the_same():
+def test_engines_that_do_both_phases_are_the_same(tmp_path):
     _, found = planned("llama3-8b", "v5e:4x4", requests_per_s=20.0)
     assert not found.has_pools
     data = msgspec.to_builtins(found)
     data["generate"]["num_engines"] += 1
     with pytest.raises(ValueError, match="Give both the same part and num_engines"):
-        parse_service(dump_toml(data))
+        read(dump_toml(data), tmp_path)

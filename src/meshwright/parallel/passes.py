@@ -108,11 +108,7 @@ class LayerLoop:
 
     def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Any]:
         """Returns the stream after the span, and what the backward pass needs."""
-        return self.forward_over(self.numbers, weights, stream)
-
-    def forward_over(self, numbers: Array, weights: LayerWeights, stream: Array) -> tuple[Array, Any]:
-        """Returns the stream after some iterations, and what their backward pass needs."""
-        return lax.scan(lambda x, number: self.iteration(weights(number), x), stream, numbers, unroll=self.unroll)
+        return lax.scan(lambda x, number: self.iteration(weights(number), x), stream, self.numbers, unroll=self.unroll)
 
     def backward(self, weights: LayerWeights, saved: Any, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Any]:
         """Returns the carry after all iterations, and with ``split`` the operands of `weight_backward`."""

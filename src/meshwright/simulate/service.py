@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.algebra.steps import Step
 from meshwright.batching.clock import Clock, TabledClock
 from meshwright.batching.limits import Policy, SchedulerLimits
 from meshwright.batching.record import LatencyTargets, ServingRecord
@@ -75,7 +74,9 @@ class PricedClock(Clock):
         """Seconds of attention for each pair of a query and an earlier key."""
         length = 4096.0
         step = self._step("prefill", 1.0, length)
-        seconds = sum(float(c.local_s * c.count) for c in step.costs.all if _attends(c.step))
+        seconds = sum(
+            float(c.local_s * c.count) for c in step.costs.all if not c.step.is_collective and is_attention(c.step)
+        )
         return seconds / (length**2 / 2)
 
     def _seconds(self, phase: str, batch: Any, length: Any) -> Any:
@@ -93,10 +94,6 @@ class PricedClock(Clock):
         sizes = replace(sizes, dims=dims, cache={})
         rates = setting.step_rates(strategy, strategy_placements(setting.cluster, strategy)[:1], derived)
         return PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=setting.pipeline(strategy))
-
-
-def _attends(step: Step) -> bool:
-    return not step.is_collective and is_attention(step)
 
 
 def service_traffic(

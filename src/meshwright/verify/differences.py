@@ -81,11 +81,6 @@ class TrafficRow(msgspec.Struct, frozen=True, kw_only=True):
     compiled_bytes: float
     named_bytes: float = 0.0
 
-    @property
-    def remainder_bytes(self) -> float:
-        """The part of the difference without a name."""
-        return self.compiled_bytes - self.derived_bytes - self.named_bytes
-
 
 class TrafficComparison(msgspec.Struct, frozen=True, kw_only=True):
     """All rows, most bytes first, and the named differences."""
@@ -104,7 +99,7 @@ class TrafficComparison(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def remainder(self) -> float:
         """Absolute unnamed differences as a share of all bytes."""
-        unnamed = sum(abs(row.remainder_bytes) for row in self.rows)
+        unnamed = sum(abs(row.compiled_bytes - row.derived_bytes - row.named_bytes) for row in self.rows)
         return unnamed / max(self.compiled_bytes, self.derived_bytes, 1.0)
 
 

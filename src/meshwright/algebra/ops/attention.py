@@ -38,11 +38,6 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     distance: int = 0
     ring: tuple[str, ...] = ()
 
-    @property
-    def can_ring(self) -> bool:
-        """True if keys can be sent round a ring block by block. Blocks of a bias would each need their own part."""
-        return not (self.sees_all or self.distance)
-
 
 class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
     """Operands of an attention step by role: ShardedArrays of the step, or the values that an interpreter has for them.
@@ -98,7 +93,7 @@ def _layout(tape: Tape) -> tuple[Attention, tuple[ShardedArray, ...]]:
             raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike. Split N as K.")
     axes = q.axes_of(positions_of(q))
     way = tape.shardings.strategy.context_attention if axes else "gather"
-    if way == "ring" and details.can_ring:
+    if way == "ring" and not (details.sees_all or details.distance):  # blocks of a bias would each need a part
         if any(key.axes_of("T") != q.axes_of("T") for key in (k, v)):
             raise InputError(f"ring attention of {q} with {k}: positions must be split alike. Give T the same axes.")
         details = replace(details, ring=axes)

@@ -114,16 +114,15 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     return DTYPE_BYTES["fp32"] * ITERATIONS * count * (4 * small * large + 6 * small**2)
 
 
-def momentum_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts two reads of the gradient (for its norm and its use), the momentum read and written, their mix written."""
-    return 2 * adamw.gradient_bytes(step.inputs[0], sizes) + 3 * sizes.bytes(step.result)
-
-
 OP = OpKind(
     update=update,
     moments=moments,
     steps={
-        "muon_momentum": StepKind(hbm_bytes=momentum_bytes, group="optimizer"),
+        # two reads of the gradient (for its norm and its use), the momentum read and written, their mix written
+        "muon_momentum": StepKind(
+            hbm_bytes=lambda step, of: 2 * adamw.gradient_bytes(step.inputs[0], of) + 3 * of.bytes(step.result),
+            group="optimizer",
+        ),
         "muon": StepKind(flops=flops, hbm_bytes=hbm_bytes, group="optimizer"),
         "muon_apply": StepKind(hbm_bytes=apply_bytes, group="optimizer"),
     },

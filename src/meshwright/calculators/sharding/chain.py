@@ -15,7 +15,7 @@ import msgspec
 from meshwright.algebra.einsum import local_product, reshard
 from meshwright.algebra.notation import ShardedArray, Sizes, check, local_elements, parse_array, product
 from meshwright.algebra.steps import Step
-from meshwright.calculators.sharding.einsum_cost import EinsumRates, StepPrice, price_einsum
+from meshwright.calculators.sharding.einsum_cost import EinsumRates, price_einsum
 from meshwright.calculators.sharding.parsing import parse_einsum, refuse_unknown_dims
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError, nearest
@@ -204,27 +204,15 @@ class Graph:
 
     def __init__(self, chain: Chain, rates: EinsumRates) -> None:
         self.chain, self.rates = chain, rates
-        self.bytes, self.price = cache(self._bytes), cache(self._price)
-        self.time_to_go, self.edges = cache(self._time_to_go), cache(self._edges)
-        self._layouts, self._inputs, self._move = (
-            cache(self._find_layouts),
-            cache(self._find_inputs),
-            cache(self._moved),
+        # bytes of an array's block on a device, and the price of one step
+        self.bytes = cache(
+            lambda array: float(local_elements(array, chain.dims, chain.mesh) * DTYPE_BYTES[array.dtype])
         )
+        self.price = cache(lambda step: price_einsum((step,), chain.dims, chain.mesh, rates)[0])
+        self.time_to_go, self.edges, self._move = cache(self._time_to_go), cache(self._edges), cache(self._moved)
+        self._layouts, self._inputs = cache(self._find_layouts), cache(self._find_inputs)
         smallest = [min(map(self.bytes, chain.choices[p.other.name])) for p in chain.products]
-        self._inputs_to_go = [sum(smallest[i:]) for i in range(len(smallest) + 1)]
-
-    def _bytes(self, array: ShardedArray) -> float:
-        """Returns bytes of the block of a device."""
-        return float(local_elements(array, self.chain.dims, self.chain.mesh) * DTYPE_BYTES[array.dtype])
-
-    def _price(self, step: Step) -> StepPrice:
-        """Returns the price of one step."""
-        return price_einsum((step,), self.chain.dims, self.chain.mesh, self.rates)[0]
-
-    def inputs_to_go(self, node: ChainNode) -> float:
-        """Returns the least bytes that the inputs of later products take."""
-        return self._inputs_to_go[node.index + (node.stage == "multiplied")]
+        self.inputs_to_go = [sum(smallest[i:]) for i in range(len(smallest) + 1)]
 
     def _time_to_go(self, node: ChainNode) -> float:
         """Returns seconds from a node to the end, without a limit on memory."""

@@ -95,7 +95,7 @@ def _labels(graph: Graph, memory_bytes: float, *, keep: int, objective: Objectiv
     settled: dict[ChainNode, list[tuple[Signature, Label]]] = {}
 
     def push(node: ChainNode, label: Label) -> None:
-        memory = label.input_bytes + label.alive_bytes + graph.inputs_to_go(node)
+        memory = label.input_bytes + label.alive_bytes + graph.inputs_to_go[node.index + (node.stage == "multiplied")]
         if memory <= memory_bytes:
             # rounded, so that equal times summed in another order stay equal and memory decides
             time_s = float(f"{label.time_s + graph.time_to_go(node):.12g}") if objective == "time" else label.time_s

@@ -5,6 +5,8 @@ only differences within one law say anything. N are parameters, D tokens, C = 6 
 """
 
 import math
+import tomllib
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -81,52 +83,9 @@ class ScalingLaw(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-LAWS: dict[str, ScalingLaw] = {
-    law.name: law
-    for law in (
-        ScalingLaw(
-            name="chinchilla",
-            source="Hoffmann et al. 2022, approach 3, constants as printed (equation 10)",
-            form="sum",
-            floor=1.69,
-            params_scale=406.4,
-            params_exponent=0.34,
-            tokens_scale=410.7,
-            tokens_exponent=0.28,
-        ),
-        ScalingLaw(
-            name="chinchilla-unrounded",
-            source="Hoffmann et al. 2022, approach 3, before rounding (TeX source, after Besiroglu et al. 2024)",
-            form="sum",
-            floor=1.6934,
-            params_scale=406.4,
-            params_exponent=0.3392,
-            tokens_scale=410.7,
-            tokens_exponent=0.2849,
-        ),
-        ScalingLaw(
-            name="epoch",
-            source="Besiroglu et al. 2024 (Epoch AI), approach 3 fitted anew to the data of Hoffmann et al.",
-            form="sum",
-            floor=1.8172,
-            params_scale=482.01,
-            params_exponent=0.3478,
-            tokens_scale=2085.43,
-            tokens_exponent=0.3658,
-        ),
-        ScalingLaw(
-            name="kaplan",
-            source="Kaplan et al. 2020, equations 1.5 and 1.7",
-            form="joint",
-            floor=0.0,
-            params_scale=6.4e13,
-            params_exponent=0.076,
-            tokens_scale=1.8e13,
-            tokens_exponent=0.103,
-            params_counted="without embeddings",
-        ),
-    )
-}
+_FILE = Path(__file__).parent / "data" / "scaling_laws.toml"
+_LAWS = msgspec.convert(tomllib.loads(_FILE.read_text("utf-8"))["law"], tuple[ScalingLaw, ...])
+LAWS = {law.name: law for law in _LAWS}
 DEFAULT_LAW = "chinchilla"
 
 KAPLAN_PARAMS = 1.3e9

@@ -89,17 +89,17 @@ MODELS: dict[str, Any] = {
 }
 
 
-def _half_peak(row: dict[str, Any]) -> float | None:
-    return row["peak_flops"].get("bf16") or row["peak_flops"].get("fp16")
-
-
 def _teraflops(flops: float) -> str:
     return four_digits(flops / 1e12)
 
 
 CHIPS: dict[str, Any] = {
     "chip": "name",
-    "bf16 or fp16": (_half_peak, _teraflops, "peak_flops.bf16"),
+    "bf16 or fp16": (
+        lambda row: row["peak_flops"].get("bf16") or row["peak_flops"].get("fp16"),
+        _teraflops,
+        "peak_flops.bf16",
+    ),
     **{dtype: (f"peak_flops/{dtype}", _teraflops) for dtype in ("fp8", "int8", "fp4")},
     "memory": ("hbm_bytes", format_bytes),
     "memory rate": ("hbm_bytes_per_s", format_rate),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from meshwright.batching.record import LatencyTargets, ServingSummary
 from meshwright.batching.trace import load_trace
@@ -153,7 +153,7 @@ class LoadAnswer:
             "model": self.name,
             "capacity_per_s": self.capacity,
             "clock": vars(clock) if clock else None,
-            "rates": [{**_fields(row), "ratios": _ratios(row)} for row in self.rows],
+            "rates": [{**asdict(row), "ratios": _ratios(row)} for row in self.rows],
         }
         return Answer(facts, list(self.text()), {self.given.png: self.picture})
 
@@ -254,7 +254,3 @@ def _ratios(row: "RateResult") -> dict[str, float]:
         return {}
     pairs = {name: (of(row.measured), of(row.predicted)) for name, (of, _) in FIGURES.items()}
     return {name: measured / predicted if predicted else np.nan for name, (measured, predicted) in pairs.items()}
-
-
-def _fields(row: "RateResult") -> dict[str, Any]:
-    return {name: getattr(row, name) for name in row.__struct_fields__}

@@ -159,8 +159,9 @@ def _load_text(found: ServingSummary, plan: ServicePlan, given: Any) -> Iterator
             ("queue", "queue"), ("TTFT", "ttft"), ("TPOT", "tpot"), ("between tokens", "itl"), ("whole", "latency")
         )
     ]  # fmt: skip
-    percentiles = {name: (name, _seconds_or_dash) for name in ("mean", "p50", "p90", "p99")}
-    columns: TableColumns = {"the first under load": "of a request", **percentiles}
+    columns: dict[str, Any] = {"the first under load": "of a request"}
+    for name in ("mean", "p50", "p90", "p99"):  # answers of one token have no time between tokens
+        columns[name] = name, lambda seconds: "-" if math.isnan(seconds) else format_seconds(seconds)
     yield ""
     yield Table.of(rows, columns)
     yield ""
@@ -183,11 +184,6 @@ def _load_text(found: ServingSummary, plan: ServicePlan, given: Any) -> Iterator
         "engines",
         "; ".join(f"busy {pool.utilisation:.0%}, {pool.mean_running:.3g} sequences in each" for pool in found.pools),
     )
-
-
-def _seconds_or_dash(seconds: float) -> str:
-    """Answers of one token have no time between tokens."""
-    return "-" if math.isnan(seconds) else format_seconds(seconds)
 
 
 def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:

@@ -125,11 +125,6 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
         return self.link_alpha if self.alpha is None else self.alpha if self.num_chips > 1 else None
 
     @property
-    def fsdp_links(self) -> float:
-        """Torus axes that FSDP alone uses at once; 1 on switches."""
-        return 1 if self.alpha is None else self.num_axes
-
-    @property
     def tensor_most(self) -> float | None:
         """The size of ``tensor`` up to which its collectives hide; None where no form of it is known."""
         if self.alpha is not None:
@@ -155,7 +150,8 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fsdp_most_chips(self) -> float:
         """Chips up to which FSDP alone is compute-bound, where `fsdp_alpha` is known."""
-        return limits.fsdp_max_chips(self.batch_tokens / self.sparsity, self.fsdp_alpha, self.fsdp_links)
+        links = 1 if self.alpha is None else self.num_axes  # that FSDP alone uses at once
+        return limits.fsdp_max_chips(self.batch_tokens / self.sparsity, self.fsdp_alpha, links)
 
     @property
     def mixture(self) -> limits.Mixture:

@@ -190,18 +190,15 @@ def _split_layouts(shape: Factors, wraps: tuple[bool, ...], sizes: Factors) -> t
         partial = grown
     kept = _not_beaten([(splits, costs) for _, splits, costs in partial])
     kept.sort(key=lambda one: (_shared_axes(one[0]), sum(one[1])))
-    return tuple(_layout(splits, len(shape)) for splits, _ in kept[:MAX_PLACEMENTS])
+    return tuple(
+        tuple(tuple((index, split[i]) for index, split in enumerate(splits) if split[i] > 1) for i in range(len(shape)))
+        for splits, _ in kept[:MAX_PLACEMENTS]
+    )
 
 
 def _shared_axes(splits: tuple[Factors, ...]) -> int:
     """Returns the number of mesh axes beyond the first on each physical axis, summed; 0 if none is shared."""
     return sum(max(0, sum(split[i] > 1 for split in splits) - 1) for i in range(len(splits[0]))) if splits else 0
-
-
-def _layout(splits: tuple[Factors, ...], num_axes: int) -> MeshLayout:
-    return tuple(
-        tuple((index, split[i]) for index, split in enumerate(splits) if split[i] > 1) for i in range(num_axes)
-    )
 
 
 def _not_beaten(

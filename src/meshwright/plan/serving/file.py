@@ -11,7 +11,7 @@ from meshwright.algebra.generation import GenerationPhase
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import Checked, check_figures
 from meshwright.core.files import write_text_whole
-from meshwright.core.toml_file import TomlFile, decode_toml, parse_toml, read_toml, sealed_toml, warn_of_changes
+from meshwright.core.toml_file import TomlFile, decode_toml, read_toml, sealed_toml, warn_of_changes
 from meshwright.cost.formulas.serving import expected_tokens
 from meshwright.cost.setting import Setting
 from meshwright.plan.legal import MEMORY_RULE, legal
@@ -139,11 +139,6 @@ def load_service(path: Path | str) -> ServiceFile:
     file = read_toml(Path(path))
     warn_of_changes(file)
     return _decode(file)
-
-
-def parse_service(text: str, *, path: str = "<text>") -> ServiceFile:
-    """Parses the text of a file; ``path`` is its name in messages."""
-    return _decode(parse_toml(text, path=path))
 
 
 def is_service_file(path: Path | str) -> bool:

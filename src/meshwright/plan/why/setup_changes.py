@@ -193,7 +193,8 @@ def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
             raise InputError(
                 f"no cluster like {cluster.short_name} has {factor:g} times its chips. Give another factor."
             )
-        changed = min(similar, key=_evenness)
+        # with more closed axes, then with a shorter longest axis
+        changed = min(similar, key=lambda c: (c.kind == "torus" and -sum(c.wraps), max(c.shape), c.shape))
     return changed
 
 
@@ -241,12 +242,6 @@ def _resized(cluster: Cluster, shape: tuple[int, ...], *, num_slices: int | None
     except (InputError, CannotRunError):
         return []
     return [msgspec.structs.replace(made, twisted=cluster.twisted and shape == cluster.shape)]
-
-
-def _evenness(cluster: Cluster) -> tuple[int, int, tuple[int, ...]]:
-    """Returns a sort key: clusters with more closed axes come first, then those with a shorter longest axis."""
-    wraps = sum(cluster.wraps) if cluster.kind == "torus" else 0
-    return -wraps, max(cluster.shape), cluster.shape
 
 
 def _job_size(field: str, name: str, noun: str, words: str) -> Callable[[Setting, float], tuple[Setting, str]]:

@@ -62,11 +62,6 @@ def _rope(model: Model) -> dict[str, Any]:
     return {"original_max_position_embeddings": original, "rope_scaling": {"type": "longrope", **kept}}
 
 
-def _sliding_window(model: Model) -> int | None:
-    # Gemma's window is a number in every config, also where no layer uses it.
-    return model.sliding_window or (model.max_positions if model.family in ("gemma2", "gemma3") else None)
-
-
 def _query_scalar(model: Model) -> float:
     """Returns a whole number where possible, since transformers accepts no other."""
     scalar = model.query_pre_attn_scalar or model.head_dim
@@ -74,7 +69,8 @@ def _query_scalar(model: Model) -> float:
 
 
 _COMPUTED: dict[str, Callable[[Model], Any]] = {
-    "sliding_window": _sliding_window,
+    # Gemma's window is a number in every config, also where no layer uses it.
+    "sliding_window": lambda m: m.sliding_window or (m.max_positions if m.family in ("gemma2", "gemma3") else None),
     "layer_types": lambda model: [
         "sliding_attention" if n in model.sliding_layers else "full_attention" for n in range(model.num_layers)
     ],

@@ -305,13 +305,13 @@ def backward(
         ways = {name: part.added if name in _BY_HEAD else jnp.add for name in more}
         return part.put(out[0], dq), dk, dv, {n: jax.tree.map(ways[n], out[3][n], x) for n, x in more.items()}
 
-    start = jnp.zeros_like(rows[0]), *(jnp.zeros(x.shape, jnp.float32) for x in (k, v)), _zeros(rule)
+    start = (
+        jnp.zeros_like(rows[0]),
+        *(jnp.zeros(x.shape, jnp.float32) for x in (k, v)),
+        jax.tree.map(jnp.zeros_like, reads(rule)),
+    )
     dq, dk, dv, more = _in_parts(rows[0], k, lists, sizes, step, start)
     return dq, dk.astype(k.dtype), dv.astype(v.dtype), more
-
-
-def _zeros(rule: TileRule) -> Any:
-    return jax.tree.map(jnp.zeros_like, reads(rule))
 
 
 def _in_parts(
