@@ -15,6 +15,7 @@ from meshwright.plan.space import EMULATED
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import load_plan, save_plan
 from meshwright.spec.slices import slice_note
@@ -130,12 +131,28 @@ def test_an_odd_number_of_chips_is_used_in_stages_unless_fewer_are_faster(cluste
     assert (whole.num_chips, alone.cluster.short_name) == (parse_cluster(cluster).num_chips, part)
     best = result.strategies[0]
     assert best.estimate.step_s <= 1.001 * min(whole.estimate.step_s, alone.estimate.step_s)
+    # also in stages on the part itself
+    there = planned(LLAMA8B, best.cluster.short_name, batch_seqs, top=1).strategies[0]
+    assert best.estimate.step_s <= 1.001 * there.estimate.step_s
     if best.num_chips == whole.num_chips:
         assert result.shortfall == ()
     else:
         assert best.cluster.short_name == part
         assert f" only in pipeline stages (pipeline {stages}" in result.shortfall[0]
         assert f"planned on {part}" in result.shortfall[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "axes"), [("olmo2-7b", "v6e:4x4", {"fsdp": 16}), ("deepseek-v2-lite", "h200:8x1", {"fsdp": 8})]
+)
+def test_what_is_listed_has_the_price_of_the_steps_that_run(model, cluster, axes):
+    """The search prices all meshes with steps in one order, in which a ring of `context` computes keys first."""
+    laid = parse_cluster(cluster)
+    setting = Setting(
+        catalogue.load_model(model), laid, Job(batch_seqs=64, seq_len=4096), fitted_calibration(laid.chip)
+    )
+    for one in rank_plans(setting, axes=axes, overrides={"remat": "block"}).strategies:
+        assert price_strategy(one.setting, one.strategy).estimate == one.estimate
 
 
 def test_every_strategy_offered_can_run(uneven):

@@ -126,11 +126,13 @@ def plan_in(setting: Setting, strategy: Strategy, predicted: Estimate) -> Plan:
     )
 
 
-def planned(setting: Setting, batch_seqs: int, strategy: Strategy, estimate: Estimate) -> PlannedStrategy:
-    """Returns the strategy for a batch, with days and dollars (None without a price) for all tokens of the job."""
-    job = msgspec.structs.replace(setting.job, batch_seqs=batch_seqs)
+def planned(setting: Setting, batch_seqs: int, strategy: Strategy) -> PlannedStrategy:
+    """Returns the strategy for a batch, with its prediction, which has days and dollars (None without a price) for all
+    tokens of the job."""
+    setting = msgspec.structs.replace(setting, job=msgspec.structs.replace(setting.job, batch_seqs=batch_seqs))
+    job, estimate = setting.job, price_strategy(setting, strategy).estimate
     if job.train_tokens is not None:
         seconds = estimate.step_s * job.train_tokens / job.tokens_per_step
         run = chip_time(seconds, setting.cluster.chip, setting.cluster.num_chips)
         estimate = msgspec.structs.replace(estimate, train_days=run.days, cost_usd=run.cost_usd)
-    return PlannedStrategy(setting=msgspec.structs.replace(setting, job=job), strategy=strategy, estimate=estimate)
+    return PlannedStrategy(setting=setting, strategy=strategy, estimate=estimate)

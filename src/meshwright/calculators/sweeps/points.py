@@ -13,7 +13,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, parse_count
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
-from meshwright.cost.train_step import PricedStrategy, price_strategy
+from meshwright.cost.train_step import price_strategy
 from meshwright.plan.legal import MEMORY_RULE, legal
 from meshwright.plan.planner import refuse_given, space_of
 from meshwright.plan.result import PlannedStrategy, planned
@@ -41,7 +41,6 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
     values: Mapping[str, str]
     setting: Setting
     best: PlannedStrategy | None
-    priced: PricedStrategy | None
     reason: str
     least_bytes: float | None = None
 
@@ -54,7 +53,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
         """Returns plain data: figures are None where nothing runs."""
         found, job, cluster, limit = self.best, self.setting.job, self.setting.cluster, self.setting.memory_limit
         at, strategy = found and found.estimate, found and found.strategy
-        parts = self.priced and Breakdown(self.priced)
+        parts = found and Breakdown(price_strategy(found.setting, found.strategy))
         return {
             "label": ", ".join(f"{name} {value}" for name, value in self.values.items()),
             "values": dict(self.values),
@@ -142,20 +141,18 @@ def _point(
         return _searched(values, setting, space_of(setting, axes, given["strategy"]))
     reason = next((one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE), "")
     if reason:
-        return SweepPoint(values=values, setting=setting, best=None, priced=None, reason=reason)
-    priced = price_strategy(setting, strategy)
-    best, need = planned(setting, job.batch_seqs, strategy, priced.estimate), priced.estimate.hbm_bytes_per_chip
+        return SweepPoint(values=values, setting=setting, best=None, reason=reason)
+    best = planned(setting, job.batch_seqs, strategy)
+    need = best.estimate.hbm_bytes_per_chip
     reason = _too_large(need, setting) if need > setting.memory_limit else ""
-    return SweepPoint(values=values, setting=setting, best=best, priced=priced, reason=reason)
+    return SweepPoint(values=values, setting=setting, best=best, reason=reason)
 
 
 def _searched(values: Mapping[str, str], setting: Setting, space: Space) -> SweepPoint:
     """Returns the fastest strategy of a space on all chips, or why nothing runs."""
     outcome = search(space, setting.cluster, setting.job.batch_seqs, top=1)
-    best = next(iter(outcome.found), None)
-    if best:
-        priced = price_strategy(setting, best.strategy)
-        return SweepPoint(values=values, setting=setting, best=best, priced=priced, reason="")
+    if outcome.found:
+        return SweepPoint(values=values, setting=setting, best=outcome.found[0], reason="")
     least = outcome.least_bytes if math.isfinite(outcome.least_bytes) else None
     reason = "cannot be laid" if least is None else _too_large(least, setting)
     if not outcome.num_meshes:
@@ -164,7 +161,7 @@ def _searched(values: Mapping[str, str], setting: Setting, space: Space) -> Swee
             reason = "does not divide"
         except CannotRunError as error:
             reason = f"does not divide: {error}"
-    return SweepPoint(values=values, setting=setting, best=None, priced=None, reason=reason, least_bytes=least)
+    return SweepPoint(values=values, setting=setting, best=None, reason=reason, least_bytes=least)
 
 
 def _too_large(need: float, setting: Setting) -> str:
