@@ -242,9 +242,10 @@ def _without_stages(space: Space, top: int, outcome: SearchOutcome) -> SearchOut
         return outcome
     alone = msgspec.structs.replace(space, fixed={**space.fixed, "pipeline": 1})
     try:
-        fewer = _largest_part(alone, top)
+        part = _largest_part(alone, 1).found[0].cluster
     except CannotRunError:
         return outcome
+    fewer = search(space, part, space.setting.job.batch_seqs, top=top)  # there stages may be faster yet
     return min(outcome, fewer, key=lambda one: one.found[0].estimate.step_s)
 
 

@@ -5,22 +5,20 @@ placements are then arrays with one entry per candidate; the times of a layer ar
 every schedule, number of chunks and choice of offloading.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import numpy as np
 
 from meshwright.algebra.schedules.registry import definition
 from meshwright.core.dims import MESH_AXES
-from meshwright.cost.arrays import as_python, select
+from meshwright.cost.arrays import select
 from meshwright.cost.memory import total_bytes
 from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.offload import offloaded
 from meshwright.cost.pass_times import BlockTimes
 from meshwright.cost.pipeline import schedule_fits
-from meshwright.cost.step_rates import StepRates
-from meshwright.cost.train_step import PricedStep, predict
+from meshwright.cost.train_step import PricedStep
 from meshwright.plan.candidates import (
     Candidates,
     candidate_pipeline,
@@ -91,7 +89,8 @@ def search(
     They have at most ``top`` different meshes, chosen by `diverse`. With ``frontier`` the unbeaten strategies come too.
     Unless ``exhaustive``, a large space is screened first: only the fastest meshes are priced in all forms.
     """
-    meshes = candidates_on_chips(space, batch_seqs, num_chips=cluster.num_chips, reach=reach)
+    rarer = space.with_rare()
+    meshes = candidates_on_chips(rarer, batch_seqs, num_chips=cluster.num_chips, reach=reach)
     pricer, best = _Pricer(space, cluster, []), Best()
     kept = np.zeros(len(meshes), dtype=bool)
     more = ~kept if len(meshes) <= KEPT_MESHES or exhaustive else _screened(space, cluster, meshes)
@@ -101,8 +100,8 @@ def search(
             best.add(variant)
         more = ~kept & _near_first(meshes, best)
         lacks = best.missed < np.min(best.seconds, initial=np.inf) or not best.kept
-        if lacks and pricer.space is space and not more.any():
-            pricer = _Pricer(space.with_reruns(), cluster, pricer.placements)
+        if pricer.space is space and not more.any():
+            pricer = _Pricer(rarer.with_reruns() if lacks else rarer, cluster, pricer.placements)
             for variant in pricer.variants(select(meshes, kept), begin=len(space.patterns)):
                 best.add(variant)
             more = ~kept & _near_first(meshes, best)
@@ -182,10 +181,16 @@ class _Pricer:
         every = with_microbatches(self.space, self._laid(meshes, placements), most=microbatches)
         if not len(every):
             return
-        rates = self._rates(self.placements[start:], *self.space.patterns)
+        derived = (one.derived for one in self.space.patterns)
+        rates = self.setting.step_rates(self.space.template, self.placements[start:], *derived)
         for first in range(0, len(every), AT_ONCE):
             rows = select(every, slice(first, first + AT_ONCE))
-            one = self._priced(self.space.patterns[0], rows, select(rates, rows.laid - start))
+            one = PricedStep(
+                derived=self.space.patterns[0].derived,
+                sizes=candidate_sizes(self.space, rows),
+                rates=select(rates, rows.laid - start),
+                pipeline=candidate_pipeline(self.space, rows),
+            )
             for number, pattern in enumerate(self.space.patterns[begin:], begin):
                 legal = np.flatnonzero(legal_in(self.space, pattern, rows))
                 if len(legal):
@@ -247,18 +252,6 @@ class _Pricer:
                     missed=missed,
                 )
 
-    def _rates(self, placements: Sequence[Placement], *patterns: Pattern) -> StepRates:
-        return self.setting.step_rates(self.space.template, placements, *(one.derived for one in patterns))
-
-    def _priced(self, pattern: Pattern, rows: Candidates, rates: StepRates, **forms: Any) -> PricedStep:
-        """Returns the prices of a pattern, of one stage or in the ``forms`` of `planned_at`."""
-        return PricedStep(
-            derived=pattern.derived,
-            sizes=candidate_sizes(self.space, rows),
-            rates=rates,
-            **{"pipeline": candidate_pipeline(self.space, rows), **forms},
-        )
-
     def _chunks(self, schedule: str, rows: Candidates, pattern: Pattern) -> tuple[np.ndarray, np.ndarray]:
         """Returns (indices of candidates on which a schedule runs, number of chunks): each pair of the two once.
 
@@ -290,7 +283,8 @@ class _Pricer:
             yield np.where(-(-num_layers // (stages * count)) == layers, count, 1)
 
     def planned_at(self, best: Best, index: int) -> PlannedStrategy:
-        """Returns candidate ``index`` of ``best`` with its whole prediction."""
+        """Returns candidate ``index`` of ``best`` with the prediction of the steps that run, which the steps of all
+        meshes may be a little off: their order differs."""
         one = best.at(index)
         rows, pattern, placement = one.rows, self.space.patterns[one.pattern], self.placements[int(one.rows.laid[0])]
         strategy = msgspec.structs.replace(
@@ -302,8 +296,4 @@ class _Pricer:
             chunks=int(one.chunks[0]),
             offload=one.offload,
         )
-        pipeline = candidate_pipeline(self.space, rows, schedule=one.schedule, chunks=one.chunks)
-        rates = self._rates([placement], pattern)
-        priced = self._priced(pattern, rows, rates, pipeline=pipeline, offload=one.offload)
-        estimate = predict(priced, self.setting, batch_seqs=rows.batch_seqs.astype(float))
-        return planned(self.setting, int(rows.batch_seqs[0]), strategy, as_python(select(estimate, 0)))
+        return planned(self.setting, int(rows.batch_seqs[0]), strategy)

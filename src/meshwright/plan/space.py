@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any, get_args
 
 import msgspec
@@ -29,19 +30,26 @@ Remat = str | tuple[str, ...]
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):
-    """The values that are tried for every choice beside the mesh, the placement and the microbatches."""
+    """The values that are tried for every choice beside the mesh, the placement and the microbatches.
+
+    What is rarely best is tried under little remat, on the meshes that are fastest without it and their neighbours:
+    ``rare_zeros``, and unless ``far_heads`` kv heads on more devices than the fastest level of the network has.
+    """
 
     remats: tuple[Remat, ...] = USUAL_POLICIES
     zeros: tuple[int, ...] = (3, 1)
+    rare_zeros: tuple[int, ...] = ()
+    far_heads: bool = False
     sequence_parallel: tuple[bool, ...] = (True,)
     context_attention: tuple[str, ...] = ("ring", "ulysses")
     schedules: tuple[str, ...] = searched_schedules(every=False)
     offloads: tuple[tuple[str, ...], ...] = ((),)
 
 
-USUAL = Choices()
+USUAL = Choices(rare_zeros=(2,))
 FULL = Choices(
     zeros=(3, 2, 1),
+    far_heads=True,
     sequence_parallel=(True, False),
     context_attention=get_args(ContextAttention),
     schedules=searched_schedules(every=True),
@@ -110,11 +118,23 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     def with_reruns(self, remats: tuple[Remat, ...] = RERUN_POLICIES) -> "Space":
         """Returns the space with patterns of these policies after the others; itself if remat is given, or on this
         machine, whose emulated devices share one memory."""
-        if "remat" in self.given or self.setting.cluster.kind == "host":
+        held = "remat" in self.given or self.setting.cluster.kind == "host"
+        return self if held else self._with(remats=remats)
+
+    def with_rare(self) -> "Space":
+        """Returns the space with patterns of what is rarely best after the others; itself on this machine."""
+        if self.setting.cluster.kind == "host":
             return self
-        choices = msgspec.structs.replace(self.choices, remats=remats)
-        more = open_space(self.setting, self.template, given=self.given, choices=choices, fixed=self.fixed).patterns
-        return msgspec.structs.replace(self, patterns=(*self.patterns, *more))
+        few, zeros = self.choices.remats[:2], self.choices.rare_zeros
+        space = self._with(far_heads=True, remats=few)
+        return space if "assignment" in self.given or not zeros else space._with(zeros=zeros, remats=few)
+
+    def _with(self, **choices: Any) -> "Space":
+        tried = msgspec.structs.replace(self.choices, **choices)
+        more = open_space(self.setting, self.template, given=self.given, choices=tried, fixed=self.fixed).patterns
+        form = attrgetter("strategy", "tensor_split", "repeats")
+        known = [form(pattern) for pattern in self.patterns]
+        return msgspec.structs.replace(self, patterns=(*self.patterns, *(p for p in more if form(p) not in known)))
 
 
 def open_space(
@@ -153,7 +173,7 @@ def open_space(
                 tensor_split=tensor_split,
                 repeats=axes,
             )
-            for derived, tensor_split, axes in _forms(strategy, setting, fixed)
+            for derived, tensor_split, axes in _forms(strategy, setting, fixed, far=choices.far_heads)
         ]
     return Space(
         setting=setting,
@@ -171,16 +191,16 @@ def open_space(
 
 
 def _forms(
-    strategy: Strategy, setting: Setting, fixed: Mapping[str, int]
+    strategy: Strategy, setting: Setting, fixed: Mapping[str, int], *, far: bool
 ) -> Iterator[tuple[Derived, bool | None, tuple[str, ...]]]:
     """Yields the steps, ``tensor_split`` and ``repeats`` of each pattern of a strategy.
 
-    Meshes whose devices do not divide the model's kv heads repeat these: if sizes are not ``fixed``, only if the
-    fastest level of the network has more devices than that. The loss head takes another form where a device has the
-    whole vocabulary.
+    Meshes whose devices do not divide the model's kv heads repeat these: if sizes are not ``fixed``, and unless
+    ``far``, only if the fastest level of the network has more devices than that. The loss head takes another form where
+    a device has the whole vocabulary.
     """
     model, cluster, axes = setting.model, setting.cluster, REPEATED_HEADS[repeated_dim(strategy)]
-    reach = cluster.domain if cluster.kind == "switched" else cluster.num_chips
+    reach = cluster.domain if cluster.kind == "switched" and not far else cluster.num_chips
     found: list[tuple[Strategy, tuple[str, ...]]] = [(strategy, ())]
     if all(axis in fixed for axis in axes):
         mesh = strategy.mesh | dict(fixed)

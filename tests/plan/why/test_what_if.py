@@ -46,6 +46,14 @@ def test_twice_the_chips(result):
     assert told.kept_s is None
 
 
+def test_a_plan_on_a_part_of_the_chips_is_kept_there():
+    result = rank_plans(Setting(LLAMA8B, parse_cluster("h100:7"), Job(batch_seqs=8, seq_len=4096)), top=1)
+    told = what_if(result, {"nvlink": 0.25})
+    assert told.now.num_chips < 7
+    assert told.now.estimate.step_s < told.kept_s >= told.then.estimate.step_s
+    assert "chips. " in told.note or told.note.count("planned on") == 1
+
+
 def test_half_the_batch_counts_tokens_per_second(result):
     told = what_if(result, {"batch": 0.5})
     now, then = told.now.estimate.step_s, told.then.estimate.step_s

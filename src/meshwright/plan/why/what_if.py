@@ -57,8 +57,8 @@ def what_if(result: PlanResult, asked: Mapping[str, float]) -> WhatIf:
         found,
         then=then,
         terms=_terms(then),
-        kept_s=_kept(setting, now),
-        note=" ".join(again.shortfall),
+        kept_s=None if "chips" in asked else _kept(changed_setting(now.setting, asked)[0], now),
+        note=". ".join(again.shortfall),
     )
 
 
@@ -68,7 +68,5 @@ def _terms(one: PlannedStrategy) -> tuple[Term, ...]:
 
 def _kept(setting: Setting, now: PlannedStrategy) -> float | None:
     """Returns the step seconds of an unchanged strategy in the changed setting; None if it does not run there."""
-    if setting.cluster.num_chips != now.num_chips:
-        return None
     found = estimate_in(setting, msgspec.structs.replace(now.strategy, placement={}))
     return found.step_s if found else None
