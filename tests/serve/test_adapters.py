@@ -14,6 +14,7 @@ from meshwright.algebra.generation import Storage
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.core.errors import InputError
 from meshwright.nn.forward import logits_fn
+from meshwright.nn.hf.adapter import base_folder
 from meshwright.nn.hf.weights import load_params, save_adapter, save_hf, source_of
 from meshwright.nn.quantisation import stored_params
 from meshwright.nn.weights import Params
@@ -209,6 +210,20 @@ def test_an_adapter_of_another_base_is_one_line(folders, tmp_path):
         InputError, match=r"layers\.2\.\S+ is \(3, 32\); tiny needs no such tensor\. Give an adapter of"
     ):
         engine_of(folders | {"deep": tmp_path / "deep"})
+
+
+def test_a_base_is_named_from_the_adapter_or_from_here(folders, tmp_path, monkeypatch):
+    """PEFT writes the path that the base was loaded from, which may start at the current folder."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "models/base"}')
+    with pytest.raises(InputError, match=r"names the base model 'models/base', which is a folder neither from "):
+        base_folder(adapter)
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert base_folder(adapter).samefile("models/base")
+    (adapter / "models" / "base").mkdir(parents=True)
+    assert base_folder(adapter).samefile(adapter / "models" / "base")
 
 
 def test_what_is_no_adapter_or_no_base_is_one_line(folders):

@@ -35,15 +35,17 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_folder(folder: Path) -> Path:
-    """Returns the folder of an adapter's base weights; a relative path starts at the adapter's folder."""
+    """Returns the folder of an adapter's base weights; a relative path starts at the adapter's folder or else, as PEFT
+    reads it, at the current one."""
     named = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.").get("base_model_name_or_path") or ""
-    found = folder / Path(str(named)).expanduser()
-    if not named or not found.is_dir():
-        raise InputError(
-            f"{folder / ADAPTER_CONFIG} names the base model {named!r}, which is not a folder. "
-            f"Write the folder of the base as base_model_name_or_path."
-        )
-    return found
+    path = Path(str(named)).expanduser()
+    for found in (folder / path, path):
+        if named and found.is_dir():
+            return found
+    raise InputError(
+        f"{folder / ADAPTER_CONFIG} names the base model {named!r}, which is a folder neither from {folder} nor from "
+        f"here. Write the folder of the base as base_model_name_or_path."
+    )
 
 
 # -- reading ------------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, 
     every = [module for names in modules.values() for module in names]
     listed = () if isinstance(given, str) else given
     unknown = [t for t in listed if not any(module == t or module.endswith(f".{t}") for module in every)]
-    unknown += [name for name, layers in meant.items() if any(layers) and not all(layers)]
+    unknown += [f"{name} in some layers alone" for name, layers in meant.items() if any(layers) and not all(layers)]
     if unknown or not any(any(layers) for layers in meant.values()):
         raise CannotRunError(
             f"{where} targets {', '.join(unknown) or given}: this version has adapters of {', '.join(modules)}, in "
