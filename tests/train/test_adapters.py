@@ -78,10 +78,10 @@ def test_merged_weights_are_base_and_product(run, tmp_path):
 
 
 def test_convert_writes_the_adapter_or_merges_it(run, tmp_path, call):
-    folder, *_ = run
+    folder, _, whole = run
     alone = call("convert", str(folder), str(tmp_path / "alone"), "--json").json
     assert alone["files"] == ["adapter_model.safetensors"]
-    merged = call("convert", str(folder), str(tmp_path / "merged"), "--merge", "--step", "6", "--json").json
+    merged = call("convert", whole.run, str(tmp_path / "merged"), "--merge", "--step", "6", "--json").json
     assert merged["files"] == ["model.safetensors"]
     adapter = open_model(tmp_path / "alone").model
     with open_source(adapter, tmp_path / "alone") as (fetch, _), open_source(adapter, folder) as (other, _):

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,6 +7,8 @@ import pytest
 from msgspec.structs import replace
 from safetensors.numpy import load_file
 
+from meshwright.nn.hf.beside import keep_beside
+from meshwright.nn.hf.tokenizer import read_tokenizer
 from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import init_params
 from meshwright.serve.model_folder import open_model
@@ -44,6 +47,20 @@ def test_the_config_says_where_a_text_ends(run, tmp_path):
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 0
     save_weights(MODEL, params, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] is None
+
+
+def test_the_config_has_the_token_numbers_of_the_source(run, tmp_path):
+    """A fine-tuned model begins, ends and pads its texts as the one that it comes from."""
+    tokenizer, source, tuned = run[0] / "tokenizer.json", tmp_path / "source", tmp_path / "run"
+    for name, table in (("config.json", {"bos_token_id": 1, "pad_token_id": 3}), ("generation_config.json", {"x": 1})):
+        source.mkdir(exist_ok=True)
+        (source / name).write_text(json.dumps(table))
+    shutil.copyfile(tokenizer, source / "tokenizer.json")
+    tuned.mkdir()
+    keep_beside(source, tuned, read_tokenizer(tokenizer))
+    save_weights(MODEL, run[1], tuned)
+    config = json.loads((tuned / "config.json").read_text())
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [1, 0, 3]
 
 
 def test_a_run_is_read_back(run):

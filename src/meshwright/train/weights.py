@@ -18,10 +18,11 @@ from jax.sharding import SingleDeviceSharding
 from meshwright.core.digests import require_intact, write_sums
 from meshwright.core.errors import CannotRunError, FileWarning, InputError, first_line
 from meshwright.core.files import write_whole
-from meshwright.nn.hf.tokenizer import GENERATION, TOKENIZER, end_tokens
+from meshwright.nn.hf.tokenizer import GENERATION, TOKENIZER, end_tokens, read_table
 from meshwright.nn.hf.weights import Fetch, save_adapter, save_hf, source_of
 from meshwright.nn.quantisation import dequantise_params, quantised_base
 from meshwright.nn.weights import Params, param_shapes
+from meshwright.spec.hf.write import TOKEN_KEYS
 from meshwright.spec.model import Model
 from meshwright.spec.weights import frozen_base
 from meshwright.train.checkpoint import CHECKPOINTS, POSITION, STATE, UNCHECKED, Stored
@@ -128,11 +129,13 @@ def save_base(model: Model, params: Params, folder: Path) -> None:
 
 
 def end_of_text(model: Model, folder: Path) -> dict[str, int | list[int]]:
-    """Returns eos_token_id for config.json from the generation config of the folder, else from its tokenizer; {}
-    without a tokenizer."""
+    """Returns the token numbers for config.json from the generation config of the folder, else eos_token_id from its
+    tokenizer; {} without a tokenizer."""
     if not (folder / TOKENIZER).is_file():
         require_intact(folder, [TOKENIZER])
         return {}
     tokenizer, end = open_tokenizer(folder, vocab_size=model.vocab_size)
-    ends = end_tokens(folder, tokenizer) if (folder / GENERATION).is_file() else [end]
-    return {"eos_token_id": ends if len(ends) > 1 else ends[0] if ends else end}
+    known = read_table(folder / GENERATION, remedy="remove it")
+    ends = end_tokens(folder, tokenizer) if known else [end]
+    numbers = {key: known[key] for key in TOKEN_KEYS if key in known}
+    return {**numbers, "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else end}

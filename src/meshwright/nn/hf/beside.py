@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from meshwright.core.files import write_json_whole, write_whole
 from meshwright.nn.hf.chat_template import MORE_TEMPLATES, PROCESSOR_TEMPLATE, TEMPLATE, read_chat_templates
 from meshwright.nn.hf.tokenizer import (
+    CONFIG,
     GENERATION,
     SPECIAL_TOKENS,
     TOKENIZER,
@@ -18,6 +19,7 @@ from meshwright.nn.hf.tokenizer import (
     read_table,
     special_tokens,
 )
+from meshwright.nn.hf.weights import token_numbers
 
 FILES = (
     *(TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"),
@@ -43,7 +45,7 @@ def keep_beside(source: Path, run: Path, tokenizer: Tokenizer) -> None:
     """Copies what is beside a ``tokenizer`` into the folder of a run that is trained with it.
 
     The run's generation config names every token that may end a text: those of the source, the end of a document, and
-    what the chat template writes after an answer, if that is one token.
+    what the chat template writes after an answer, if that is one token. It also has the source's other token numbers.
     """
     if source.resolve() == run.resolve():
         return
@@ -52,4 +54,6 @@ def keep_beside(source: Path, run: Path, tokenizer: Tokenizer) -> None:
     turn_end = tokenizer.token_to_id(chats.turn_end) if chats else None
     ends = (*end_tokens(source, tokenizer), end_token(tokenizer, special_tokens(source).get("eos_token")), turn_end)
     named = list(dict.fromkeys(end for end in ends if end is not None))
-    write_json_whole(run / GENERATION, read_table(run / GENERATION, remedy="remove it") | {"eos_token_id": named})
+    kept = token_numbers(source) if (source / CONFIG).is_file() else {}
+    kept |= read_table(run / GENERATION, remedy="remove it")
+    write_json_whole(run / GENERATION, kept | {"eos_token_id": named})
