@@ -187,9 +187,9 @@ class Engine:
         if request.adapter not in self._adapters:
             known = nearest(request.adapter, list(self._adapters)[1:] or ["none"])
             raise InputError(f"this engine has no adapter {request.adapter!r}.{known}")
-        longest, prompt = max(request.prompt), len(request.prompt)
-        if longest >= self.vocab_size or min(request.prompt) < 0:
-            raise InputError(f"the prompt has tokens outside of V={self.vocab_size}. Use the model's own tokenizer.")
+        prompt, vocab = len(request.prompt), self.vocab_size
+        if wrong := [token for token in (min(request.prompt), max(request.prompt)) if not 0 <= token < vocab]:
+            raise InputError(f"the prompt has token {wrong[0]}, outside of V={vocab}. Give 0 to {vocab - 1}.")
         if prompt + request.max_tokens > self.max_len:
             raise InputError(
                 f"a prompt of {prompt:,} tokens and {request.max_tokens:,} more need {prompt + request.max_tokens:,} "

@@ -148,6 +148,7 @@ async def test_logprobs():
             {"tool_choice": "required"},
             "invalid enum value 'required': give one of none, auto",
         ),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "give one of none, auto"),
         ({"temperature": 1e30}, "temperature is 1e30: expected `float` <= 100.0"),
         ({"messages": [{"role": "user", "content": "x" * 9_000}]}, "messages has 9,021 characters; 512 positions hold"),
         ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),

@@ -118,7 +118,7 @@ def test_rows_without_a_prompt_have_a_token(step):
         ([], 1, "0 prompts; the step takes 1 to 4"),
         ([[1]] * 5, 1, "5 prompts; the step takes 1 to 4"),
         ([[1], []], 1, "prompt 2 is empty"),
-        ([[64]], 1, "tokens outside of V=64"),
+        ([[64]], 1, "prompt 1 has token 64, outside of V=64. Give 0 to 63."),
         ([[1]], 0, "max_tokens=0 must be at least 1"),
         ([[1] * 20], 5, "need 25 positions; the cache has 24"),
     ],

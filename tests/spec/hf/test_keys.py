@@ -60,7 +60,7 @@ def test_a_message_says_what_to_write():
         "computes. Remove it if it has no effect. Did you mean 'num_attention_heads'?"
     )
     assert refused("llama", quantization_config={"quant_method": "awq"}) == (
-        "toy: quantization_config is 'awq'. Only no value is known here."
+        "toy: quantization_config is 'awq'. Only no value is known here. Remove it to plan the shapes alone."
     )
     assert refused("llama", rope_scaling={"rope_type": "linear", "factor": 2.0, "ramp": 3}).startswith(
         "toy: the key 'ramp' of a llama config is not known"

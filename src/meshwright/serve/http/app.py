@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -197,11 +196,8 @@ class Handlers:
         return VersionAnswer(__version__)
 
     async def document(self, *_: Any) -> Response:
-        return Response(self._document, media_type="application/json")
-
-    @cached_property
-    def _document(self) -> bytes:
-        return msgspec.json.encode(openapi(OPERATIONS, with_key=bool(self.options.api_keys)))
+        found = openapi(OPERATIONS, with_key=bool(self.options.api_keys))
+        return Response(msgspec.json.encode(found), media_type="application/json")
 
     def _card(self, served: ServedModel) -> ModelCard:
         name, parent, length = served.name, served.parent, self.frontend.max_len

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, inspect
@@ -213,11 +213,14 @@ def _misfit(said: str, kind: Any, raw: bytearray) -> RequestError:
     """Returns the error for what msgspec says of a body: "Expected `int`, got `str` - at `$.n`"."""
     what, _, path = said.partition(" - at `")
     path = path.removesuffix("`").removeprefix("$").removeprefix(".")
-    if what.startswith("Invalid enum value"):
+    field = kind
+    with suppress(LookupError, TypeError):
         for name in path.split("."):
-            hint = get_type_hints(kind)[name]
-            kind = next(one for one in (*get_args(hint), hint) if one is not NoneType and not isinstance(one, str))
-        what += f": give one of {', '.join(get_args(kind))}"
+            hint = get_type_hints(field)[name]
+            kinds = (one for one in (*get_args(hint), hint) if one is not NoneType and not isinstance(one, str))
+            field = next(kinds, None)
+        if get_origin(field) is Literal:
+            what += f": give one of {', '.join(get_args(field))}"
     if what.startswith("Object contains unknown field"):
         names = [f"{path}.{what.split('`')[1]}".removeprefix(".")]
         with suppress(*DAMAGED_JSON):

@@ -107,8 +107,8 @@ def require_prompts(step: GenerateStep, prompts: Sequence[Sequence[int]], *, max
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
             raise InputError(f"prompt {number} is empty. Give at least one word or token.")
-        if min(prompt) < 0 or max(prompt) >= vocab:
-            raise InputError(f"prompt {number} has tokens outside of V={vocab}. Use the model's own tokenizer.")
+        if wrong := [token for token in (min(prompt), max(prompt)) if not 0 <= token < vocab]:
+            raise InputError(f"prompt {number} has token {wrong[0]}, outside of V={vocab}. Give 0 to {vocab - 1}.")
     longest = max(len(prompt) for prompt in prompts)
     if longest + max_tokens > step.max_len:
         raise InputError(

@@ -85,7 +85,8 @@ class _Config:
                 values = allowed if isinstance(allowed, list) else [allowed]
                 if value not in values:
                     words = " or ".join(map(repr, filter(lambda one: one != "", values))) or "no value"
-                    raise InputError(f"{self.what}: {key} is {value!r}. Only {words} is known here.")
+                    more = " Remove it to plan the shapes alone." * (key == "quantization_config")
+                    raise InputError(f"{self.what}: {key} is {value!r}. Only {words} is known here.{more}")
             elif not value or key in known or any(fnmatchcase(key, one) for one in self.form.harmless):
                 continue
             elif key in rotary or (key not in idle and _says_numbers(key)):

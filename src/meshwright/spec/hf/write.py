@@ -62,12 +62,6 @@ def _rope(model: Model) -> dict[str, Any]:
     return {"original_max_position_embeddings": original, "rope_scaling": {"type": "longrope", **kept}}
 
 
-def _query_scalar(model: Model) -> float:
-    """Returns a whole number where possible, since transformers accepts no other."""
-    scalar = model.query_pre_attn_scalar or model.head_dim
-    return int(scalar) if scalar == int(scalar) else scalar
-
-
 _COMPUTED: dict[str, Callable[[Model], Any]] = {
     # Gemma's window is a number in every config, also where no layer uses it.
     "sliding_window": lambda m: m.sliding_window or (m.max_positions if m.family in ("gemma2", "gemma3") else None),
@@ -80,7 +74,8 @@ _COMPUTED: dict[str, Callable[[Model], Any]] = {
     "max_window_layers": lambda model: min(model.sliding_layers, default=model.num_layers),
     "hidden_act": lambda model: model.activation,
     "hidden_activation": lambda model: model.activation,
-    "query_pre_attn_scalar": _query_scalar,
+    # a whole number where possible, since transformers accepts no other
+    "query_pre_attn_scalar": lambda m: int(s) if (s := m.query_pre_attn_scalar or m.head_dim) == int(s) else s,
     "decoder_sparse_step": lambda model: 1,
     "mlp_only_layers": lambda model: list(model.dense_layers),
     "first_k_dense_replace": lambda model: len(model.dense_layers),
