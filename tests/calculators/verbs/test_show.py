@@ -86,6 +86,11 @@ def test_a_model_of_a_config_file(call, tmp_path):
     counted = 2 * 100 * 64 + 64 + 2 * (2 * 64 + 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     for path in (".", "./config.json", str(tmp_path)):
         assert call("show", path, "--json").json["params"] == counted
+    # a folder that is called as a published model, and is another
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(config))
+    found = call("show", "./gpt2", "--json").json
+    assert (found["params"], found["published_params"]) == (counted, None)
 
 
 def test_a_chip(call):

@@ -249,10 +249,6 @@ WIDE = 16
 BYTES, SECONDS, THREE = format_bytes, format_seconds, "{:.3g}".format
 
 
-def _dollars(value: float | None) -> str | None:
-    return None if value is None else f"${value:.3g}"
-
-
 MEMORY: TableColumns = {"memory": "what", "bytes": ("bytes", BYTES), "chips": ("chips", THREE),
                         "smallest slice": "smallest_slice"}  # fmt: skip
 STEPS: TableColumns = {
@@ -280,7 +276,7 @@ SLICES: dict[str, tuple[str, Show]] = {
 TRICKS: TableColumns = {
     "trick": "trick", "a token": ("kv_token_bytes", BYTES), "batch": "largest_batch", "drafts": "drafts",
     "TPOT": ("tpot_s", SECONDS), "tokens/s/chip": ("tokens_per_s_per_chip", four_digits), "times": ("times", THREE),
-    "$/M output": ("usd_per_million_output", _dollars),
+    "$/M output": ("usd_per_million_output", lambda usd: usd and f"${usd:.3g}"),
 }  # fmt: skip
 CONTEXTS: TableColumns = {
     "context": "context", "fastest": ("fastest_s", SECONDS), "largest batch": "largest_batch",
@@ -353,7 +349,7 @@ def _requests_text(at: dict[str, Any], mfu: float) -> Iterator[Piece]:
     sent = f"; a cache is sent in {SECONDS(at['kv_transfer_s'])}" if at["kv_transfer_s"] else ""
     yield Fact("prefill", f"{THREE(at['prefill_servers'])} such slices keep one generating slice busy{sent}", WIDE)
     if at["usd_per_million_input"]:
-        prices = (_dollars(at[f"usd_per_million_{side}"]) for side in ("input", "output"))
+        prices = (f"${at[f'usd_per_million_{side}']:.3g}" for side in ("input", "output"))
         yield Fact("cost", "{} a million tokens of input, {} of output".format(*prices), WIDE)
 
 

@@ -11,7 +11,7 @@ from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas import accounting
 from meshwright.cost.work.ops import token_flops
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
-from meshwright.spec.catalogue import entry, models
+from meshwright.spec.catalogue import entry, load_model, models
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.spec.weights import mtp_params, num_active_params, num_params, params_by_part, weight_table
@@ -68,7 +68,7 @@ def _text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
 
 def model_facts(m: Model) -> dict[str, Any]:
     """Returns the counts of a model."""
-    published = entry(m.name).published if m.name in models() else None
+    published = entry(m.name).published if m.name in models() and load_model(m.name) == m else None
     count = num_params(m)
     return {
         "name": m.name,

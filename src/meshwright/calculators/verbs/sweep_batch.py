@@ -24,6 +24,7 @@ from meshwright.cost.network.legs import slice_turns_text
 from meshwright.report.answer import Answer, Heading, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
+from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.slices import parse_clusters
 from meshwright.spec.strategy import short_mesh
@@ -86,7 +87,8 @@ def command(given: Given) -> Answer:
          "axes": one.meshes[n], **{f"comms_s.{k}": s[n] for k, s in one.comms_s.items()}}
         for one in curves for n, batch in enumerate(tokens)
     ]  # fmt: skip
-    return Answer(facts, _text(work, given.on, curves, found), pictures, [points, found])
+    said = f"times rest on {(rates or datasheet_calibration(clusters[0].chip)).describe()}"
+    return Answer(facts, [*_text(work, given.on, curves, found), said], pictures, [points, found])
 
 
 def _tokens(batches: str | None, num_chips: int) -> np.ndarray:

@@ -77,7 +77,7 @@ def command(given: Given) -> Answer:
         Table.of(found, {"way": "name", **SECONDS}),
         f"exposed: the chip waits for the links; buckets of {format_bytes(parse_bytes(given.bucket))}; weights are "
         f"gathered one pass ahead; the optimizer waits for all gradients; embedding and head are left out"
-        f"{slice_turns_text(cluster)}",
+        f"{slice_turns_text(cluster)}; times rest on {setting.rates.describe()}",
     ]
 
     def picture() -> Figure:

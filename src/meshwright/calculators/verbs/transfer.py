@@ -252,7 +252,11 @@ def _collectives_text(found: dict[str, Any]) -> Iterator[Piece]:
     more = {"over a link": ("link_bytes", format_bytes)} if on_a_ring else {}
     yield Table.of(found["collectives"], {**COLUMNS, **more}, title)
     if on_a_ring:
-        ways = "both directions of the ring are used" if found["two_way"] else "the ring is used in one direction"
+        ways = (
+            "both directions of the ring are used, and this is their mean"
+            if found["two_way"]
+            else "the ring is used in one direction"
+        )
         yield f"over a link: bytes that cross each link of the ring in one direction; {ways}"
     yield f"rates: {found['rates']}"
     if found["turns"] and "reduce_scatter" in kinds:
