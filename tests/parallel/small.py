@@ -1,6 +1,7 @@
 """One small llama, one global batch and one strategy maker for the tests of this folder and of `verify`."""
 
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +25,9 @@ POLICIES = ("block", "none", "matmuls", "selective", "full")
 
 
 def mean_slots(model, num_microbatches=1):
-    """Filled slots of an expert in the mean; 0 for a dense model."""
+    """Filled slots of an expert in the mean, exactly; 0 for a dense model."""
     tokens = BATCH_SEQS * SEQ_LEN // num_microbatches
-    return tokens * model.experts_per_token // model.num_experts if model.num_experts else 0
+    return Fraction(tokens * model.experts_per_token, model.num_experts) if model.num_experts else 0
 
 
 def batch() -> dict[str, jnp.ndarray]:
