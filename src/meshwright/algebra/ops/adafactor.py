@@ -89,12 +89,6 @@ def gradient_stream(step: Step, sizes: OpSizes, *, reads: int = 1) -> Number:
     return stream(step, sizes) - sizes.bytes(gradient) + reads * gradient_bytes(gradient, sizes)
 
 
-def weights_stream(step: Step, sizes: OpSizes) -> Number:
-    """Returns the bytes of the weights read, from their float32 copy if the state keeps one, and of the result."""
-    (weight,) = step.inputs
-    return sizes.elements(weight) * (master_bytes(sizes.state) or sizes.width) + sizes.bytes(step.result)
-
-
 def apply_bytes(step: Step, sizes: OpSizes) -> Number:
     """Returns the bytes of the float32 change, read, and of the weights and their master copy, read and written."""
     change, weight = step.inputs
@@ -107,7 +101,10 @@ COUNTS: dict[str, CountRule] = {
     "adafactor_moments": stream,
     "adafactor_scale": gradient_stream,
     "adafactor_vector": partial(gradient_stream, reads=2),
-    "adafactor_weights": weights_stream,
+    # weights read, from their float32 copy if the state keeps one, and the result
+    "adafactor_weights": lambda step, sizes: (
+        sizes.elements(*step.inputs) * (master_bytes(sizes.state) or sizes.width) + sizes.bytes(step.result)
+    ),
     "adafactor": stream,
     "adafactor_apply": apply_bytes,
 }

@@ -86,11 +86,6 @@ def sharding_words(strategy: Strategy) -> str:
     return ", ".join(words)
 
 
-def offload_words(strategy: Strategy) -> str:
-    """Returns ``"optimizer offloaded"``, or ""."""
-    return f"{' and '.join(strategy.offload)} offloaded" if strategy.offload else ""
-
-
 def collective_matmul_words(strategy: Strategy) -> str:
     """Returns ``"two-way collective matmuls"``; "" without them, or without an axis that they run over."""
     found = strategy.collective_matmul
@@ -102,7 +97,7 @@ CHOICES: tuple[Callable[[Strategy], str], ...] = (
     remat_words,
     schedule_words,
     sharding_words,
-    offload_words,
+    lambda strategy: f"{' and '.join(strategy.offload)} offloaded" if strategy.offload else "",
     collective_matmul_words,
 )
 
