@@ -130,7 +130,7 @@ def test_a_batch_that_does_not_divide(call, rates):
     said = call(*TINY, "--batch", "6seq", "--axes", "fsdp=4", "--depth", "lower", *rates)
     assert said.code == 3
     assert said.err.count("\n") == 1
-    assert "batch_seqs=6 does not divide" in said.err
+    assert "fsdp=4 does not divide the batch of 6 sequences. Use fsdp in {1, 2, 3, 6}" in said.err
 
 
 def test_no_time(call, rates):
