@@ -20,7 +20,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
     / os.environ.get("PYTEST_XDIST_WORKER", "")
 )
 os.environ.setdefault("MESHWRIGHT_CACHE", str(Path(__file__).parents[1] / ".cache" / "tests"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 from jaxtyping import install_import_hook

@@ -7,6 +7,8 @@ import pytest
 from tests.blocks import read_sections, run_section
 
 SECTIONS = read_sections((Path(__file__).parents[1] / "docs" / "serving.md").read_text(encoding="utf-8"))
+LONG = ("Sweeps", "Why not, and what if")
+"""Sections whose blocks take over ten seconds."""
 
 
 def test_there_are_blocks():
@@ -15,7 +17,7 @@ def test_there_are_blocks():
 
 @pytest.mark.parametrize(
     "section",
-    [pytest.param(one, id=one.title, marks=[pytest.mark.slow] if one.title == "Sweeps" else []) for one in SECTIONS],
+    [pytest.param(one, id=one.title, marks=[pytest.mark.slow] if one.title in LONG else []) for one in SECTIONS],
 )
 def test_the_blocks_print_what_they_say(section, tmp_path):
     for call, output in zip(section.calls, run_section(section, tmp_path), strict=True):

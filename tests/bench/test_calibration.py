@@ -73,6 +73,7 @@ def test_a_real_run_round_trips_and_prices_a_plan(measured, tmp_path):
     assert result.strategies[0].estimate.step_s > 0
 
 
+@pytest.mark.slow
 def test_every_rate_says_what_it_is_and_when(measured):
     found = calibration_of(measured)
     assert found.chip == "cpu"

@@ -14,7 +14,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from tests.cost.memory_child import CASES, LORA, MESHES, TINY, WIDE, case
 
-DAILY = ("data", "tensor", "adapters")
+DAILY = ("tensor",)
 MOST = 0.1
 """Greatest difference of a prediction, as a share of what is assigned."""
 

@@ -14,7 +14,6 @@ from meshwright.nn.quantisation import stored_params
 from meshwright.parallel.generation.packed_step import NO_SLOT, PackedRows, PackedShape, PackedStep, ring_pages
 from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
 from tests.parallel.generate_cases import (
-    DEFAULT,
     FAMILIES,
     LLAMA,
     MAX_LEN,
@@ -87,9 +86,7 @@ def reference(model, params):
     return np.stack([every[sequence, end - 1] for parts in STEPS for sequence, _, end in parts])
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", sampled(FAMILIES, "llama"))
 def test_every_family_has_the_logits_of_the_forward_pass(name):
     model = FAMILIES[name]
     params = float_params(model)

@@ -9,40 +9,12 @@ from tests.parallel.cases import DEEP, DEEP_MOE, MOE, assert_equal, on_one_devic
 from tests.parallel.small import BATCH_SEQS, MODEL, SEQ_LEN, batch
 from tests.tier import sampled
 
-ONE_AXIS = [
-    pytest.param(MODEL, {"data": 4}, {"zero": 0, "gradient_sync": "naive"}, marks=pytest.mark.slow),
-    (MODEL, {"data": 4}, {"zero": 0, "gradient_sync": "bucketed", "bucket_bytes": 20_000}),
-    (DEEP, {"fsdp": 4}, {"prefetch": True, "remat": "selective"}),
-    (DEEP, {"fsdp": 2}, {"remat": "every-2"}),
+MESHES = [
     (DEEP, {"fsdp": 2}, {"remat": "recompute-3"}),
-    pytest.param(DEEP, {}, {"remat": "recompute-all"}, marks=pytest.mark.slow),
-    pytest.param(DEEP, {"fsdp": 2}, {"remat": "recompute-2", "offload": ("activations",)}, marks=pytest.mark.slow),
-    pytest.param(DEEP_MOE, {"expert": 2}, {"remat": "recompute-all"}, marks=pytest.mark.slow),
-    pytest.param(MODEL, {"tensor": 4}, {"sequence_parallel": False, "remat": "none"}, marks=pytest.mark.slow),
-    pytest.param(MODEL, {"context": 4}, {"context_attention": "ulysses", "remat": "selective"}, marks=pytest.mark.slow),
-    pytest.param(MODEL, {"context": 4}, {"context_attention": "ring", "remat": "selective"}, marks=pytest.mark.slow),
-    pytest.param(MOE, {"expert": 4}, {"remat": "none"}, marks=pytest.mark.slow),
-]
-MIXES = [
-    pytest.param(
-        MODEL,
-        {"fsdp": 8},
-        {"placement": {"fsdp": "x (4) x y (2)"}, "num_microbatches": 1},
-        marks=pytest.mark.slow,
-    ),
     (
         MODEL,
         {"data": 2, "fsdp": 2, "tensor": 2},
         {"placement": {"data": "2 of x (4)", "fsdp": "2 of x (4)", "tensor": "y (2)"}, "zero": 2},
-    ),
-    pytest.param(
-        MODEL, {"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1, "num_microbatches": 2}, marks=pytest.mark.slow
-    ),
-    pytest.param(
-        MODEL,
-        {"data": 2, "fsdp": 2, "context": 2},
-        {"zero": 2, "context_attention": "ring", "remat": "none"},
-        marks=pytest.mark.slow,
     ),
     (
         DEEP,
@@ -50,45 +22,44 @@ MIXES = [
         {"prefetch": True, "remat": "none", "offload": ("activations", "optimizer")},
     ),
     (MODEL, {"fsdp": 2, "context": 2, "tensor": 2}, {"context_attention": "ulysses", "remat": "matmuls"}),
-    pytest.param(
-        MODEL,
-        {"data": 2, "context": 2, "tensor": 2},
-        {"sequence_parallel": False, "remat": "full"},
-        marks=pytest.mark.slow,
-    ),
     (MOE, {"data": 2, "expert": 2, "tensor": 2}, {"remat": "selective"}),
-    pytest.param(
-        MOE,
-        {"fsdp": 2, "expert": 2, "context": 2},
-        {"context_attention": "ring", "remat": "selective"},
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(MOE, {"data": 2, "fsdp": 2, "expert": 2}, {"zero": 1, "num_microbatches": 1}, marks=pytest.mark.slow),
-    pytest.param(
-        DEEP, {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "recompute-all", "zero": 1}, marks=pytest.mark.slow
+    *sampled(
+        [
+            (MODEL, {"data": 4}, {"zero": 0, "gradient_sync": "naive"}),
+            (MODEL, {"data": 4}, {"zero": 0, "gradient_sync": "bucketed", "bucket_bytes": 20_000}),
+            (DEEP, {"fsdp": 4}, {"prefetch": True, "remat": "selective"}),
+            (DEEP, {"fsdp": 2}, {"remat": "every-2"}),
+            (DEEP, {}, {"remat": "recompute-all"}),
+            (DEEP, {"fsdp": 2}, {"remat": "recompute-2", "offload": ("activations",)}),
+            (DEEP_MOE, {"expert": 2}, {"remat": "recompute-all"}),
+            (MODEL, {"tensor": 4}, {"sequence_parallel": False, "remat": "none"}),
+            (MODEL, {"context": 4}, {"context_attention": "ulysses", "remat": "selective"}),
+            (MODEL, {"context": 4}, {"context_attention": "ring", "remat": "selective"}),
+            (MOE, {"expert": 4}, {"remat": "none"}),
+            (MODEL, {"fsdp": 8}, {"placement": {"fsdp": "x (4) x y (2)"}, "num_microbatches": 1}),
+            (MODEL, {"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 1, "num_microbatches": 2}),
+            (MODEL, {"data": 2, "fsdp": 2, "context": 2}, {"zero": 2, "context_attention": "ring", "remat": "none"}),
+            (MODEL, {"data": 2, "context": 2, "tensor": 2}, {"sequence_parallel": False, "remat": "full"}),
+            (MOE, {"fsdp": 2, "expert": 2, "context": 2}, {"context_attention": "ring", "remat": "selective"}),
+            (MOE, {"data": 2, "fsdp": 2, "expert": 2}, {"zero": 1, "num_microbatches": 1}),
+            (DEEP, {"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "recompute-all", "zero": 1}),
+        ]
     ),
 ]
 PIPELINES = [
     (DEEP, {"pipeline": 2, "data": 2, "tensor": 2}, {"schedule": "zb-h1", "zero": 1}),
-    (DEEP, {"pipeline": 2, "fsdp": 2, "context": 2}, {"schedule": "1f1b", "context_attention": "ring"}),
-    pytest.param(
-        DEEP, {"pipeline": 2, "data": 2, "fsdp": 2}, {"schedule": "interleaved", "chunks": 2}, marks=pytest.mark.slow
-    ),
-    (DEEP_MOE, {"pipeline": 2, "expert": 2, "tensor": 2}, {"schedule": "gpipe", "remat": "selective"}),
-    pytest.param(
-        DEEP, {"pipeline": 2, "fsdp": 2}, {"schedule": "1f1b", "remat": "recompute-all"}, marks=pytest.mark.slow
-    ),
-    pytest.param(
-        DEEP, {"pipeline": 2, "tensor": 2}, {"schedule": "zb-h1", "remat": "recompute-2"}, marks=pytest.mark.slow
-    ),
-    *(
-        pytest.param(
-            DEEP,
-            {"pipeline": 2, "fsdp": 2, "tensor": 2},
-            {"schedule": schedule, "chunks": 2 if schedule == "dualpipe-v" else 1},
-            marks=pytest.mark.slow,
-        )
-        for schedule in ("naive", "gpipe", "zb-h2", "dualpipe", "dualpipe-v")
+    *sampled(
+        [
+            (DEEP, {"pipeline": 2, "fsdp": 2, "context": 2}, {"schedule": "1f1b", "context_attention": "ring"}),
+            (DEEP, {"pipeline": 2, "data": 2, "fsdp": 2}, {"schedule": "interleaved", "chunks": 2}),
+            (DEEP_MOE, {"pipeline": 2, "expert": 2, "tensor": 2}, {"schedule": "gpipe", "remat": "selective"}),
+            (DEEP, {"pipeline": 2, "fsdp": 2}, {"schedule": "1f1b", "remat": "recompute-all"}),
+            (DEEP, {"pipeline": 2, "tensor": 2}, {"schedule": "zb-h1", "remat": "recompute-2"}),
+            *(
+                (DEEP, {"pipeline": 2, "fsdp": 2, "tensor": 2}, {"schedule": one, "chunks": 1 + (one == "dualpipe-v")})
+                for one in ("naive", "gpipe", "zb-h2", "dualpipe", "dualpipe-v")
+            ),
+        ]
     ),
 ]
 
@@ -99,7 +70,7 @@ def name(value):
     return "-".join(f"{k}{v}" if isinstance(v, int) else str(v) for k, v in value.items())
 
 
-@pytest.mark.parametrize(("model", "axes", "choices"), [*ONE_AXIS, *MIXES], ids=name)
+@pytest.mark.parametrize(("model", "axes", "choices"), MESHES, ids=name)
 def test_one_axis_and_three_at_once(model, axes, choices):
     found = run(model, strategy_of(axes, **choices))
     assert_equal(found, on_one_device(model))

@@ -159,7 +159,9 @@ def test_memory_of_any_mesh_falls_with_chips_that_shard():
 
 
 @pytest.mark.parametrize(
-    "choices", [PLAIN, Choices(offloads=((), ("optimizer", "activations")))], ids=["plain", "offload"]
+    "choices",
+    [PLAIN, pytest.param(Choices(offloads=((), ("optimizer", "activations"))), marks=pytest.mark.slow)],
+    ids=["plain", "offload"],
 )
 def test_memory_of_any_mesh_is_the_least_of_all_strategies(choices):
     """Only the fewest and the most microbatches are tried, and that loses nothing; on TPUs, which hold more of the loss

@@ -63,30 +63,26 @@ def test_json_of_a_plan():
 
 def test_what_is_not_known_is_null():
     """No tokens: no days and no cost; no price of the chip: no cost."""
-    one = planned(LLAMA8B, "v5e:4x4", 16).to_json()["strategies"][0]
+    given = {"axes": {"fsdp": 16}, "top": 1}
+    one = planned(LLAMA8B, "v5e:4x4", 16, **given).to_json()["strategies"][0]
     assert one["train_days"] is None
     assert one["cost_usd"] is None
     unpriced = parse_cluster("v5e:4x4")
     unpriced = msgspec.structs.replace(unpriced, chip=msgspec.structs.replace(unpriced.chip, price_usd_per_hour=None))
     job = Job(batch_seqs=16, seq_len=4096, train_tokens=10**9)
-    free = rank_plans(Setting(LLAMA8B, unpriced, job)).to_json()["strategies"][0]
+    free = rank_plans(Setting(LLAMA8B, unpriced, job), **given).to_json()["strategies"][0]
     assert free["train_days"] > 0
     assert free["cost_usd"] is None
-    priced = rank_plans(Setting(LLAMA8B, parse_cluster("v5e:4x4"), job)).strategies[0]
+    priced = rank_plans(Setting(LLAMA8B, parse_cluster("v5e:4x4"), job), **given).strategies[0]
     assert priced.estimate.cost_usd == pytest.approx(
         priced.estimate.train_days * 24 * 16 * priced.cluster.chip.price_usd_per_hour
     )
 
 
-@pytest.fixture(scope="module")
-def uneven():
-    """llama3-70b with 1024 sequences on 8960 chips."""
-    return rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG))
-
-
 @pytest.mark.slow
-def test_chips_that_do_not_divide_the_work(uneven):
+def test_chips_that_do_not_divide_the_work():
     """1024 sequences run on a part: 7168 chips in seven stages, or 4096 without if faster. 1120 use them all."""
+    uneven = rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG))
     best = uneven.strategies[0]
     stages = rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 7}, top=1).strategies[
         0
@@ -155,11 +151,15 @@ def test_what_is_listed_has_the_price_of_the_steps_that_run(model, cluster, axes
         assert price_strategy(one.setting, one.strategy).estimate == one.estimate
 
 
-def test_every_strategy_offered_can_run(uneven):
-    for result in (uneven, planned(LLAMA8B, "h100:8x3", 16)):
-        near = () if result.nearest_batch is None else (result.nearest_batch,)
-        for one in (*result.strategies, *near):
-            assert legal(one.setting, one.strategy) == ()
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch_seqs"),
+    [pytest.param(LLAMA70B, "v5p:16x20x28", 1024, marks=pytest.mark.slow), (LLAMA8B, "h100:8x3", 16)],
+)
+def test_every_strategy_offered_can_run(model, cluster, batch_seqs):
+    result = planned(model, cluster, batch_seqs)
+    near = () if result.nearest_batch is None else (result.nearest_batch,)
+    for one in (*result.strategies, *near):
+        assert legal(one.setting, one.strategy) == ()
 
 
 def test_given_axes_are_kept_or_refused_in_words():
@@ -385,6 +385,6 @@ def test_a_word_that_is_not_known_is_refused_with_those_that_are():
 
 
 def test_sequences_beyond_the_positions_of_the_config_are_noted():
-    notes = [planned(LLAMA70B, "v5p:8x8x8", 512, seq_len=length).notes for length in (8192, 16384)]
+    notes = [planned(LLAMA8B, "v5p:4x4x4", 64, seq_len=length, axes={"fsdp": 64}).notes for length in (8192, 16384)]
     said = "the model's config has 8,192 positions, and the sequences are longer"
     assert [said in one for one in notes] == [False, True]

@@ -205,6 +205,7 @@ def tried():
     return alone, outcome
 
 
+@pytest.mark.slow
 def test_the_best_is_the_best_of_every_strategy_priced_one_by_one(tried):
     alone, outcome = tried
     assert len(alone) == outcome.num_candidates > 300
@@ -250,7 +251,7 @@ def test_the_frontier_is_what_nothing_beats(tried):
     ("model", "cluster", "batch_seqs", "seq_len"),
     [
         ("llama3-8b", "v5p:4x4x4", 256, 4096),
-        ("llama3-70b", "h100:8x16", 128, 4096),
+        pytest.param("llama3-70b", "h100:8x16", 128, 4096, marks=pytest.mark.slow),
         pytest.param("gpt3-175b", "a100:8x64", 1536, 2048, marks=pytest.mark.slow),
     ],
 )

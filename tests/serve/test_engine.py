@@ -111,9 +111,8 @@ def test_heads_over_devices_give_the_same_tokens(params, expected):
     assert_whole(engine)
 
 
-@pytest.mark.parametrize(
-    "weights", [pytest.param("int8", marks=pytest.mark.slow), pytest.param("fp8", marks=pytest.mark.slow), "int4"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
 def test_greedy_tokens_of_quantised_weights_are_those_of_one_program_for_prompts_and_one_for_decoding(weights):
     """On two devices, against `GenerateStep` on one."""
     model = with_groups(LLAMA)
@@ -225,7 +224,7 @@ def test_a_prompt_is_scored_without_a_token(engine_of, params):
     "options",
     [
         {"repetition_penalty": 1.7},
-        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        pytest.param({"presence_penalty": 1.5, "frequency_penalty": 0.5}, marks=pytest.mark.slow),
         pytest.param({"logit_bias": ((7, 3.0), (9, -100.0))}, marks=pytest.mark.slow),
     ],
 )
@@ -478,7 +477,8 @@ def test_an_answer_is_known_when_the_chat_goes_on(engine_of, params, expected):
     assert_whole(engine)
 
 
-@pytest.mark.parametrize("name", ["gemma2", pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "mistral"])
 def test_rings_of_windows_come_round(name):
     """Of three pages, for sequences of up to seven; slots are used by one request after the other."""
     model, prompts = FAMILIES[name], [*PROMPTS, *PROMPTS[::-1]]

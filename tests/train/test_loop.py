@@ -142,6 +142,7 @@ def test_the_run_folder_holds_everything(finished):
     assert resolved.get("compiler", {}) == {}  # CPUs get no options
 
 
+@pytest.mark.slow
 def test_options_of_the_compiler_are_kept_and_refused_ones_named(text, tmp_path, monkeypatch, capfd):
     wanted = {"xla_dump_to": str(tmp_path / "dump"), "xla_no_such_option": True}
     monkeypatch.setattr(mesh, "options_of", lambda name: wanted)
@@ -189,6 +190,7 @@ def test_one_device_trains_alike(finished, tmp_path, text):
     assert other.validation_loss == pytest.approx(finished[0].validation_loss, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_two_byte_weights_train(tmp_path, text):
     result = train(MODEL, strategy(state="bf16-adam"), JOB, settings(text, steps=8), run_root=tmp_path)
     assert result.losses[-1] < result.losses[0] - 0.3

@@ -89,6 +89,7 @@ def test_it_goes_on_over_other_devices(whole, text, tmp_path):
     np.testing.assert_allclose(second.losses, whole.losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_folder_without_a_checkpoint_starts_over(whole, interrupted, text, tmp_path):
     run = Path(shutil.copytree(interrupted, tmp_path / "mini-001"))
     shutil.rmtree(run / "checkpoints")

@@ -173,6 +173,7 @@ def test_a_fit_of_its_own(call, tmp_path):
     assert FILE.read_bytes() == before, "the product's own numbers stay unless their file is named"
 
 
+@pytest.mark.slow
 def test_kernels_have_a_table_of_their_own_and_are_fitted(call, tmp_path):
     out, page = tmp_path / "kernels.toml", tmp_path / "page.md"
     page.write_text(f"# Page\n{BEGIN.format('kernels')}\n{END}\n")

@@ -10,6 +10,7 @@ import pytest
 from meshwright.core.units import format_seconds
 
 SERVE = ("plan", "llama3-70b", "--on", "v5e:16x16", "--serve", "--prompt", "8192", "--output", "512")
+QUICK = ("plan", "llama3-8b", "--on", "v5e:2x2", *SERVE[4:], "--axes", "tensor=4")
 TRAIN = ("plan", "tiny", "--on", "v5e:2x2", "--batch", "64seq", "--seq", "512")
 
 
@@ -65,35 +66,44 @@ def test_experts(call):
 
 
 @pytest.mark.parametrize(
-    ("code", "more", "message"),
+    ("more", "message"),
     [
-        (3, ("--ttft", "1ms"), "fit the memory of v5e:16x16, but none meets TTFT 1 ms (the shortest is"),
-        (3, ("--rate", "1e6/s"), "1,000,000 requests/s need at least"),
-        (3, ("--axes", "tensor=5"), "no engine of llama3-70b on v5e:16x16 has tensor=5"),
-        (2, ("--axes", "data=2"), "mesh axis 'data' splits no engine of a service"),
-        (2, ("--weights", "int7"), "'int7' is no dtype in which weights are served. Did you mean 'int8'?"),
-        (2, ("--kv", "fp32"), "'fp32' is no dtype in which KV caches are served."),
-        (2, ("--ttft", "2 parsecs"), "--ttft '2 parsecs' has the unknown unit 'parsecs'. Write for example 1s"),
-        (2, ("--tpot", "0ms"), "--tpot '0ms' must be above 0."),
-        (2, ("--rate", "20/day"), "--rate '20/day' is not a rate of requests. Write for example 20/s"),
-        (2, ("--prefix-hits", "1"), "Invalid value for '--prefix-hits': 1.0 is not in the range 0<=x<1"),
-        (2, ("--batch", "4Mi"), "--batch is for plans of training. Leave it out with --serve."),
-        (2, ("--why-not", "data=4"), "data is nothing that a service chooses. Known: batch, context, expert"),
-        (2, ("--why-not", "batch=many"), "--why-not batch=many: give a size, such as tensor=4."),
-        (2, ("--why-not", "pools=1"), "--why-not pools=1: give true or false."),
-        (2, ("--what-if", "chip.speed=2x"), "'chip.speed' cannot be changed."),
-        (2, ("--what-if", "chip.hbm=2"), "is not a factor from 0.001x to 1000x."),
-        (2, ("--what-if", "batch=2x"), "--what-if batch: services have none."),
-        (2, ("--what-if", "service.length=4"), "service.length is not a field."),
-        (2, ("--what-if", "service.tpot_s=soon"), "--what-if service.tpot_s 'soon'"),
-        (2, ("-o", "."), "cannot write the plan to .: "),
-        (2, ("--set", "model.max_positions=4096"), "a prompt of 8,192 tokens is longer than the 4,096 positions"),
-        (2, ("--set", "strategy.remat=full"), "there is no section 'strategy' here."),
-        (2, ("--top", "0"), "--top '0' is below 1."),
+        (("--ttft", "1ms"), "fit the memory of v5e:16x16, but none meets TTFT 1 ms (the shortest is"),
+        (("--rate", "1e6/s"), "1,000,000 requests/s need at least"),
+        (("--axes", "tensor=5"), "no engine of llama3-70b on v5e:16x16 has tensor=5"),
     ],
 )
-def test_refusals(call, code, more, message):
-    call(*SERVE, *more).assert_refused(code, message)
+def test_what_no_engine_does(call, more, message):
+    call(*SERVE, *more).assert_refused(3, message)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--axes", "data=2"), "mesh axis 'data' splits no engine of a service"),
+        (("--weights", "int7"), "'int7' is no dtype in which weights are served. Did you mean 'int8'?"),
+        (("--kv", "fp32"), "'fp32' is no dtype in which KV caches are served."),
+        (("--ttft", "2 parsecs"), "--ttft '2 parsecs' has the unknown unit 'parsecs'. Write for example 1s"),
+        (("--tpot", "0ms"), "--tpot '0ms' must be above 0."),
+        (("--rate", "20/day"), "--rate '20/day' is not a rate of requests. Write for example 20/s"),
+        (("--prefix-hits", "1"), "Invalid value for '--prefix-hits': 1.0 is not in the range 0<=x<1"),
+        (("--batch", "4Mi"), "--batch is for plans of training. Leave it out with --serve."),
+        (("--why-not", "data=4"), "data is nothing that a service chooses. Known: batch, context, expert"),
+        (("--why-not", "batch=many"), "--why-not batch=many: give a size, such as tensor=4."),
+        (("--why-not", "pools=1"), "--why-not pools=1: give true or false."),
+        (("--what-if", "chip.speed=2x"), "'chip.speed' cannot be changed."),
+        (("--what-if", "chip.hbm=2"), "is not a factor from 0.001x to 1000x."),
+        (("--what-if", "batch=2x"), "--what-if batch: services have none."),
+        (("--what-if", "service.length=4"), "service.length is not a field."),
+        (("--what-if", "service.tpot_s=soon"), "--what-if service.tpot_s 'soon'"),
+        (("-o", "."), "cannot write the plan to .: "),
+        (("--set", "model.max_positions=4096"), "a prompt of 8,192 tokens is longer than the 4,096 positions"),
+        (("--set", "strategy.remat=full"), "there is no section 'strategy' here."),
+        (("--top", "0"), "--top '0' is below 1."),
+    ],
+)
+def test_bad_options(call, more, message):
+    call(*QUICK, *more).assert_refused(2, message)
 
 
 def test_what_does_not_fit(call):

@@ -81,9 +81,9 @@ GRID = [
 ALWAYS = {
     *(("tiles", mask, None) for mask in ("window", "canvas")),
     ("loops", "shared prefix", None),
-    *(("loops", "causal", score) for score in ("distance", "own")),
+    ("loops", "causal", "own"),
     ("tiles", "causal", "several"),
-    *(("together", "transfusion", None), ("together", "causal", "own"), ("together", "graph", None)),
+    *(("together", "transfusion", None), ("together", "graph", None)),
 }
 
 

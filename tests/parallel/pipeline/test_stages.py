@@ -134,6 +134,7 @@ def test_every_optimizer_leaves_layers_of_zeros_alone(optimizer):
         assert np.linalg.norm(found[1][name] - value) < 1e-5 * np.linalg.norm(value), name
 
 
+@pytest.mark.slow
 def test_two_kinds_of_layers_and_a_stream_that_is_sent_in_parts():
     """Where all devices of ``tensor`` have the whole stream, each sends a part of it, and the next stage gathers it."""
     check(TWO_KINDS, {"pipeline": 2, "tensor": 2}, "interleaved", sequence_parallel=False, remat="none")
