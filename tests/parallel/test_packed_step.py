@@ -148,7 +148,7 @@ def test_pages_in_fp8_have_what_numpy_rounds(name, monkeypatch):
     np.testing.assert_array_equal(cache.stored(jnp.array([1e4, -1e4]), narrow).astype(np.float32), [448, -448])
 
 
-@pytest.mark.parametrize("name", sampled(["llama", "deepseek_v2"], "deepseek_v2"))
+@pytest.mark.parametrize("name", sampled(["llama", "deepseek_v2"], "llama"))
 def test_pages_in_int8_are_near(name):
     model = FAMILIES[name]
     params = float_params(model)

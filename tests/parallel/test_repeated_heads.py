@@ -50,6 +50,7 @@ def test_a_step_is_that_of_one_device(model, axes, choices):
     assert found.compiled == found.derived
 
 
+@pytest.mark.slow
 def test_stages_repeat_heads_too():
     model = heads(8, 1)
     assert_equal(run(model, strategy_of({"pipeline": 2, "tensor": 2}, num_microbatches=2)), on_one_device(model))

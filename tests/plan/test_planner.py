@@ -115,7 +115,7 @@ def test_without_stages_the_part_is_smaller():
     ("cluster", "batch_seqs", "part", "stages"),
     [
         pytest.param("h100:8x3", 16, "h100:8x2", 3, marks=pytest.mark.slow),
-        ("h100:7", 7, "h100:4x1", 7),
+        pytest.param("h100:7", 7, "h100:4x1", 7, marks=pytest.mark.slow),
         pytest.param("3*v5e:16x16", 64, "2*v5e:16x16", 3, marks=pytest.mark.slow),
     ],
 )

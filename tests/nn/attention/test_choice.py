@@ -23,7 +23,6 @@ from meshwright.nn.attention.kernels import unrolled, xla
 from meshwright.nn.attention.tiles import Mod
 from tests.nn.attention import rules
 from tests.nn.attention.rules import arrays, close, dense, expected, own_score, rule_of
-from tests.tier import sampled
 
 SCALE = 0.3
 
@@ -98,10 +97,8 @@ def test_values_and_gradients(mask, score, way):
     compare(mask, score, way=way, sinks=mask in ("causal", "documents"))
 
 
-@pytest.mark.parametrize(
-    ("mask", "score"),
-    sampled([("documents", None), ("documents", "own"), ("windows of documents", None)], ("documents", None)),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mask", "score"), [("documents", None), ("documents", "own"), ("windows of documents", None)])
 def test_halves_of_tiles(mask, score):
     """Where a term of the mask is known while tracing, tiles are unrolled, and run by halves if the arrays allow."""
     compare(mask, score, way="halves", T=90, N=4, K=2)
@@ -161,6 +158,7 @@ def test_random_masks(data):
         close(value, wanted, name)
 
 
+@pytest.mark.slow
 def test_rows_in_any_order():
     """Indices are those of the rows, not their places: a permutation of rows permutes the result."""
     given, order = arrays(T=50), np.random.default_rng(1).permutation(50).astype(np.int32)
