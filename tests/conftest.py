@@ -4,6 +4,7 @@ Every worker of `pytest -n` keeps a cache of its own: JAX writes an entry in pla
 of one. Dtype promotion is not strict: optax 0.2.8 mixes integer counts with floats.
 """
 
+import ctypes
 import gc
 import os
 from importlib.metadata import version
@@ -32,6 +33,8 @@ CHECKED = (
 """Modules of `nn` whose functions check the shapes that they are given and give."""
 install_import_hook([f"meshwright.nn.{name}" for name in CHECKED], "beartype.beartype")
 
+if hasattr(libc := ctypes.CDLL(None), "mallopt"):
+    libc.mallopt(-8, 2)  # M_ARENA_MAX: each of XLA's threads has a heap of its own else, whose holes are not given back
 # A worker's heap is large, and tracing makes many objects: collecting less often saves a fifth of the time.
 gc.set_threshold(50_000)
 

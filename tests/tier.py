@@ -21,8 +21,9 @@ import pytest
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 """Linux's files of a process's memory; elsewhere the table has no peaks."""
 
-LARGE = 2**30
-"""Bytes from which on a worker drops compiled programs between files: dropping takes a second, a worker gets 2 GB."""
+LARGE, GROWN = 2**30, 2**28
+"""Bytes of a worker from which on it drops compiled programs between files, and by which it grows before it does so
+again: to drop and to make them anew takes a second and more, and a worker gets 2 GB."""
 
 TIER = pytest.StashKey[dict[str, Any]]()
 
@@ -96,20 +97,23 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         if "pytest-of-" in (getattr(sys.modules[name], "__file__", None) or ""):
             del sys.modules[name]
     if nextitem is None or nextitem.path != item.path:
-        _drop_programs()
+        _drop_programs(item.config)
         if CLEAR_REFS.exists():
             CLEAR_REFS.write_text("5")  # the peak starts anew
     return done
 
 
-def _drop_programs() -> None:
+def _drop_programs(config: pytest.Config) -> None:
     """Gives memory of finished tests back to the system where a worker is large."""
-    if _memory("VmRSS") > LARGE:
+    tier = config.stash[TIER]
+    most = tier.get("kept", LARGE - GROWN) + GROWN
+    if _memory("VmRSS") > most:
         ctypes.CDLL(None).malloc_trim(0)
-    if _memory("VmRSS") > LARGE and "jax" in sys.modules:
+    if _memory("VmRSS") > most and "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
+        tier["kept"] = max(_memory("VmRSS"), LARGE - GROWN)
 
 
 def _memory(name: str) -> int:
