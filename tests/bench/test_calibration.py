@@ -84,6 +84,7 @@ def test_every_rate_says_what_it_is_and_when(measured):
     assert "lines through 5 sizes" in found.sources["collectives"]
 
 
+@pytest.mark.slow
 def test_a_run_keeps_what_it_measured(measured):
     again = msgspec.json.decode(msgspec.json.encode(measured), type=BenchReport)
     assert again == measured

@@ -17,13 +17,14 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "axes"),
     [
         ("olmo2", {"tensor": 2}),
-        *(pytest.param(name, {"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow) for name in MODELS),
-        pytest.param("olmo2", {"pipeline": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", {"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
+        *((name, {"fsdp": 2, "tensor": 2}) for name in MODELS),
+        ("olmo2", {"pipeline": 2, "tensor": 2}),
+        ("deepseek_v3", {"expert": 2, "tensor": 2}),
     ],
 )
 def test_a_mesh_gives_what_one_device_does_and_sends_what_is_derived(family, axes):

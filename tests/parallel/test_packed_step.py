@@ -122,9 +122,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize(
-    "split", [name if place < 2 else pytest.param(name, marks=pytest.mark.slow) for place, name in enumerate(SPLITS)]
-)
+@pytest.mark.parametrize("split", sampled(SPLITS, "experts"))
 def test_what_a_plan_splits_gives_the_same(split):
     name, axes, layout = SPLITS[split]
     model = FAMILIES[name]
@@ -197,14 +195,12 @@ def test_a_step_copies_no_pool(name, unrolled, monkeypatch):
 GROUPED = with_groups(LLAMA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "axes"),
     [
-        ("int4", {"tensor": 2}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("fp8", {"tensor": 2}), ("int8", {"tensor": 2}), ("int8", {}), ("fp8", {}), ("int4", {}))
-        ),
+        *(("int4", {"tensor": 2}), ("fp8", {"tensor": 2}), ("int8", {"tensor": 2})),
+        *(("int8", {}), ("fp8", {}), ("int4", {})),
     ],
 )
 def test_quantised_weights_are_products_with_what_they_stand_for(dtype, axes):

@@ -123,7 +123,8 @@ def documents_on_one_device():
     return one
 
 
-@pytest.mark.parametrize("way", sampled(["gather", "ring", "ulysses"], "ring"))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["gather", "ring", "ulysses"])
 def test_documents_and_the_z_loss_on_a_mesh(way, documents_on_one_device):
     strategy = strategy_of({"data": 2, "context": 2, "tensor": 2}, context_attention=way)
     assert_equal(run(MODEL, strategy, options=DOCUMENTS, given=documents_batch()), documents_on_one_device)

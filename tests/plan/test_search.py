@@ -214,6 +214,7 @@ def test_the_best_is_the_best_of_every_strategy_priced_one_by_one(tried):
     assert best.estimate.step_s == pytest.approx(min(one.step_s for one in alone.values()), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_every_strategy_found_takes_what_it_takes_alone(tried):
     alone, outcome = tried
     assert {tuple(found.strategy.mesh.values()) for found in outcome.found} == {key[0] for key in alone}
@@ -223,6 +224,7 @@ def test_every_strategy_found_takes_what_it_takes_alone(tried):
         assert found.estimate.memory == pytest.approx(one.memory)
 
 
+@pytest.mark.slow
 def test_each_mesh_is_listed_with_its_best(tried):
     alone, outcome = tried
     for found in outcome.found:
@@ -231,6 +233,7 @@ def test_each_mesh_is_listed_with_its_best(tried):
         assert found.estimate.step_s == pytest.approx(best, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_the_frontier_is_what_nothing_beats(tried):
     """In seconds and bytes, of all strategies priced one by one; and nothing that is not beaten is missing."""
     alone, outcome = tried
@@ -247,12 +250,13 @@ def test_the_frontier_is_what_nothing_beats(tried):
 # -- screening ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "cluster", "batch_seqs", "seq_len"),
     [
         ("llama3-8b", "v5p:4x4x4", 256, 4096),
-        pytest.param("llama3-70b", "h100:8x16", 128, 4096, marks=pytest.mark.slow),
-        pytest.param("gpt3-175b", "a100:8x64", 1536, 2048, marks=pytest.mark.slow),
+        ("llama3-70b", "h100:8x16", 128, 4096),
+        ("gpt3-175b", "a100:8x64", 1536, 2048),
     ],
 )
 def test_screening_loses_nothing(model, cluster, batch_seqs, seq_len):
