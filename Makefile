@@ -38,7 +38,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-15s %s\n", $$1, $$2}'
 
-demo: $(HAS_PACKAGE) ## set up, then measure this machine, plan, train and compare (about three minutes)
+demo: $(HAS_PACKAGE) ## set up, then measure this machine, plan, train and compare (three to five minutes)
 	MESHWRIGHT_CACHE="$(CURDIR)/.cache" $(VENV)/bin/meshwright demo
 
 test: $(HAS_PACKAGE) torch ## set up, then run the whole default tier of tests (WORKERS=2 processes), as CI does
