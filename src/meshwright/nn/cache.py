@@ -7,7 +7,7 @@ slots of a sequence are the pages, of Pl slots each, that its row of the page ta
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from meshwright.algebra.sizes import LANES, SUBLANES
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.nn.attention.platform import default_platform
-from meshwright.nn.attention.ragged import FAR
+from meshwright.nn.attention.ragged import FAR, FLOATS
 from meshwright.nn.collectives import first_index, own_entries
 
 Pages = Int[Array, "B Bp"]
@@ -31,28 +31,30 @@ Pages = Int[Array, "B Bp"]
 class LayerCache:
     """One layer of an array of all layers of a kind; a write changes entries of this layer in that array, in place.
 
-    With ``heads_first`` pages are [K, Pl, ...] in the array, as products on CPUs read them, not [Pl, K, ...].
+    Without ``layer`` the array, of pages, is the layer's own: with a dim of 1 in front XLA would copy it. With
+    ``heads_first`` pages are [K, Pl, ...] in the array, as products on CPUs read them, not [Pl, K, ...].
     """
 
     stack: Array
-    layer: Int[Array, ""]
+    layer: Int[Array, ""] | None
     heads_first: bool = field(default=False, metadata={"static": True})
 
     def entries(self, *, paged: bool = False) -> Array:
         """Returns the layer, [B, S, ...]; of a paged cache the pages of all layers, [L Pg, Pl, ...], without a copy."""
-        if paged:
-            pages = self.stack.reshape(-1, *self.stack.shape[2:])
-            return jnp.swapaxes(pages, 1, 2) if self.heads_first else pages
-        return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
+        if not paged:
+            return jax.lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
+        pages = self.stack if self.layer is None else self.stack.reshape(-1, *self.stack.shape[2:])
+        return jnp.swapaxes(pages, 1, 2) if self.heads_first else pages
 
     @property
-    def page_len(self) -> int:
-        """Positions of a page."""
-        return self.stack.shape[3 if self.heads_first else 2]
+    def page_sizes(self) -> tuple[int, int]:
+        """Pages of the layer, and positions of a page."""
+        pages, *dims = self.stack.shape[self.layer is not None :]
+        return pages, dims[self.heads_first]
 
     def in_pool(self, pages: Pages) -> Pages:
         """Returns the numbers of this layer's pages among those of all layers."""
-        return pages + self.layer * self.stack.shape[1]
+        return pages if self.layer is None else pages + self.layer * self.stack.shape[1]
 
 
 def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], dtype: str) -> Layout | None:
@@ -105,11 +107,15 @@ def write_prompt(cache: LayerCache, values: Array, last: Int[Array, " B"], slots
 
 
 def stored(values: Array, dtype: Any) -> Array:
-    """Returns values in the dtype of a cache; beyond the range of 8-bit floats they are its ends, not NaN."""
+    """Returns values in the dtype of a cache, or as its bits; beyond the range of 8-bit floats they are its ends, not
+    NaN."""
+    bits = dtype if dtype in FLOATS else None
+    dtype = FLOATS.get(dtype, dtype)
     if dtype == jnp.float8_e4m3fn:
         largest = float(jnp.finfo(dtype).max)
         values = jnp.clip(values, -largest, largest)
-    return values.astype(dtype)
+    values = values.astype(dtype)
+    return values if bits is None else lax.bitcast_convert_type(values, bits)
 
 
 def write_position(
@@ -126,7 +132,7 @@ def write_position(
 
 def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"], axes: tuple[str, ...] = ()) -> LayerCache:
     """Writes values[R, ...] into slots of a layer's pages, counted through, see `own_pages`; others are dropped."""
-    num_pages, page_len = cache.stack.shape[1], cache.page_len
+    num_pages, page_len = cache.page_sizes
     page, slot = slots // page_len, slots % page_len
     if axes:
         page = jnp.where(page % lax.axis_size(axes) == lax.axis_index(axes), page // lax.axis_size(axes), num_pages)
@@ -136,8 +142,8 @@ def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"], axes:
     if default_platform() == "tpu" and cache.stack.ndim == 4 and cache.stack.shape[3] < LANES // 2:
         # scales of heads, whose slots are in the lanes: written head by head, else XLA copies all scales
         index = (page[:, None], slot[:, None], jnp.arange(cache.stack.shape[3])[None])
-    stack = cache.stack.at[cache.layer, *index].set(stored(values, cache.stack.dtype), mode="drop")
-    return LayerCache(stack, cache.layer, cache.heads_first)
+    index = index if cache.layer is None else (cache.layer, *index)
+    return replace(cache, stack=cache.stack.at[index].set(stored(values, cache.stack.dtype), mode="drop"))
 
 
 def own_pages(pages: Pages, page_len: int, axes: tuple[str, ...]) -> tuple[Pages, Pages]:

@@ -27,6 +27,9 @@ def contract(equation: str, lhs: Array, rhs: Array, *, dtype: DTypeLike | None =
     wide = lhs.dtype == rhs.dtype == jnp.float32 and dtype in (None, jnp.float32)
     if sums_first_dims and sorted(out) == sorted(batch + first + second) and wide and default_platform() == "cpu":
         return _transposed_product((batch, ahead[len(batch) :], first, second), out, lhs, rhs)
+    narrow = lhs.dtype == rhs.dtype == jnp.bfloat16 and default_platform() == "cpu"
+    if narrow:
+        return jnp.einsum(equation, lhs, rhs, preferred_element_type=jnp.float32).astype(dtype or lhs.dtype)
     return jnp.einsum(equation, lhs, rhs, preferred_element_type=dtype)
 
 
@@ -50,6 +53,14 @@ def _transposed_product(letters: tuple[str, str, str, str], out: str, lhs: Array
         made = lax.optimization_barrier(made)
     made = made.reshape([sizes[c] for c in found])
     return jnp.transpose(made, [found.index(c) for c in out])
+
+
+def rows_at(table: Array, index: Array) -> Array:
+    """Returns rows of an array by their numbers; on CPUs two-byte floats as bits, else XLA widens the whole array."""
+    if table.dtype != jnp.bfloat16 or default_platform() != "cpu":
+        return jnp.take(table, index, axis=0)
+    bits = lax.bitcast_convert_type(table, jnp.uint16)
+    return lax.bitcast_convert_type(jnp.take(bits, index, axis=0), table.dtype)
 
 
 def spread(x: Array, dims: tuple[str, ...], over: tuple[str, ...]) -> Array:

@@ -59,7 +59,7 @@ def packed_call(
     first, counts, lengths, pages, *more = others
     starts, axes = None, split_slots(step)
     if axes:
-        pages, starts = cache.own_pages(pages, cached.page_len, axes)
+        pages, starts = cache.own_pages(pages, cached.page_sizes[1], axes)
     call = RaggedCall(
         scale=context.model.attention_scale,
         window=step.details.window,

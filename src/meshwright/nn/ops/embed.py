@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Num
 from meshwright.algebra.steps import Step
 from meshwright.nn.collectives import first_index, own_entries
 from meshwright.nn.context import Context
+from meshwright.nn.contract import rows_at
 from meshwright.nn.order import zeros_after
 from meshwright.spec.model import Model
 
@@ -23,7 +24,7 @@ def embed(
 ) -> Num[Array, "B T D"]:
     """Looks up rows in the part of the table from ``first_row`` on, times ``scale``; other tokens get zeros."""
     local, inside = own_entries(tokens, first_row, table.shape[0])
-    rows = jnp.take(table, local, axis=0)
+    rows = rows_at(table, local)
     return jnp.where(inside[..., None], rows * scale if scale != 1 else rows, jnp.zeros((), rows.dtype))
 
 

@@ -169,7 +169,7 @@ class HeldArrays:
 
         def layer(steps: BlockSteps, number: Any, values: Mapping[str, Any], cache: Cache) -> tuple[Array, Cache]:
             held = {
-                name: LayerCache(array[number][None], jnp.int32(0), name in self.heads_first)
+                name: LayerCache(array[number], None, name in self.heads_first)
                 if isinstance(array, tuple)
                 else LayerCache(array, number)
                 for name, array in cache.items()
@@ -180,7 +180,7 @@ class HeldArrays:
             written: Any = {step.inputs[0].name: env[step.result].stack for step in writes}
             for name, stack in written.items():
                 if isinstance(cache[name], tuple):
-                    written[name] = (*cache[name][:number], stack[0], *cache[name][number + 1 :])
+                    written[name] = (*cache[name][:number], stack, *cache[name][number + 1 :])
                 elif name in self.cache_layouts:  # also inside loops XLA then keeps the order of a layout
                     written[name] = with_layout_constraint(stack, self.cache_layouts[name])
             return stream, {**cache, **written}
