@@ -19,8 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 from meshwright.algebra.sizes import LANES, SUBLANES
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.nn.attention.platform import default_platform
-from meshwright.nn.attention.ragged import FAR, FLOATS
+from meshwright.nn.attention.ragged import FAR
 from meshwright.nn.collectives import first_index, own_entries
+from meshwright.nn.contract import FLOATS
 
 Pages = Int[Array, "B Bp"]
 """The page table: the pages of each sequence, in the order of its positions."""

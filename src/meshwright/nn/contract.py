@@ -2,7 +2,8 @@
 
 XLA's fast matrix product on CPU needs the summed dim last in its left factor. It computes a product that sums the first
 dims of both factors, such as the gradient of a weight (over tokens), more slowly. Here the smaller factor is transposed
-first: the copy costs less than the slower product. On other platforms XLA's own choice is fast.
+first: the copy costs less than the slower product. A product of bfloat16 widens both factors if its result is
+bfloat16, and none if it is float32. On other platforms XLA's own choice is fast.
 """
 
 import math
@@ -27,8 +28,7 @@ def contract(equation: str, lhs: Array, rhs: Array, *, dtype: DTypeLike | None =
     wide = lhs.dtype == rhs.dtype == jnp.float32 and dtype in (None, jnp.float32)
     if sums_first_dims and sorted(out) == sorted(batch + first + second) and wide and default_platform() == "cpu":
         return _transposed_product((batch, ahead[len(batch) :], first, second), out, lhs, rhs)
-    narrow = lhs.dtype == rhs.dtype == jnp.bfloat16 and default_platform() == "cpu"
-    if narrow:
+    if lhs.dtype == rhs.dtype == jnp.bfloat16 and default_platform() == "cpu":
         return jnp.einsum(equation, lhs, rhs, preferred_element_type=jnp.float32).astype(dtype or lhs.dtype)
     return jnp.einsum(equation, lhs, rhs, preferred_element_type=dtype)
 
@@ -55,12 +55,21 @@ def _transposed_product(letters: tuple[str, str, str, str], out: str, lhs: Array
     return jnp.transpose(made, [found.index(c) for c in out])
 
 
+FLOATS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): jnp.dtype(jnp.float8_e4m3fn)}
+"""Dtype of an array that holds the bits of floats -> theirs. XLA's programs for CPUs read and write entries of arrays
+of such floats in a wider copy of the whole array."""
+
+
+def floats(held: Array) -> Array:
+    """Returns an array, or the floats whose bits it holds."""
+    return lax.bitcast_convert_type(held, FLOATS[held.dtype]) if held.dtype in FLOATS else held
+
+
 def rows_at(table: Array, index: Array) -> Array:
-    """Returns rows of an array by their numbers; on CPUs two-byte floats as bits, else XLA widens the whole array."""
+    """Returns rows of an array by their numbers; on CPUs without a wider copy of it."""
     if table.dtype != jnp.bfloat16 or default_platform() != "cpu":
         return jnp.take(table, index, axis=0)
-    bits = lax.bitcast_convert_type(table, jnp.uint16)
-    return lax.bitcast_convert_type(jnp.take(bits, index, axis=0), table.dtype)
+    return floats(jnp.take(lax.bitcast_convert_type(table, jnp.uint16), index, axis=0))
 
 
 def spread(x: Array, dims: tuple[str, ...], over: tuple[str, ...]) -> Array:

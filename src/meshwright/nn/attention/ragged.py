@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 from meshwright.nn.activations import capped
 from meshwright.nn.attention.kernels.scores import LOWEST, RunningSoftmax
 from meshwright.nn.attention.platform import default_platform
+from meshwright.nn.contract import floats
 from meshwright.nn.order import sum_of_halves
 
 TILE_SLOTS = 128
@@ -45,9 +46,6 @@ LANE = 128
 
 FAR = 2**30
 """A position that no query reaches."""
-
-FLOATS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): jnp.dtype(jnp.float8_e4m3fn)}
-"""Pools on CPUs that hold bits -> of what: XLA reads and writes entries of such floats in a wider copy of the array."""
 
 UNSEEN = -(2**30)
 """A distance, from a query to a slot, that no mask admits."""
@@ -366,9 +364,7 @@ def _by_turns(
         """Returns [lanes, K, slots, width] of whole pages, which are copied as such before they are transposed."""
         sizes = (lanes, tiles.num_pages, *((kv_heads, tiles.page_len) if call.heads_first else pool.shape[1:3]), -1)
         flat = (jnp.swapaxes(pool, 1, 2) if call.heads_first else pool).reshape(len(pool), -1)
-        found = flat.at[page].get(mode="promise_in_bounds").reshape(sizes)
-        if pool.dtype in FLOATS:
-            found = lax.bitcast_convert_type(found, FLOATS[pool.dtype])
+        found = floats(flat.at[page].get(mode="promise_in_bounds")).reshape(sizes)
         if not call.heads_first and kv_heads > 1:
             found = lax.optimization_barrier(found)
         return jnp.moveaxis(found, 2 if call.heads_first else 3, 1).reshape(lanes, kv_heads, slots, -1)

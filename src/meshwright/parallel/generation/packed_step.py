@@ -29,7 +29,7 @@ from meshwright.algebra.transformer import weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import checked
 from meshwright.nn.attention.platform import platform_of
-from meshwright.nn.attention.ragged import FLOATS
+from meshwright.nn.contract import FLOATS
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
 from meshwright.parallel.generation.program_store import ProgramStore
@@ -305,7 +305,7 @@ class PackedStep(HeldArrays):
 
     @cached_property
     def cache_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shapes and dtypes of the cache, on CPUs of the bits of floats; see `nn.attention.ragged.FLOATS`."""
+        """Global shapes and dtypes of the cache, on CPUs of the bits of floats; see `nn.contract.FLOATS`."""
         bits = {floats: bits for bits, floats in FLOATS.items()} if self.unrolled else {}
         shapes = super().cache_shapes.items()
         return {name: jax.ShapeDtypeStruct(one.shape, bits.get(one.dtype, one.dtype)) for name, one in shapes}
