@@ -6,7 +6,7 @@ import pytest
 from meshwright.nn.contract import contract
 from tests.nn.arrays import close
 
-SIZES = dict(zip("abcdefgh", (2, 3, 5, 4, 7, 6, 8, 3), strict=True))
+SIZES = dict(zip("abcdefghi", (2, 3, 5, 4, 7, 6, 8, 3, 1), strict=True))
 
 TURNED = [
     "ab,ac->bc",  # a weight's gradient: tokens are summed
@@ -97,3 +97,21 @@ def test_a_wide_result_of_narrow_factors_is_added_up_in_float32():
     assert found.dtype == jnp.float32
     close(found, expected)
     assert contract("abe,abcd->ecd", lhs, rhs).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("equation", TURNED + PLAIN + ["ib,bc->ic", "ibc,cd->ibd", "ib,cb->ic"])
+def test_products_of_bfloat16_are_summed_in_float32(equation):
+    lhs, rhs = factors(equation, jnp.bfloat16)
+    expected = np.einsum(equation, np.asarray(lhs, np.float64), np.asarray(rhs, np.float64))
+    close(contract(equation, lhs, rhs, dtype=jnp.float32), expected, 1e-6)
+    assert contract(equation, lhs, rhs).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize("weight", ["bc", "cb"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_few_rows_of_bfloat16_widen_no_weight(rows, weight, turned):
+    x, w = jnp.ones((rows, 256), jnp.bfloat16), jnp.ones((256, 4096) if weight == "bc" else (4096, 256), jnp.bfloat16)
+    equation = f"ab,{weight[::-1] if turned else weight}->ac"
+    program = jax.jit(lambda x, w: contract(equation, x, w.T if turned else w)).lower(x, w).compile()
+    assert program.memory_analysis().temp_size_in_bytes < w.nbytes

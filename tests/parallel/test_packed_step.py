@@ -211,9 +211,18 @@ def temporary_bytes(step):
     return step.compiled(PackedShape(rows=8, sequences=8, outputs=8, longest=1)).memory_analysis().temp_size_in_bytes
 
 
-def test_a_step_widens_no_weight():
-    model = replace(LLAMA, vocab_size=2**15)
-    assert temporary_bytes(packed_step(model, state="bf16-adam")) < model.vocab_size * model.d_model * 2
+@pytest.mark.parametrize(
+    ("name", "state"),
+    sampled(
+        [*itertools.product(["llama", "gemma3", "gpt2", "deepseek_v3", "mixtral"], ("fp32", "bf16-adam"))],
+        ("llama", "bf16-adam"),
+        ("deepseek_v3", "fp32"),
+    ),
+)
+def test_a_step_copies_and_widens_no_weight(name, state):
+    wide = {} if name == "mixtral" else {"d_ff": 2048}
+    step = packed_step(replace(FAMILIES[name], d_model=512, vocab_size=4096, **wide), state=state)
+    assert temporary_bytes(step) < 512 * 1024
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v2"])

@@ -3,7 +3,7 @@
 XLA's fast matrix product on CPU needs the summed dim last in its left factor. It computes a product that sums the first
 dims of both factors, such as the gradient of a weight (over tokens), more slowly. Here the smaller factor is transposed
 first: the copy costs less than the slower product. A product of bfloat16 widens both factors if its result is
-bfloat16, and none if it is float32. On other platforms XLA's own choice is fast.
+bfloat16, and as a rule none if it is float32. On other platforms XLA's own choice is fast.
 """
 
 import math
@@ -29,8 +29,30 @@ def contract(equation: str, lhs: Array, rhs: Array, *, dtype: DTypeLike | None =
     if sums_first_dims and sorted(out) == sorted(batch + first + second) and wide and default_platform() == "cpu":
         return _transposed_product((batch, ahead[len(batch) :], first, second), out, lhs, rhs)
     if lhs.dtype == rhs.dtype == jnp.bfloat16 and default_platform() == "cpu":
-        return jnp.einsum(equation, lhs, rhs, preferred_element_type=jnp.float32).astype(dtype or lhs.dtype)
+        if batch and max(lhs.ndim, rhs.ndim) > 3:  # XLA has no such product of narrow factors with a wide result
+            wide_factors = (x.astype(dtype or lhs.dtype) for x in (lhs, rhs))
+            return jnp.einsum(equation, *wide_factors)
+        return _narrow_product((left, right, out), lhs, rhs).astype(dtype or lhs.dtype)
     return jnp.einsum(equation, lhs, rhs, preferred_element_type=dtype)
+
+
+def _narrow_product(letters: tuple[str, str, str], lhs: Array, rhs: Array) -> Array:
+    """Returns the product of bfloat16 arrays in float32.
+
+    XLA widens factors of which one has a single row, and two matrices of which one is transposed.
+    """
+    left, right, out = letters
+    own = [c for c in left if c not in right]
+    alone = own[:1] if math.prod(lhs.shape[left.index(c)] for c in own) == 1 else []
+    if alone:
+        lhs = jnp.concatenate([lhs, lhs], left.index(alone[0]))
+    if lhs.ndim == 2:
+        lhs = lax.optimization_barrier(lhs)  # a transposition that is folded into such a product is not executed
+    if lhs.ndim == rhs.ndim == 2:
+        lhs, left, out = lhs[None], f"Z{left}", f"Z{out}"
+    made = jnp.einsum(f"{left},{right}->{out}", lhs, rhs, preferred_element_type=jnp.float32)
+    made = made[0] if out[0] == "Z" else made
+    return lax.slice_in_dim(made, 0, 1, axis=letters[2].index(alone[0])) if alone else made
 
 
 def _transposed_product(letters: tuple[str, str, str, str], out: str, lhs: Array, rhs: Array) -> Array:

@@ -43,8 +43,11 @@ class HeldArrays:
     declared: Mapping[str, ShardedArray]
     max_len: int
     batch_invariant: bool = False
-    heads_first: Collection[str] = ()
-    """Caches, in tuples of layers, whose pages have heads before slots."""
+
+    @property
+    def heads_first(self) -> Collection[str]:
+        """Caches, in tuples of layers, whose pages have heads before slots."""
+        return ()
 
     @cached_property
     def quantised(self) -> quantisation.Quantised:
