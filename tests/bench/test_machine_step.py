@@ -17,10 +17,12 @@ from meshwright.spec.calibration import (
     CollectiveRate,
     HostRates,
     Pace,
+    host_rates_in,
     load_calibration,
     save_calibration,
 )
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 
 KNOWN = HostRates(
@@ -40,7 +42,8 @@ def calibration(host=None, size=4):
     return Calibration(
         name="made",
         chip="cpu",
-        matmul_flops_per_s={"fp32": 5e10},
+        matmul_flops_per_s={"fp32": 5e10, "bf16": 2e11},
+        weight_bytes_per_s={"fp32": 1.5e10, "bf16": 1.2e10},
         memory_bytes_per_s=5e9,
         memory_bytes=1e10,
         collectives=tuple(rates),
@@ -152,6 +155,22 @@ def test_share_of_the_tiles_that_attention_computes(length):
     ends = np.minimum(np.arange(length) // tile_rows(length) * tile_rows(length) + tile_rows(length), length)
     assert tiled_share(step, found.sizes) == pytest.approx(ends.sum() / length**2)
     assert num_calls(step, found.sizes) == 16 * 4 * -(-length // tile_rows(length))
+
+
+@pytest.mark.parametrize(("state", "width", "rate"), [("fp32", 4, 1.5e10), ("bf16-adam", 2, 1.2e10)])
+def test_products_of_few_rows_take_the_time_to_read_their_weights(state, width, rate):
+    one, job = REFERENCES[1], Job(kind="decode", batch_seqs=2, seq_len=64)
+    strategy = msgspec.structs.replace(one.strategy(1), state=state)
+    found = price_strategy(Setting(one.model, parse_cluster("cpu:1"), job, calibration(KNOWN, 1)), strategy)
+    head = next(cost for cost in found.costs.all if cost.step.result.name == "logits")
+    weight = one.model.d_model * one.model.vocab_size * width
+    assert weight / rate < float(head.math_s + head.hbm_s) < 1.1 * weight / rate
+
+
+def test_products_of_another_dtype_in_a_step_keep_their_ratio_by_themselves():
+    found = calibration(KNOWN)
+    narrow, wide = (host_rates_in(found, dtype).product for dtype in ("bf16", "fp32"))
+    assert (wide, narrow.flop, narrow.byte) == (KNOWN.product, KNOWN.product.flop / 4, KNOWN.product.byte)
 
 
 def test_round_trip(tmp_path):

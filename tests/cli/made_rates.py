@@ -13,6 +13,7 @@ def write_rates(folder: Path) -> Path:
         name="made up",
         chip="cpu",
         matmul_flops_per_s={"fp32": 1e10},
+        weight_bytes_per_s={"fp32": 1e10, "bf16": 1e10},
         memory_bytes_per_s=1e10,
         memory_bytes=1e9,
         collectives=tuple(CollectiveRate(kind=k, group_size=8, latency_s=1e-4, bytes_per_s=1e9) for k in COLLECTIVES),

@@ -64,7 +64,7 @@ def _kept(path: Path) -> Calibration | None:
     except InputError:
         return None
     whole = found and (found.devices == 1 or {rate.kind for rate in found.collectives} == set(COLLECTIVES))
-    return found if whole else None
+    return found if whole and found and "bf16" in found.weight_bytes_per_s else None
 
 
 def measure(cluster: Cluster, *, keep: Path, begun: Calibration | None = None) -> Calibration:

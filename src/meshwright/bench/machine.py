@@ -27,6 +27,7 @@ from meshwright.bench.workloads import (
     groups_of,
     mlp_workload,
     product_workload,
+    weight_workload,
 )
 from meshwright.core.dims import CollectiveKind
 from meshwright.core.units import counted
@@ -37,6 +38,8 @@ SMALL_BYTES, LARGE_BYTES = 2**12, 2**20
 PEAK_SIDES = (256, 512, 1024)
 """Sides of square products. The fastest of these and the MLP is the peak: this machine has no data sheet."""
 DTYPE = "fp32"
+DTYPES = (DTYPE, "bf16")
+"""Dtypes of products that are measured; the speed of the machine is that of the first."""
 
 
 def measure_machine(
@@ -54,12 +57,13 @@ def measure_machine(
     """
     bench = Bench(devices=tuple(jax.devices()[:num_devices]), chip=chip("cpu"), dtypes=(DTYPE,))
     workloads: dict[str, Workload] = {
-        "matmul": mlp_workload(matmul_shape, DTYPE),
-        "attention": attention_workload(EMULATED.attention[0], DTYPE, both=True),
         "memory": copy_workload("silu", SILU_BYTES, ROUNDS),
     }
-    squares = {f"square {side}": product_workload(bench, DTYPE, side, rounds=1) for side in PEAK_SIDES}
-    workloads |= squares
+    for dtype in DTYPES:
+        workloads[f"matmul {dtype}"] = mlp_workload(matmul_shape, dtype)
+        workloads[f"attention {dtype}"] = attention_workload(EMULATED.attention[0], dtype, both=True)
+        workloads[f"weight {dtype}"] = weight_workload(dtype)
+        workloads |= {f"square {s} {dtype}": product_workload(bench, dtype, s, rounds=1) for s in PEAK_SIDES}
     moves = [(kind, group) for group in reversed(groups_of(num_devices, {})) for kind in COLLECTIVE_FUNCTIONS]
     for kind, group in moves:
         for size in (SMALL_BYTES, LARGE_BYTES):
@@ -67,12 +71,17 @@ def measure_machine(
     seconds = sweep_medians(
         {name: bench.call(workload) for name, workload in workloads.items()}, seconds_each=seconds_per_figure
     )
-    matmul, attended, memory = (workloads[name].work / seconds[name] for name in ("matmul", "attention", "memory"))
-    in_products = [matmul, *(workload.work / seconds[name] for name, workload in squares.items())]
-    rates = [_collective_rate(kind, group.size, seconds) for kind, group in moves]
-    say(f"matmul {matmul / 1e9:.3g} GFLOP/s a device in {DTYPE}, {num_devices} at once")
-    say(f"peak {max(in_products) / 1e9:.3g} GFLOP/s a device, the fastest of {len(in_products)} products")
-    say(f"attention {attended / 1e9:.3g} GFLOP/s a device")
+    pace = {name: workload.work / seconds[name] for name, workload in workloads.items()}
+    matmul, attended, weights = (
+        {dtype: pace[f"{what} {dtype}"] for dtype in DTYPES} for what in ("matmul", "attention", "weight")
+    )
+    peak = {d: max(matmul[d], *(pace[f"square {side} {d}"] for side in PEAK_SIDES)) for d in DTYPES}
+    memory, rates = pace["memory"], [_collective_rate(kind, group.size, seconds) for kind, group in moves]
+    for dtype in DTYPES:
+        say(
+            f"{dtype}: matmul {matmul[dtype] / 1e9:.3g} GFLOP/s a device, {num_devices} at once, at most "
+            f"{peak[dtype] / 1e9:.3g}; attention {attended[dtype] / 1e9:.3g}; weights {weights[dtype] / 1e9:.3g} GB/s"
+        )
     say(f"memory {memory / 1e9:.3g} GB/s a device")
     for rate in rates:
         if rate.kind == "all_gather":
@@ -86,9 +95,10 @@ def measure_machine(
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         date=datetime.date.today().isoformat(),
         devices=num_devices,
-        matmul_flops_per_s={DTYPE: matmul},
-        peak_flops_per_s={DTYPE: max(in_products)},
-        attention_flops_per_s={DTYPE: attended},
+        matmul_flops_per_s=matmul,
+        peak_flops_per_s=peak,
+        attention_flops_per_s=attended,
+        weight_bytes_per_s=weights,
         memory_bytes_per_s=memory,
         memory_bytes=bench.memory_bytes,
         collectives=tuple(rates),
@@ -96,6 +106,7 @@ def measure_machine(
             "matmul_flops_per_s": f"{how}; gated MLP with gradients, m k n = {matmul_shape}",
             "peak_flops_per_s": f"{how}; the fastest of the gated MLP and square products of sides {PEAK_SIDES}",
             "attention_flops_per_s": f"{how}; forward and backward, B T N K H = {EMULATED.attention[0]}",
+            "weight_bytes_per_s": f"{how}; a product of 8 rows with a weight of 16384 x 1024, read once",
             "memory_bytes_per_s": f"{how}; silu over {SILU_BYTES} bytes, read and written once",
             "memory_bytes": "physical memory of the machine, shared equally",
             "collectives": f"{how}; line through {SMALL_BYTES} and {LARGE_BYTES} bytes a device",

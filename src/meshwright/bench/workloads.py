@@ -10,12 +10,13 @@ from jaxtyping import Array
 
 from meshwright.bench.devices import JAX_DTYPES, AttentionShape, Bench, MlpShape, Shard, Workload
 from meshwright.bench.results import ELEMENT_BYTES, Contents, CopyKind, Group
-from meshwright.core.dims import CollectiveKind
+from meshwright.core.dims import DTYPE_BYTES, CollectiveKind
 from meshwright.masks.mods import causal
 from meshwright.nn.activations import silu_mul
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
 from meshwright.nn.attention.tiles import Mod
+from meshwright.nn.contract import contract
 
 FLOPS_EACH = 2
 """A multiplication and an addition."""
@@ -52,6 +53,8 @@ def product_workload(bench: Bench, dtype: str, size: int, rounds: int, *, conten
     precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
 
     def product(a: Array, b: Array) -> Array:
+        if bench.emulated and dtype == "bf16":
+            return contract("mk,kn->mn", a, b)  # as steps multiply; of `jnp.matmul` XLA widens both factors
         return jnp.matmul(a, b, preferred_element_type=result, precision=precision)
 
     def body(a: Array, b: Array) -> Array:
@@ -78,17 +81,30 @@ def mlp_workload(shape: MlpShape, dtype: str) -> Workload:
     """
     m, k, n = shape
 
-    def forward(x: Array, gate: Array, up: Array, down: Array) -> Array:
-        return silu_mul((x @ gate)[None], (x @ up)[None])[0] @ down
-
-    def body(*given: Array) -> tuple[Array, ...]:
-        out, backward = jax.vjp(forward, *given[:-1])
-        return out, *backward(given[-1])
+    def body(x: Array, gate: Array, up: Array, down: Array, cotangent: Array) -> tuple[Array, ...]:
+        pair = [contract("mk,kn->mn", x, weight)[None] for weight in (gate, up)]
+        hidden, backward = jax.vjp(silu_mul, *pair)
+        out, by_hidden = contract("mn,nk->mk", hidden[0], down), contract("mk,nk->mn", cotangent, down)
+        parts = [part[0] for part in backward(by_hidden[None])]
+        by_x = contract("mn,kn->mk", parts[0], gate) + contract("mn,kn->mk", parts[1], up)
+        of_weights = (contract("mk,mn->kn", x, part) for part in parts)
+        return out, by_x, *of_weights, contract("mn,mk->nk", hidden[0], cotangent)
 
     sizes = ((m, k), (k, n), (k, n), (n, k), (m, k))
     scales = (1.0, k**-0.5, k**-0.5, n**-0.5, 1.0)
     shards = tuple(Shard(shape=size, dtype=dtype, scale=scale) for size, scale in zip(sizes, scales, strict=True))
     return Workload(body=body, shards=shards, work=3 * 3 * product_flops(m, k, n))
+
+
+def weight_workload(dtype: str) -> Workload:
+    """Returns a product of 8 rows with a weight [outputs, inputs]; ``work`` is the weight's bytes."""
+    rows, outputs, inputs = 8, 16384, 1024
+
+    def body(x: Array, weight: Array) -> Array:
+        return contract("mk,nk->mn", x, weight)
+
+    shards = Shard(shape=(rows, inputs), dtype=dtype), Shard(shape=(outputs, inputs), dtype=dtype)
+    return Workload(body=body, shards=shards, work=outputs * inputs * DTYPE_BYTES[dtype])
 
 
 def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Workload:

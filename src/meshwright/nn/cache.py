@@ -226,7 +226,8 @@ def cached_attention(
     if value_scale is not None:
         weights = weights * _over_queries(value_scale)
     dtype = parts[0].queries.dtype
-    mixed = jnp.einsum("BKGTS,BSKH->BKGTH", weights.astype(dtype), values.astype(dtype))
+    factors = weights.astype(dtype), values.astype(dtype)
+    mixed = jnp.einsum("BKGTS,BSKH->BKGTH", *factors, preferred_element_type=jnp.float32).astype(dtype)
     rows = parts[0].queries.shape[:3]
     result, peak, total = (jnp.moveaxis(array, 3, 1).reshape(*rows, -1) for array in (mixed, peak, total))
     return OwnAttention(result, peak[..., 0], total[..., 0])

@@ -137,7 +137,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Rates are per device; where ``devices`` share one machine, they are measured with all of them at work.
     ``matmul_flops_per_s`` are the rates of products as a step has them, ``peak_flops_per_s`` those of the best product
-    measured: without a data sheet, utilisation is a share of these. ``hop_s`` maps a level of the network to the
+    measured: without a data sheet, utilisation is a share of these. ``weight_bytes_per_s`` are the rates at which
+    products of few rows read their weight, on devices with ``host`` rates. ``hop_s`` maps a level of the network to the
     latency of a hop. ``sources`` says where each figure came from; a measured figure names the command or the paper.
     """
 
@@ -149,6 +150,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     matmul_flops_per_s: dict[str, float] = {}
     peak_flops_per_s: dict[str, float] = {}
     attention_flops_per_s: dict[str, float] = {}
+    weight_bytes_per_s: dict[str, float] = {}
     memory_bytes_per_s: float | None = None
     memory_bytes: float | None = None
     collectives: tuple[CollectiveRate, ...] = ()
@@ -159,7 +161,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         check_figures(self, f"calibration {self.name!r}:", may_be_zero=("hop_s", "host"))
-        for name in ("matmul_flops_per_s", "peak_flops_per_s", "attention_flops_per_s"):
+        for name in ("matmul_flops_per_s", "peak_flops_per_s", "attention_flops_per_s", "weight_bytes_per_s"):
             require_dtypes(getattr(self, name), f"{name}: ")
 
     @property
@@ -193,6 +195,16 @@ def load_calibration(path: Path | str) -> Calibration:
 def save_calibration(calibration: Calibration, path: Path) -> None:
     """Writes the calibration atomically."""
     write_text_whole(path, sealed_toml(calibration))
+
+
+def host_rates_in(calibration: Calibration, dtype: str) -> HostRates | None:
+    """Returns the rates in a step, which are measured in float32, for products of another dtype: they take as much
+    longer or shorter as products of this dtype by themselves."""
+    host, rates = calibration.host, calibration.matmul_flops_per_s
+    if host is None or not {dtype, "fp32"} <= rates.keys():
+        return host
+    pace = msgspec.structs.replace(host.product, flop=host.product.flop * rates["fp32"] / rates[dtype])
+    return msgspec.structs.replace(host, product=pace)
 
 
 def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:

@@ -15,7 +15,7 @@ from meshwright.algebra.rewrites.rings import Round
 from meshwright.algebra.sizes import Number
 from meshwright.algebra.steps import Step
 from meshwright.core.dims import DTYPE_BYTES
-from meshwright.cost.work.host_work import amounts_of, pace_of
+from meshwright.cost.work.host_work import amounts_of, is_product, pace_of
 from meshwright.cost.work.kernel_times import NCCL_LINKS, KernelRates, grouped_s, kernel_rates
 from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes, op_term
 from meshwright.cost.work.slots import SlotSizes, block_bytes, computed_share, slot_sizes, unread_bytes
@@ -24,6 +24,7 @@ from meshwright.spec.calibration import (
     Efficiency,
     HostRates,
     attention_rate,
+    host_rates_in,
     matmul_rate,
     memory_rate,
     peak_known,
@@ -63,7 +64,7 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     products are ``narrow``. ``processors`` is the number of SMs, 0 for chips without. ``eager`` is true if a host
     starts every kernel, ``by_expert`` if each expert's product is a kernel of its own. With ``one_hot`` products
     with one-hot rows bring tokens to their slots and back. ``host`` prices emulated devices whose steps have been
-    measured.
+    measured, whose products of few rows read weights at ``weight_bytes_per_s``.
     """
 
     matmul_flops_per_s: Number
@@ -77,6 +78,7 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     one_hot: bool = False
     efficiency: Efficiency = Efficiency()
     host: HostRates | None = None
+    weight_bytes_per_s: Number = np.inf
     kernels: KernelRates | None = None
 
 
@@ -175,7 +177,8 @@ def chip_rates(
         one_hot=assumptions.dispatch == "one_hot",
         narrow=DTYPE_BYTES[dtype] < DTYPE_BYTES[state_dtype],
         efficiency=efficiency,
-        host=calibration.host,
+        host=host_rates_in(calibration, dtype),
+        weight_bytes_per_s=calibration.weight_bytes_per_s.get(dtype, np.inf),
         kernels=serving_kernels(chip) if assumptions.software == "served" else None,
     )
 
@@ -195,7 +198,7 @@ def local_cost(
     """
     at = rates.efficiency
     if rates.host is not None:
-        return _host_cost(step, sizes, rates.host, at.overlap, kept)
+        return _host_cost(step, sizes, rates, kept)
     seconds: Number = 0.0
     if step.parts:
         # each block is a smaller product, and a launch of its own
@@ -302,19 +305,23 @@ def product_shape(step: Step, sizes: SlotSizes) -> tuple[Number, Number]:
     return outputs, product(size for dim, size in local.items() if dim not in result)
 
 
-def _host_cost(
-    step: Step, sizes: SlotSizes, host: HostRates, overlap: Number, kept: frozenset[ShardedArray]
-) -> StepCost:
-    """Prices a local step on an emulated device by its `HostRates`."""
+def _host_cost(step: Step, sizes: SlotSizes, rates: ChipRates, kept: frozenset[ShardedArray]) -> StepCost:
+    """Prices a local step on an emulated device by its `HostRates`; a product takes at least the time in which it can
+    read its factors."""
+    host = rates.host
+    assert host is not None
     amounts, pace = amounts_of(step, sizes, kept=kept), pace_of(step, host)
     kernels = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)
+    math_s, memory_s = amounts.math_s(pace), amounts.memory_s(pace)
+    if is_product(step):
+        memory_s = memory_s + np.maximum(0.0, amounts.byte / rates.weight_bytes_per_s - math_s - memory_s)
     return StepCost(
         step=step,
         flops=_mean_flops(step, sizes),
         hbm_bytes=moved_bytes(step, sizes),
-        math_s=amounts.math_s(pace),
-        hbm_s=amounts.memory_s(pace) + block_bytes(step, sizes) * host.stream.byte,
+        math_s=math_s,
+        hbm_s=memory_s + block_bytes(step, sizes) * host.stream.byte,
         launch_s=kernels * host.kernel_s,
         num_kernels=kernels,
-        overlap=overlap,
+        overlap=rates.efficiency.overlap,
     )
