@@ -21,6 +21,7 @@ from meshwright.core.files import read_json, write_json_whole
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, ADAPTER_MODEL, adapter_config, base_folder, open_tensors
 from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensor, Tensors, write_checkpoint, write_file
 from meshwright.nn.hf.format import Box, StoredPart, stored_parts
+from meshwright.nn.hf.published import PublishedMatrix
 from meshwright.nn.hf.tokenizer import CONFIG
 from meshwright.nn.weights import STORED_DTYPES, Params, rows, stacked_shape
 from meshwright.spec.hf.write import TOKEN_KEYS, config_from_model, text_model
@@ -109,8 +110,14 @@ def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
             if not _equal(tensors[name], tensors[source]):
                 advice = "Set tie_word_embeddings to false" if is_tied else "Leave mtp_weight out, or that layer"
                 raise InputError(f"{name} differs from {source}, to which the config ties it. {advice}.")
-        elif not any(fnmatchcase(name, form) for form in ignored):
+        elif not any(fnmatchcase(name, form) for form in ignored) and not _is_zero_bias(name, tensors):
             raise InputError(f"the checkpoint has {name}, which {model.name} has no place for. Give its own config.")
+
+
+def _is_zero_bias(name: str, tensors: Tensors) -> bool:
+    """True for a bias of zeros, which AutoGPTQ writes beside every matrix."""
+    matrix, bias = tensors.get(f"{name.removesuffix('bias')}weight"), tensors[name]
+    return isinstance(matrix, PublishedMatrix) and name.endswith(".bias") and not bias[(slice(0, bias.shape[0]),)].any()
 
 
 def _mtp_copies(model: Model) -> dict[str, str]:
@@ -157,7 +164,9 @@ def _block(table: Mapping[tuple[int, ...], StoredPart], tensors: Tensors, region
         place = table[tuple(i + part.start for i, part in zip(index, region, strict=False))]
         part = place.read(tensors, box)
         if block is None:
-            block = np.empty([s.stop - s.start for s in region], dtype or part.dtype)
+            stored = tensors[place.tensor]
+            own = stored.dtype if isinstance(stored, PublishedMatrix) else part.dtype
+            block = np.empty([s.stop - s.start for s in region], dtype or own)
         block[index] = part
     if block is None:
         raise AssertionError("a shard without any layer")

@@ -1,0 +1,218 @@
+"""Reads how a published folder says that its matrices are quantised: `quantization_config` of its config.json."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from meshwright.core.errors import CannotRunError, InputError
+
+Method = Literal["fp8", "compressed-tensors", "awq", "gptq", "mxfp4"]
+CONFIG_KEYS = ("quantization_config", "compression_config")
+FORMATS = (
+    *("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+)
+"""Formats of compressed-tensors that are read."""
+
+
+class Scheme(msgspec.Struct, frozen=True, kw_only=True):
+    """How a matrix is stored: in ``dtype``, with a scale for ``outputs`` x ``inputs`` entries (0: all of them), and
+    with zero points if it is not ``symmetric``. Groups of inputs that are not ``in_order`` are listed input by input.
+    """
+
+    dtype: Literal["int8", "int4", "fp8", "fp4"]
+    outputs: int = 1
+    inputs: int = 0
+    symmetric: bool = True
+    in_order: bool = True
+
+    @property
+    def why_wide(self) -> str:
+        """Why no product takes such a matrix as it is stored; "" if one does."""
+        if self.dtype == "fp4":
+            return "4-bit floats"
+        if not self.symmetric:
+            return "zero points"
+        if not self.in_order:
+            return "groups of inputs out of order"
+        return "groups of inputs in int8" * (self.dtype == "int8" and self.inputs > 0)
+
+
+class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a config says of its quantised matrices: the scheme of each pattern of names, first match first; names of
+    modules that are ``plain``; and ``notes``, lines on what is stored and not used."""
+
+    method: Method
+    schemes: tuple[tuple[str, Scheme], ...]
+    plain: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    zeros_less_one: bool = False
+
+    def scheme(self, module: str) -> Scheme | None:
+        """Returns the scheme of a module that is stored quantised; None if no pattern matches its name."""
+        return next((scheme for pattern, scheme in self.schemes if _matches(pattern, module)), None)
+
+    def is_plain(self, module: str) -> bool:
+        """True for a module that the config leaves as it was, as far as it says."""
+        return self.scheme(module) is None or any(_matches(pattern, module) for pattern in self.plain)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return pattern == EVERY or f".{pattern}." in f".{module}."
+
+
+EVERY = "Linear"
+"""The pattern of every matrix of a product."""
+
+
+def quantisation_of(keys: Mapping[str, Any], *, family: str, what: str) -> Quantisation | None:
+    """Returns the quantisation of a config.json object, None without one. Raises InputError or CannotRunError, in one
+    line, for a method, or a form of one, that is not read."""
+    given = next((keys[key] for key in CONFIG_KEYS if keys.get(key)), None)
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise InputError(f"{what}: quantization_config is {given!r}. Write an object.")
+    method = given.get("quant_method", "compressed-tensors" if "config_groups" in given else None)
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None or (method == "mxfp4" and family != "gpt_oss"):
+        raise InputError(
+            f"{what}: quantization_config is {method!r}. Only {', '.join(_READERS)} (of gpt_oss) is known here. Give "
+            f"the weights in one of these or in bf16, or remove it to plan the shapes alone."
+        )
+    try:
+        return reader(given)
+    except CannotRunError as error:
+        raise CannotRunError(f"{what}: {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError, msgspec.ValidationError) as error:
+        if isinstance(error, InputError):
+            raise InputError(f"{what}: {error}") from None
+        raise InputError(f"{what}: quantization_config of {method} is not understood ({error!r}). Mend it.") from None
+
+
+def _number(given: Mapping[str, Any], key: str, allowed: tuple[int, ...], default: int) -> int:
+    value = given.get(key, default)
+    if value not in allowed or isinstance(value, bool):
+        raise InputError(f"quantization_config has {key}={value!r}. Only {' or '.join(map(str, allowed))} is read.")
+    return int(value)
+
+
+def _inputs(given: Mapping[str, Any], default: int) -> int:
+    """Returns the inputs of a group, 0 for all of them, which files write as -1 or null."""
+    size = given.get("group_size", default)
+    if size not in (None, -1) and (not isinstance(size, int) or size < 1):
+        raise InputError(f"quantization_config has group_size={size!r}. Write a positive number, or -1 for all inputs.")
+    return 0 if size in (None, -1) else int(size)
+
+
+def _refuse(given: Mapping[str, Any], forms: tuple[str, ...], *keys: str) -> None:
+    """Raises CannotRunError for a layout of weights that is not in ``forms``."""
+    for key in keys:
+        if (found := given.get(key)) and str(found).lower() not in forms:
+            raise CannotRunError(f"weights with {key}={found!r} are not read in this version, only {', '.join(forms)}. "
+                                 f"Give a folder in one of these.")  # fmt: skip
+
+
+def _fp8(given: Mapping[str, Any]) -> Quantisation:
+    block = given.get("weight_block_size")
+    outputs, inputs = (0, 0) if block is None else map(int, block)
+    plain = ("lm_head", *(given.get("modules_to_not_convert") or ()))
+    return Quantisation(
+        method="fp8",
+        schemes=((EVERY, Scheme(dtype="fp8", outputs=outputs, inputs=inputs)),),
+        plain=plain,
+        notes=(_ACTIVATIONS.format("fp8"),),
+    )
+
+
+_ACTIVATIONS = "activations in {} are not executed: they stay in the model's dtype"
+
+
+def _awq(given: Mapping[str, Any]) -> Quantisation:
+    _refuse(given, ("gemm",), "version", "format", "checkpoint_format")
+    _number(given, "bits", (4,), 4)
+    scheme = Scheme(dtype="int4", inputs=_inputs(given, 128), symmetric=not given.get("zero_point", True))
+    plain = ("lm_head", *(given.get("modules_to_not_convert") or ()))
+    return Quantisation(method="awq", schemes=((EVERY, scheme),), plain=plain)
+
+
+def _gptq(given: Mapping[str, Any]) -> Quantisation:
+    _refuse(given, ("gptq", "gptq_v2"), "checkpoint_format", "format")
+    if given.get("is_marlin_format"):
+        raise CannotRunError("weights in the format marlin are not read in this version. Give a folder in gptq.")
+    changed = [key for key in given.get("dynamic") or () if not key.startswith("-:")]
+    if changed:
+        raise CannotRunError(f"dynamic has settings of its own for {changed[0]!r}, which this version does not read. "
+                             f"Give a folder with one setting for all modules.")  # fmt: skip
+    bits = _number(given, "bits", (4, 8), 4)
+    scheme = Scheme(
+        dtype="int4" if bits == 4 else "int8",
+        inputs=_inputs(given, 128),
+        symmetric=bool(given.get("sym", True)),
+        in_order=not given.get("desc_act", False),
+    )
+    plain = [f"re:{key.removeprefix('-:')}" for key in given.get("dynamic") or ()]
+    plain += [] if given.get("lm_head") else ["lm_head"]
+    form = given.get("checkpoint_format") or given.get("format") or "gptq"
+    return Quantisation(
+        method="gptq", schemes=((EVERY, scheme),), plain=tuple(plain), zeros_less_one=str(form).lower() == "gptq"
+    )
+
+
+def _compressed(given: Mapping[str, Any]) -> Quantisation:
+    _refuse(given, FORMATS, "format")
+    sparse = (given.get("sparsity_config") or {}).get("format", "dense")
+    for key, stored in (("sparsity_config", sparse != "dense"), ("transform_config", given.get("transform_config"))):
+        if stored:
+            raise CannotRunError(f"{key} changes what is computed and is not read in this version. Give a folder "
+                                 f"without it.")  # fmt: skip
+    schemes, notes = list[tuple[str, Scheme]](), list[str]()
+    for group in given["config_groups"].values():
+        _refuse(group, FORMATS, "format")
+        if (weights := group.get("weights")) is None:
+            raise CannotRunError("a group of compressed-tensors has no weights. Give a folder with quantised weights.")
+        kind, bits = weights.get("type", "int"), _number(weights, "num_bits", (4, 8), 8)
+        known = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "fp4"}
+        scheme = Scheme(
+            dtype=known[kind, bits],  # type: ignore[arg-type]
+            **_groups(weights),
+            symmetric=bool(weights.get("symmetric", True)),
+            in_order=weights.get("actorder") not in ("group", True),
+        )
+        schemes += [(pattern, scheme) for pattern in group.get("targets") or (EVERY,)]
+        if activations := group.get("input_activations") or group.get("output_activations"):
+            notes.append(_ACTIVATIONS.format(f"{activations.get('type', 'int')}{activations.get('num_bits', 8)}"))
+    if given.get("kv_cache_scheme"):
+        notes.append("kv_cache_scheme is not used: choose the cache's dtype with --cache-dtype")
+    schemes.sort(key=lambda one: one[0] == EVERY)
+    plain = tuple(given.get("ignore") or ())
+    return Quantisation(
+        method="compressed-tensors", schemes=tuple(schemes), plain=plain, notes=tuple(dict.fromkeys(notes))
+    )
+
+
+def _groups(weights: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the outputs and inputs that share a scale, by the strategy of compressed-tensors."""
+    size = _inputs(weights, -1)
+    strategy = weights.get("strategy") or ("group" if size else "tensor")
+    if strategy == "block":
+        outputs, inputs = map(int, weights["block_structure"])
+        return {"outputs": outputs, "inputs": inputs}
+    if strategy not in ("tensor", "channel", "group", "tensor_group"):
+        raise CannotRunError(f"scales by strategy={strategy!r} are not read in this version. Give scales by tensor, "
+                             f"channel, group or block.")  # fmt: skip
+    grouped = strategy in ("group", "tensor_group")
+    if grouped and not size:
+        raise InputError(f"quantization_config has strategy={strategy!r} without a group_size. Add it.")
+    return {"outputs": 0 if strategy == "tensor" else 1, "inputs": size if grouped else 0}
+
+
+def _mxfp4(given: Mapping[str, Any]) -> Quantisation:
+    return Quantisation(method="mxfp4", schemes=(("experts", Scheme(dtype="fp4", inputs=32)),))
+
+
+_READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}
