@@ -4,17 +4,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from meshwright.core.digests import require_intact
 from meshwright.core.errors import InputError
+from meshwright.core.files import read_json
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, adapted_model, base_folder, is_adapter, model_with_adapters
 from meshwright.nn.hf.beside import files_beside
 from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
 from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.tokenizer import CONFIG, GENERATION, TOKENIZER, end_tokens, read_tokenizer
+from meshwright.spec.hf.published import quantisation_of, stored_matrices, wide_words
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
+from meshwright.spec.weights import frozen_base
 
 
 class TokenizedText(NamedTuple):
@@ -50,7 +54,8 @@ Text = TokenizedText | NumberedText
 
 class ModelFolder(NamedTuple):
     """A model without its weights. ``dtype`` suits the stored weights: fp32, or bf16 for anything narrower;
-    ``adapters`` are the folders of adapters by the name that requests give."""
+    ``adapters`` are the folders of adapters by the name that requests give, and ``notes`` lines on what of the stored
+    weights is widened or not used."""
 
     folder: Path
     model: Model
@@ -58,6 +63,11 @@ class ModelFolder(NamedTuple):
     end_tokens: frozenset[int]
     dtype: str
     adapters: Mapping[str, Path] = {}
+    notes: tuple[str, ...] = ()
+
+    def wide(self) -> "ModelFolder":
+        """Returns the same folder, of which every weight is widened as it is loaded."""
+        return self._replace(model=replace(self.model, stored=None), notes=())
 
 
 def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
@@ -80,10 +90,15 @@ def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
     file = next((found for found in (folder / TOKENIZER, base / TOKENIZER) if found.is_file()), None)
     tokenizer = read_tokenizer(file) if file else None
     text = TokenizedText(tokenizer) if tokenizer else NumberedText()
+    quantisation = quantisation_of(read_json(base / CONFIG, ""), family=model.family, what=str(base / CONFIG))
     with open_checkpoint(base) as tensors:
         dtype = _dtype(model, tensors)
+        stored, wide = stored_matrices(frozen_base(model), quantisation, tensors) if quantisation else (None, {})
+    notes = quantisation.notes if quantisation else ()
+    notes += tuple(wide_words(wide, dtype))
+    model = replace(model, stored=stored)
     ends = end_tokens(folder if (folder / GENERATION).is_file() else base, tokenizer)
-    return ModelFolder(folder, model, text, frozenset(ends), dtype, adapters)
+    return ModelFolder(folder, model, text, frozenset(ends), dtype, adapters, notes)
 
 
 def _dtype(model: Model, tensors: Tensors) -> str:

@@ -13,13 +13,13 @@ import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.files import Tensor, Tensors
+from meshwright.nn.hf.format import Box, StoredPart
 from meshwright.nn.hf.mxfp4 import VALUES
-from meshwright.spec.hf.published import Quantisation, Scheme
+from meshwright.spec.hf.published import SCALES, Quantisation, Scheme
 
-_SCALES = (".weight_scale_inv", ".weight_scale", ".scales")
 _VALUES = (".weight_packed", ".qweight", ".weight")
 _ENDS = (
-    *(*_SCALES, ".weight_packed", ".qweight", ".qzeros", ".g_idx", ".weight_zero_point", ".weight_g_idx"),
+    *(*SCALES, ".weight_packed", ".qweight", ".qzeros", ".g_idx", ".weight_zero_point", ".weight_g_idx"),
     *(".weight_shape", ".weight_global_scale"),
 )
 """Ends of the tensors that make a quantised matrix."""
@@ -134,7 +134,7 @@ class PublishedMatrix:
 
     def scales(self) -> np.ndarray:
         """Reads the scales [groups of outputs, groups of inputs] in float32."""
-        tensor = next(self.tensors[end] for end in _SCALES if end in self.tensors)
+        tensor = next(self.tensors[end] for end in SCALES if end in self.tensors)
         scale = _whole(tensor)
         wide = np.ldexp(np.float32(1), scale.astype(np.int32) - _SCALE_BIAS) if scale.dtype == np.uint8 else scale
         wide = wide.astype(np.float32)
@@ -162,7 +162,7 @@ class PublishedMatrix:
 
     def require_whole(self) -> None:
         """Raises InputError if a part is missing or has another shape than the scheme says."""
-        scale = next((self.tensors[end] for end in _SCALES if end in self.tensors), None)
+        scale = next((self.tensors[end] for end in SCALES if end in self.tensors), None)
         if scale is None or not any(end in self.tensors for end in _VALUES):
             missing = "values" if scale is not None else "scales"
             raise InputError(f"{self.name}: the checkpoint has no {missing} of it. Fetch its files again.")
@@ -182,6 +182,62 @@ class PublishedMatrix:
         if not (self.scheme.symmetric or {".weight_zero_point", ".qzeros"} & self.tensors.keys()):
             raise InputError(f"{self.name}: the checkpoint has no zero points of it, and quantization_config says that "
                              f"it is not symmetric. Give the config of these weights.")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class KeptEntries:
+    """A quantised matrix that is read as its values, signed, or as the scale of each of its entries."""
+
+    matrix: PublishedMatrix
+    scales: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.matrix.dtype
+
+    def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
+        rows, columns = box
+        at = np.ix_(*self.matrix.groups(rows, columns))
+        if self.scales:
+            return self.matrix.scales()[at]
+        codes, zero = self.matrix.codes((rows, columns)), self.matrix.zero_points()
+        middle = 2 ** (self.matrix.packing.bits - 1) if self.matrix.packing else 0
+        if np.any(np.asarray(zero) != middle):
+            raise InputError(f"{self.matrix.name} has zero points, and quantization_config says that it is symmetric. "
+                             f"Give the config of these weights.")  # fmt: skip
+        return (codes.astype(np.int16) - middle).astype(np.int8) if self.matrix.packing else codes
+
+
+class KeptPart(NamedTuple):
+    """A part of a weight that is read as it is stored: for each of its dims ``steps`` has the entries of the weight
+    for one of the array's, 0 for a dim that the array lacks. Values of int4 are pairs in bytes along the dim of step 2,
+    whose groups have ``group`` values (`nn.quantisation.pairs`)."""
+
+    part: StoredPart
+    steps: tuple[int, ...]
+    scales: bool
+    group: int = 0
+
+    def read(self, tensors: Tensors, box: Box) -> np.ndarray:
+        """Reads a box of the array."""
+        given = iter(box)
+        whole = (slice(0, 1) if s == 0 else slice((b := next(given)).start * s, b.stop * s) for s in self.steps)
+        matrix = tensors[self.part.tensor]
+        assert isinstance(matrix, PublishedMatrix)
+        found = self.part.read({self.part.tensor: KeptEntries(matrix, self.scales)}, tuple(whole))
+        if self.scales:
+            return found[tuple(slice(None, None, s) if s else 0 for s in self.steps)]
+        if not self.group:
+            return found
+        axis = self.steps.index(2)
+        ahead, behind = found.shape[:axis], found.shape[axis + 1 :]
+        halves = found.reshape(*ahead, -1, 2, self.group // 2, *behind).view(np.uint8)
+        low, high = halves.take(0, axis + 1), halves.take(1, axis + 1)
+        return ((low & 15) | (high << 4)).reshape(*ahead, -1, *behind)
 
 
 def _all(shape: tuple[int, ...]) -> tuple[slice, ...]:

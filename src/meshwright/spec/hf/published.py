@@ -1,12 +1,18 @@
 """Reads how a published folder says that its matrices are quantised: `quantization_config` of its config.json."""
 
+import itertools
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.units import format_bytes
+from meshwright.spec.model import GROUP, Model, StoredMatrices
+from meshwright.spec.weights import weight_table
 
 Method = Literal["fp8", "compressed-tensors", "awq", "gptq", "mxfp4"]
 CONFIG_KEYS = ("quantization_config", "compression_config")
@@ -35,9 +41,7 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
             return "4-bit floats"
         if not self.symmetric:
             return "zero points"
-        if not self.in_order:
-            return "groups of inputs out of order"
-        return "groups of inputs in int8" * (self.dtype == "int8" and self.inputs > 0)
+        return "" if self.in_order else "groups of inputs out of order"
 
 
 class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,3 +220,44 @@ def _mxfp4(given: Mapping[str, Any]) -> Quantisation:
 
 
 _READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}
+
+
+SCALES = (".weight_scale_inv", ".weight_scale", ".scales")
+"""Ends of the names of scales."""
+
+
+def stored_matrices(
+    model: Model, quantisation: Quantisation, names: Collection[str] = ()
+) -> tuple[StoredMatrices | None, dict[tuple[str, str], int]]:
+    """Returns the matrices of a folder that generation keeps narrow, and the numbers of parameters that are widened, by
+    dtype and reason. The ``names`` of its tensors say which are quantised, else the config."""
+    found, wide, group = list[tuple[str, Any, bool]](), dict[tuple[str, str], int](), 0
+    for row in weight_table(model):
+        if row.kind != "matrix" or row.tied_to or row.part in ("embedding", "router"):
+            continue
+        every = itertools.product(row.layers or (0,), range(model.num_experts if "{expert}" in row.hf_name else 1))
+        modules = [row.hf_name.format(layer=at, expert=one).removesuffix(".weight") for at, one in every]
+        plain = [not any(m + end in names for end in SCALES) if names else quantisation.is_plain(m) for m in modules]
+        schemes = {None if left else quantisation.scheme(m) for m, left in zip(modules, plain, strict=True)}
+        if not (some := [scheme for scheme in schemes if scheme]):
+            continue
+        scheme, why = some[0], some[0].why_wide
+        if grouped := scheme.inputs > 0 or scheme.dtype == "int4":
+            size = scheme.inputs or GROUP
+            group = group or size
+            width = math.gcd(group, model.dims[row.inputs[-1]])
+            if not why and (size % width or (scheme.dtype == "int4" and width % 2)):
+                why = f"groups of {size} inputs"
+        why = why or "other forms in some layers" * (len(schemes) > 1)
+        if why:
+            wide[scheme.dtype, why] = wide.get((scheme.dtype, why), 0) + row.num_params
+        else:
+            found.append((row.name, scheme.dtype, grouped))
+    return StoredMatrices(matrices=tuple(found), group=group or GROUP) if found else None, wide
+
+
+def wide_words(wide: Mapping[tuple[str, str], int], dtype: str) -> Iterator[str]:
+    """Yields a line for each reason for which parameters are widened to ``dtype``, see `stored_matrices`."""
+    for (narrow, why), count in wide.items():
+        size = format_bytes(count * DTYPE_BYTES[dtype])
+        yield f"the {narrow} weights have {why}, for which there is no kernel: served in {dtype}, {size}"

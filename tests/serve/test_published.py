@@ -1,0 +1,117 @@
+"""Published folders of narrow weights, as they are served: what is kept, what is widened, and the logits."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from meshwright.nn.forward import logits_fn
+from meshwright.nn.hf.weights import load_params
+from meshwright.parallel.generation.generate_step import GenerateStep
+from meshwright.serve.layout import EngineOptions
+from meshwright.serve.model_folder import open_model
+from meshwright.serve.opening import open_engine
+from meshwright.serve.request import TokenRequest
+from meshwright.spec.strategy import Strategy, make_mesh
+from tests.nn.hf.test_published import FORMS, PACKED, TOLERANCE, WRITTEN, folder_of, write_packed
+
+KEPT = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "fp8-tensor": jnp.float8_e4m3fn, "fp8-block": jnp.float8_e4m3fn,
+        "int4": jnp.uint8}  # fmt: skip
+"""Forms that are served as they are -> the dtype of their values; int4 are pairs in bytes."""
+WIDE = {
+    "int8-asymmetric": "the int8 weights have zero points",
+    "int4-asymmetric": "the int4 weights have zero points",
+    "nvfp4": "the fp4 weights have 4-bit floats",
+    "mxfp4": "the fp4 weights have 4-bit floats",
+    "awq": "the int4 weights have zero points",
+    "gptq": "the int4 weights have zero points",
+    "gptq-ordered": "the int4 weights have groups of inputs out of order",
+}
+PLAIN = ("embed", "final_norm", "attn_norm", "mlp_norm")
+
+
+def logits_after(folder, tokens, axes=None, weights="as they are"):
+    """Returns the logits after a prompt as generation computes them, and the weights on its devices."""
+    source = open_model(folder)
+    source = source if weights == "as they are" else source.wide()
+    mesh = make_mesh(axes or {})
+    step = GenerateStep(
+        source.model, Strategy(mesh=mesh, state="fp32"), max_len=16, batch_seqs=2, cache_dtype="fp32", weights=weights
+    )
+    params = step.place(load_params(source.model, folder, step.loaded_shardings, jnp.float32))
+    found, _ = step.prefill(params, step.init_cache(), np.repeat(tokens, 2, 0), [tokens.shape[1]] * 2)
+    return np.asarray(found)[:1], params
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_generation_computes_what_the_library_does(form, tmp_path):
+    found, params = logits_after(folder_of(form, tmp_path), WRITTEN["tokens"])
+    tolerance = 0.1 if form == "nvfp4" else TOLERANCE  # whose library rounds to bfloat16
+    np.testing.assert_allclose(found, WRITTEN[form][:, -1], atol=tolerance, rtol=0)
+    dtypes = {name: array.dtype for name, array in params.items() if name not in PLAIN}
+    values = {dtype for name, dtype in dtypes.items() if not name.endswith("_scale")}
+    assert values == {np.dtype(KEPT.get(form, jnp.float32))}
+    assert any(name.endswith("_scale") for name in dtypes) == (form in KEPT)
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "int4", "int8"])
+def test_shards_of_narrow_weights_are_read_by_themselves(form, tmp_path):
+    folder_of(form, tmp_path)
+    whole, _ = logits_after(tmp_path, WRITTEN["tokens"])
+    found, params = logits_after(tmp_path, WRITTEN["tokens"], {"fsdp": 2})
+    assert any(len(array.sharding.device_set) == 2 and not array.is_fully_replicated for array in params.values())
+    np.testing.assert_allclose(found, whole, atol=TOLERANCE, rtol=0)
+
+
+def test_symmetric_groups_of_gptq_stay_narrow(tmp_path):
+    """Two layers, experts one by one, and one layer whose attention is not quantised: that is widened, and says so."""
+    write_packed(tmp_path, "gptq", sym=True)
+    source = open_model(tmp_path)
+    assert source.model.stored.group == 8
+    assert {name for name, *_ in source.model.stored.matrices} == {
+        f"layers.experts.{w}" for w in ("w_gate", "w_up", "w_down")
+    }
+    assert any(line.startswith("the int4 weights have other forms in some layers") for line in source.notes)
+    tokens = np.arange(9)[None]
+    found, params = logits_after(tmp_path, tokens)
+    assert params["experts_w_up"].dtype == jnp.uint8
+    model = replace(source.model, stored=None)
+    expected = jax.jit(logits_fn(model))(load_params(model, tmp_path, dtype=jnp.float32), tokens)
+    np.testing.assert_allclose(found, np.asarray(expected)[:, -1], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("form", ["int4", "awq"])
+def test_an_engine_serves_it_and_says_what_is_widened(form, tmp_path):
+    write_packed(tmp_path, form) if form in PACKED else folder_of(form, tmp_path)
+    options = EngineOptions(num_devices=1, max_requests=2, token_budget=8, page_len=4, max_len=16, cache_dtype="fp32")
+    opened = open_engine(tmp_path, options, in_background=False)
+    said = [line for line in opened.lines if "no kernel" in line]
+    assert [line.startswith(WIDE.get(form, "?")) for line in said] == [True] * (form in WIDE)
+    prompt = [3, 7, 1, 5]
+    (outputs,) = opened.engine.run([TokenRequest(prompt=tuple(prompt), max_tokens=4)])
+    tokens = [one.token for one in outputs if one.token is not None]
+    model = replace(opened.source.model, stored=None)
+    params, logits = load_params(model, tmp_path, dtype=jnp.float32), jax.jit(logits_fn(model))
+    for token in tokens:
+        assert token == int(np.argmax(logits(params, np.asarray([prompt]))[0, -1]))
+        prompt.append(token)
+    assert len(tokens) == 4
+
+
+def test_other_weights_are_made_from_the_wide_ones(tmp_path):
+    found, params = logits_after(folder_of("int4", tmp_path), WRITTEN["tokens"], weights="int8")
+    assert params["wq"].dtype == jnp.int8
+    assert np.abs(found - WRITTEN["int4"][:, -1]).max() < 0.3
+    assert "embed_scale" in params
+
+
+def test_what_is_not_executed_is_said(tmp_path):
+    notes = open_model(folder_of("int8", tmp_path)).notes
+    assert notes == ("activations in int8 are not executed: they stay in the model's dtype",)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert open_model(tmp_path).notes[1] == "kv_cache_scheme is not used: choose the cache's dtype with --cache-dtype"
