@@ -9,16 +9,14 @@ from tokenizers import Tokenizer
 
 from meshwright.core.digests import require_intact
 from meshwright.core.errors import InputError
-from meshwright.core.files import read_json
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, adapted_model, base_folder, is_adapter, model_with_adapters
 from meshwright.nn.hf.beside import files_beside
 from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
 from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.tokenizer import CONFIG, GENERATION, TOKENIZER, end_tokens, read_tokenizer
-from meshwright.spec.hf.published import quantisation_of, stored_matrices, wide_words
+from meshwright.spec.hf.published import folder_weights
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
-from meshwright.spec.weights import frozen_base
 
 
 class TokenizedText(NamedTuple):
@@ -90,15 +88,11 @@ def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
     file = next((found for found in (folder / TOKENIZER, base / TOKENIZER) if found.is_file()), None)
     tokenizer = read_tokenizer(file) if file else None
     text = TokenizedText(tokenizer) if tokenizer else NumberedText()
-    quantisation = quantisation_of(read_json(base / CONFIG, ""), family=model.family, what=str(base / CONFIG))
     with open_checkpoint(base) as tensors:
-        dtype = _dtype(model, tensors)
-        stored, wide = stored_matrices(frozen_base(model), quantisation, tensors) if quantisation else (None, {})
-    notes = quantisation.notes if quantisation else ()
-    notes += tuple(wide_words(wide, dtype))
-    model = replace(model, stored=stored)
+        dtype, weights = _dtype(model, tensors), folder_weights(model, base, tensors)
+    model = replace(model, stored=weights.stored)
     ends = end_tokens(folder if (folder / GENERATION).is_file() else base, tokenizer)
-    return ModelFolder(folder, model, text, frozenset(ends), dtype, adapters, notes)
+    return ModelFolder(folder, model, text, frozenset(ends), dtype, adapters, weights.notes(dtype))
 
 
 def _dtype(model: Model, tensors: Tensors) -> str:

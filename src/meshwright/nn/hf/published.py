@@ -6,10 +6,12 @@ in a byte (nvfp4, mxfp4). Sources: compressed-tensors 0.20 (compressors), AutoAW
 AutoGPTQ 0.7 (qlinear_cuda_old.py), transformers 5 (integrations/finegrained_fp8.py).
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.files import Tensor, Tensors
@@ -64,7 +66,7 @@ class Packing(NamedTuple):
 
 @dataclass(frozen=True)
 class PublishedMatrix:
-    """A quantised matrix that is read as float32 [out, in]; ``dtype`` is that of the folder's other weights.
+    """A quantised matrix that is read as floats [out, in], computed in float32 and rounded to ``dtype``.
 
     ``tensors`` are its parts by their ends. Where ``transposed``, as in AWQ and GPTQ, these are stored [in, out].
     """
@@ -74,6 +76,10 @@ class PublishedMatrix:
     scheme: Scheme
     quantisation: Quantisation
     dtype: np.dtype
+
+    def read_in(self, dtype: DTypeLike) -> "PublishedMatrix":
+        """Returns the same matrix, read in a dtype."""
+        return replace(self, dtype=np.dtype(dtype))
 
     @property
     def values(self) -> Tensor:
@@ -105,11 +111,13 @@ class PublishedMatrix:
         return -(-outputs // (self.scheme.outputs or outputs)), -(-inputs // (self.scheme.inputs or inputs))
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
-        rows, columns = (slice(*part.indices(size)[:2]) for part, size in zip(box, self.shape, strict=True))
-        values = self.codes((rows, columns)).astype(np.float32)
-        at = np.ix_(*self.groups(rows, columns))
-        zero = self.zero_points()
-        return (values - (zero if isinstance(zero, int) else zero[at])) * self.scales()[at]
+        zero, scale = self.zero_points(), self.scales()
+
+        def read(rows: slice, columns: slice) -> np.ndarray:
+            at = np.ix_(*self.groups(rows, columns))
+            return (self.codes((rows, columns)) - np.float32(zero if isinstance(zero, int) else zero[at])) * scale[at]
+
+        return _by_rows(read, box, self.dtype)
 
     def codes(self, box: tuple[slice, slice]) -> np.ndarray:
         """Reads a box of the values before scaling, [out, in]: unsigned whole numbers where packed, else as stored."""
@@ -200,16 +208,20 @@ class KeptEntries:
         return self.matrix.dtype
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
-        rows, columns = box
-        at = np.ix_(*self.matrix.groups(rows, columns))
-        if self.scales:
-            return self.matrix.scales()[at]
-        codes, zero = self.matrix.codes((rows, columns)), self.matrix.zero_points()
-        middle = 2 ** (self.matrix.packing.bits - 1) if self.matrix.packing else 0
+        matrix, zero, scale = self.matrix, self.matrix.zero_points(), self.matrix.scales()
+        middle = 2 ** (matrix.packing.bits - 1) if matrix.packing else 0
         if np.any(np.asarray(zero) != middle):
-            raise InputError(f"{self.matrix.name} has zero points, and quantization_config says that it is symmetric. "
-                             f"Give the config of these weights.")  # fmt: skip
-        return (codes.astype(np.int16) - middle).astype(np.int8) if self.matrix.packing else codes
+            raise InputError(f"{matrix.name} has zero points, and quantization_config says that it is symmetric. Give "
+                             f"the config of these weights.")  # fmt: skip
+
+        def read(rows: slice, columns: slice) -> np.ndarray:
+            if self.scales:
+                return scale[np.ix_(*matrix.groups(rows, columns))]
+            codes = matrix.codes((rows, columns))
+            return (codes - np.uint8(middle)).view(np.int8) if matrix.packing else codes
+
+        own = np.dtype(np.int8) if matrix.packing else matrix.values.dtype
+        return _by_rows(read, box, np.dtype(np.float32) if self.scales else own)
 
 
 class KeptPart(NamedTuple):
@@ -238,6 +250,21 @@ class KeptPart(NamedTuple):
         halves = found.reshape(*ahead, -1, 2, self.group // 2, *behind).view(np.uint8)
         low, high = halves.take(0, axis + 1), halves.take(1, axis + 1)
         return ((low & 15) | (high << 4)).reshape(*ahead, -1, *behind)
+
+
+AT_ONCE = 2**17
+"""Entries that are unpacked at once: what they need besides is several times what is kept of them."""
+
+
+def _by_rows(read: Callable[[slice, slice], np.ndarray], box: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+    """Reads a box some rows at a time."""
+    rows, columns = box
+    found = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
+    step = max(8, AT_ONCE // max(found.shape[1], 1))
+    for start in range(rows.start, rows.stop, step):
+        part = slice(start, min(start + step, rows.stop))
+        found[start - rows.start : part.stop - rows.start] = read(part, columns)
+    return found
 
 
 def _all(shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -20,6 +20,7 @@ from meshwright.algebra.transformer import local_name
 from meshwright.core.digests import write_sums
 from meshwright.core.errors import InputError
 from meshwright.core.files import read_json, write_json_whole
+from meshwright.core.host_memory import returning_freed_memory
 from meshwright.nn import quantisation
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, ADAPTER_MODEL, adapter_config, base_folder, open_tensors
 from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensor, Tensors, write_checkpoint, write_file
@@ -57,7 +58,7 @@ def load_params(
     tuple of shardings in place of one, the layers of a variable are arrays of their own. Raises
     InputError for a tensor that is missing, misshapen or foreign, CannotRunError for files changed since written.
     """
-    with open_tensors(model, Path(folder), adapters) as tensors:
+    with returning_freed_memory(), open_tensors(model, Path(folder), adapters) as tensors:
         return read_params(model, tensors, shardings, dtype)
 
 
@@ -66,6 +67,8 @@ def read_params(
 ) -> Params:
     """Loads weights as `load_params` does, from tensors of any kind: files, or a state dict of NumPy arrays."""
     table = checked_parts(model, tensors)
+    if dtype is not None:
+        tensors = {n: one.read_in(dtype) if isinstance(one, PublishedMatrix) else one for n, one in tensors.items()}
     one_device = SingleDeviceSharding(jax.devices()[0])
     kept = quantised_weights(model, "")
     shapes = quantisation.param_shapes(model, param_shapes(model), "")
@@ -196,9 +199,7 @@ def _block(table: Mapping[tuple[int, ...], Any], tensors: Tensors, region: Box, 
         place = table[tuple(i + part.start for i, part in zip(index, region, strict=False))]
         part = place.read(tensors, box)
         if block is None:
-            stored = None if dtype else tensors[place.tensor]
-            own = stored.dtype if isinstance(stored, PublishedMatrix) else part.dtype
-            block = np.empty([s.stop - s.start for s in region], dtype or own)
+            block = np.empty([s.stop - s.start for s in region], dtype or part.dtype)
         block[index] = part
     if block is None:
         raise AssertionError("a shard without any layer")

@@ -204,7 +204,7 @@ class PackedStep(HeldArrays):
         arrays = super().place(params)
         if not self.unrolled:
             return arrays
-        stacked = {name: array for name, array in arrays.items() if not isinstance(array, tuple)}
+        stacked = {n: array for n, array in arrays.items() if n in self._num_layers and not isinstance(array, tuple)}
         specs = {name: self.param_specs[name] for name in stacked}
         return arrays | jax.jit(self._by_layer, out_shardings=shardings(self.mesh, self._by_layer(specs)))(stacked)
 

@@ -3,13 +3,16 @@
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import read_json
 from meshwright.core.units import format_bytes
 from meshwright.spec.model import GROUP, Model, StoredMatrices
 from meshwright.spec.weights import weight_table
@@ -248,7 +251,7 @@ def stored_matrices(
             width = math.gcd(group, model.dims[row.inputs[-1]])
             if not why and (size % width or (scheme.dtype == "int4" and width % 2)):
                 why = f"groups of {size} inputs"
-        why = why or "other forms in some layers" * (len(schemes) > 1)
+        why = why or "layers that are stored in another form" * (len(schemes) > 1)
         if why:
             wide[scheme.dtype, why] = wide.get((scheme.dtype, why), 0) + row.num_params
         else:
@@ -256,8 +259,32 @@ def stored_matrices(
     return StoredMatrices(matrices=tuple(found), group=group or GROUP) if found else None, wide
 
 
-def wide_words(wide: Mapping[tuple[str, str], int], dtype: str) -> Iterator[str]:
-    """Yields a line for each reason for which parameters are widened to ``dtype``, see `stored_matrices`."""
-    for (narrow, why), count in wide.items():
-        size = format_bytes(count * DTYPE_BYTES[dtype])
-        yield f"the {narrow} weights have {why}, for which there is no kernel: served in {dtype}, {size}"
+class FolderWeights(NamedTuple):
+    """What a folder's config says of its weights: how they are quantised, the matrices that generation keeps so, and
+    the numbers of parameters that it widens, by dtype and reason."""
+
+    quantisation: Quantisation | None = None
+    stored: StoredMatrices | None = None
+    wide: Mapping[tuple[str, str], int] = {}
+
+    def notes(self, dtype: str) -> tuple[str, ...]:
+        """Returns lines on what is not used, and on what is widened to ``dtype``."""
+        why = (
+            f"the {narrow} weights have {why}, for which there is no kernel: served in {dtype}, "
+            f"{format_bytes(count * DTYPE_BYTES[dtype])}"
+            for (narrow, why), count in self.wide.items()
+        )
+        return (*(self.quantisation.notes if self.quantisation else ()), *why)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of all matrices that are kept narrow; "" if there are none, or several."""
+        found = {dtype for _, dtype, _ in self.stored.matrices} if self.stored else set()
+        return found.pop() if len(found) == 1 and not self.wide else ""
+
+
+def folder_weights(model: Model, folder: Path, names: Collection[str] = ()) -> FolderWeights:
+    """Reads the config.json of a folder with ``names`` of tensors, see `stored_matrices`."""
+    file, base = folder / "config.json", replace(model, lora=None)
+    found = quantisation_of(read_json(file, "Give the folder of a model."), family=model.family, what=str(file))
+    return FolderWeights(found, *stored_matrices(base, found, names)) if found else FolderWeights()
