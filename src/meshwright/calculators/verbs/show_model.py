@@ -123,7 +123,7 @@ def _folder_facts(m: Model, folder: Path) -> dict[str, Any]:
             size = math.prod(tensor.shape) * tensor.dtype.itemsize
             by_dtype[tensor.dtype.name] = by_dtype.get(tensor.dtype.name, 0) + size
         weights = folder_weights(m, folder, tensors)
-    served = weight_bytes(replace(m, stored=weights.stored), "", DTYPE_BYTES["bf16"])
+    served = weight_bytes(replace(m, stored=weights.stored), "", width=2)
     method = weights.quantisation.method if weights.quantisation else None
     return {"stored_bytes": by_dtype, "method": method, "served_bytes": served, "notes": list(weights.notes("bf16"))}
 
