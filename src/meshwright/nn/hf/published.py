@@ -6,12 +6,10 @@ in a byte (nvfp4, mxfp4). Sources: compressed-tensors 0.20 (compressors), AutoAW
 AutoGPTQ 0.7 (qlinear_cuda_old.py), transformers 5 (integrations/finegrained_fp8.py).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.files import Tensor, Tensors
@@ -19,20 +17,23 @@ from meshwright.nn.hf.format import Box, StoredPart
 from meshwright.nn.hf.mxfp4 import VALUES
 from meshwright.spec.hf.published import SCALES, Quantisation, Scheme
 
-_VALUES = (".weight_packed", ".qweight", ".weight")
-_ENDS = (
-    *(*SCALES, ".weight_packed", ".qweight", ".qzeros", ".g_idx", ".weight_zero_point", ".weight_g_idx"),
-    *(".weight_shape", ".weight_global_scale"),
+_VALUES, _ZEROS, _GROUPS = (
+    (".weight_packed", ".qweight", ".weight"),
+    (".weight_zero_point", ".qzeros"),
+    (".g_idx", ".weight_g_idx"),
 )
+_ENDS = (*SCALES, *_VALUES[:2], *_ZEROS, *_GROUPS, ".weight_shape", ".weight_global_scale")
 """Ends of the tensors that make a quantised matrix."""
 _UNUSED = (
     *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".output_zero_point"),
-    *(".activation_scale", ".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale"),
+    *(".activation_scale", ".k_scale", ".v_scale", ".q_scale"),
 )
 """Ends of the tensors that scale activations and caches, which are not executed."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output of a word of AWQ -> its four bits, from the lowest."""
 _SCALE_BIAS = 127
+AT_ONCE = 2**17
+"""Entries that are unpacked at once: what they need besides is several times what is kept of them."""
 
 
 class Packing(NamedTuple):
@@ -43,30 +44,21 @@ class Packing(NamedTuple):
     order: tuple[int, ...] = ()
 
     def read(self, words: Tensor, box: tuple[slice, ...]) -> np.ndarray:
-        """Reads a box of the unpacked array, as unsigned numbers."""
-        per_word = self.per_word(words)
-        along = box[self.axis]
+        """Reads a box of the unpacked matrix, as unsigned numbers."""
+        along, per_word = box[self.axis], 8 * words.dtype.itemsize // self.bits
         whole = slice(along.start // per_word, -(-along.stop // per_word))
-        found = words[(*box[: self.axis], whole, *box[self.axis + 1 :])]
-        places = np.asarray(self.order or range(per_word), f"u{found.dtype.itemsize}") * self.bits
-        shifts = places.reshape(-1, *(1,) * (found.ndim - 1 - self.axis)).astype(f"u{found.dtype.itemsize}")
-        split = np.expand_dims(found.view(f"u{found.dtype.itemsize}"), self.axis + 1) >> shifts
-        values = (split & (2**self.bits - 1)).astype(np.uint8)
+        found = np.moveaxis(words[(*box[: self.axis], whole, *box[self.axis + 1 :])], self.axis, 1)
+        unsigned = np.dtype(f"u{found.dtype.itemsize}")
+        shifts = np.asarray(self.order or range(per_word), unsigned) * unsigned.type(self.bits)
+        values = ((found.view(unsigned)[..., None] >> shifts) & unsigned.type(2**self.bits - 1)).astype(np.uint8)
         first = along.start - whole.start * per_word
-        flat = values.reshape(*found.shape[: self.axis], -1, *found.shape[self.axis + 1 :])
-        return flat[(*(slice(None),) * self.axis, slice(first, first + along.stop - along.start))]
-
-    def per_word(self, words: Tensor) -> int:
-        return 8 * words.dtype.itemsize // self.bits
-
-    def shape(self, words: Tensor) -> tuple[int, ...]:
-        """Returns the shape of the unpacked array."""
-        return tuple(n * (self.per_word(words) if at == self.axis else 1) for at, n in enumerate(words.shape))
+        return np.moveaxis(values.reshape(len(found), -1)[:, first : first + along.stop - along.start], 1, self.axis)
 
 
 @dataclass(frozen=True)
 class PublishedMatrix:
-    """A quantised matrix that is read as floats [out, in], computed in float32 and rounded to ``dtype``.
+    """A quantised matrix that is read as floats [out, in], computed in float32 and rounded to ``dtype``; or as its
+    signed ``values``, or as the scale of each of its entries.
 
     ``tensors`` are its parts by their ends. Where ``transposed``, as in AWQ and GPTQ, these are stored [in, out].
     """
@@ -76,14 +68,18 @@ class PublishedMatrix:
     scheme: Scheme
     quantisation: Quantisation
     dtype: np.dtype
+    reads: Literal["floats", "values", "scales"] = "floats"
 
-    def read_in(self, dtype: DTypeLike) -> "PublishedMatrix":
-        """Returns the same matrix, read in a dtype."""
-        return replace(self, dtype=np.dtype(dtype))
+    def part(self, *ends: str) -> Tensor | None:
+        """Returns the part with one of these ends."""
+        return next((self.tensors[end] for end in ends if end in self.tensors), None)
 
     @property
-    def values(self) -> Tensor:
-        return next(self.tensors[end] for end in _VALUES if end in self.tensors)
+    def stored(self) -> Tensor:
+        """The stored values."""
+        found = self.part(*_VALUES)
+        assert found is not None
+        return found
 
     @property
     def transposed(self) -> bool:
@@ -98,130 +94,123 @@ class PublishedMatrix:
         return Packing(bits, 1) if ".weight_packed" in self.tensors else None
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        stored = self.packing.shape(self.values) if self.packing else tuple(self.values.shape)
-        if (given := self.tensors.get(".weight_shape")) is not None:  # the last word may not be full
-            return tuple(int(size) for size in given[(slice(0, 2),)])
-        return stored[::-1] if self.transposed else stored
+    def middle(self) -> int:
+        """The zero point of a symmetric matrix."""
+        return 2 ** (self.packing.bits - 1) if self.packing and self.scheme.dtype != "fp4" else 0
 
     @property
-    def num_groups(self) -> tuple[int, int]:
-        """Numbers of scales along outputs and inputs."""
+    def shape(self) -> tuple[int, ...]:
+        sizes = list(self.stored.shape)
+        if self.packing:
+            sizes[self.packing.axis] *= 8 * self.stored.dtype.itemsize // self.packing.bits
+        if (given := self.part(".weight_shape")) is not None:  # the last word may not be full
+            sizes = [int(size) for size in given[(slice(0, 2),)]]
+        return tuple(sizes[::-1] if self.transposed else sizes)
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Outputs and inputs that share a scale."""
         outputs, inputs = self.shape
-        return -(-outputs // (self.scheme.outputs or outputs)), -(-inputs // (self.scheme.inputs or inputs))
+        return self.scheme.outputs or outputs, self.scheme.inputs or inputs
+
+    @property
+    def num_groups(self) -> tuple[int, ...]:
+        """Numbers of scales along outputs and inputs."""
+        return tuple(-(-size // each) for size, each in zip(self.shape, self.group, strict=True))
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
-        zero, scale = self.zero_points(), self.scales()
+        rows, columns = (slice(*part.indices(size)[:2]) for part, size in zip(box, self.shape, strict=True))
+        zero, scale, along = self.zero_points(), self.scales(), self.groups(columns)
+        if self.reads != "floats" and np.any(zero != self.middle):
+            raise InputError(f"{self.name} has zero points, and quantization_config says that it is symmetric. Give "
+                             f"the config of these weights.")  # fmt: skip
+        codes_dtype = np.dtype(np.int8) if self.packing else self.stored.dtype
+        dtype = {"floats": self.dtype, "values": codes_dtype, "scales": np.dtype(np.float32)}[self.reads]
+        found = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
+        step = max(8, AT_ONCE // max(found.shape[1], 1))
+        for start in range(rows.start, rows.stop, step):
+            part = slice(start, min(start + step, rows.stop))
+            at = np.ix_(np.arange(part.start, part.stop) // self.group[0], along)
+            into = found[start - rows.start : part.stop - rows.start]
+            if self.reads == "scales":
+                into[:] = scale[at]
+            elif self.reads == "floats":
+                into[:] = (self.codes(part, columns) - np.broadcast_to(zero, scale.shape)[at]) * scale[at]
+            else:
+                codes = self.codes(part, columns)
+                into[:] = (codes - np.uint8(self.middle)).view(np.int8) if self.packing else codes
+        return found
 
-        def read(rows: slice, columns: slice) -> np.ndarray:
-            at = np.ix_(*self.groups(rows, columns))
-            return (self.codes((rows, columns)) - np.float32(zero if isinstance(zero, int) else zero[at])) * scale[at]
-
-        return _by_rows(read, box, self.dtype)
-
-    def codes(self, box: tuple[slice, slice]) -> np.ndarray:
-        """Reads a box of the values before scaling, [out, in]: unsigned whole numbers where packed, else as stored."""
-        stored = box[::-1] if self.transposed else box
-        if self.packing is None:
-            return np.asarray(self.values[stored])
-        found = self.packing.read(self.values, stored)
+    def codes(self, rows: slice, columns: slice) -> np.ndarray:
+        """Reads values before scaling, [out, in]: unsigned whole numbers where packed, else as stored."""
+        box = (columns, rows) if self.transposed else (rows, columns)
+        found = self.packing.read(self.stored, box) if self.packing else np.asarray(self.stored[box])
         found = found.T if self.transposed else found
         return VALUES[found] if self.scheme.dtype == "fp4" else found
 
-    def groups(self, rows: slice, columns: slice) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the row and column of the scale of each output and input."""
-        outputs, inputs = self.shape
-        listed = next((self.tensors[end] for end in (".g_idx", ".weight_g_idx") if end in self.tensors), None)
-        along = np.arange(columns.start, columns.stop) // (self.scheme.inputs or inputs)
-        if listed is not None and listed.shape[0] == inputs:
-            along = listed[(columns,)].astype(np.int64)
-        if (listed is not None and listed.shape[0] != inputs) or not np.isin(along, range(self.num_groups[1])).all():
-            raise InputError(f"{self.name}: the list of the groups of its {inputs} inputs does not name one of "
-                             f"{self.num_groups[1]} groups for each. Fetch its files again.")  # fmt: skip
-        return np.arange(rows.start, rows.stop) // (self.scheme.outputs or outputs), along
+    def groups(self, columns: slice) -> np.ndarray:
+        """Returns the group of each input."""
+        along, listed = np.arange(columns.start, columns.stop) // self.group[1], self.part(*_GROUPS)
+        if listed is None:
+            return along
+        found = _whole(listed).astype(np.int64)
+        own, inputs = found[columns], self.num_groups[1]
+        there = found.shape == self.shape[1:] and np.isin(found, range(inputs)).all()
+        if not there or (self.reads != "floats" and not np.array_equal(own, along)):
+            raise InputError(f"{self.name}: the list of the groups of its {self.shape[1]} inputs names none of "
+                             f"{inputs} groups, or other ones than its config. Fetch both again.")  # fmt: skip
+        return own
 
     def scales(self) -> np.ndarray:
         """Reads the scales [groups of outputs, groups of inputs] in float32."""
-        tensor = next(self.tensors[end] for end in SCALES if end in self.tensors)
+        tensor, overall = self.part(*SCALES), self.part(".weight_global_scale")
+        assert tensor is not None
         scale = _whole(tensor)
-        wide = np.ldexp(np.float32(1), scale.astype(np.int32) - _SCALE_BIAS) if scale.dtype == np.uint8 else scale
-        wide = wide.astype(np.float32)
-        if (overall := self.tensors.get(".weight_global_scale")) is not None:
-            wide = wide / _whole(overall).astype(np.float32).reshape(())
+        exponents = scale.dtype == np.uint8
+        wide = np.ldexp(np.float32(1), scale.astype(np.int32) - _SCALE_BIAS) if exponents else scale.astype(np.float32)
+        wide = wide / _whole(overall).astype(np.float32).reshape(()) if overall is not None else wide
         return (wide.T if self.transposed else wide).reshape(self.num_groups)
 
-    def zero_points(self) -> np.ndarray | int:
+    def zero_points(self) -> np.ndarray:
         """Reads the zero points of the values as `codes` has them: one for each scale, or one number for all."""
-        middle = 2 ** (self.packing.bits - 1) if self.packing and self.scheme.dtype != "fp4" else 0
-        if self.transposed:
-            zeros, packing = self.tensors.get(".qzeros"), self.packing
-            assert packing is not None
-            if zeros is None:
-                return middle
-            along_outputs = packing._replace(axis=1)
-            found = along_outputs.read(zeros, _all(along_outputs.shape(zeros))).T
-            return (found + self.quantisation.zeros_less_one) & (2**packing.bits - 1)
-        zeros = self.tensors.get(".weight_zero_point")
-        if zeros is None or self.scheme.symmetric:
-            return middle
-        if self.packing:
-            return self.packing._replace(axis=0).read(zeros, _all(self.num_groups))
-        return _whole(zeros).astype(np.float32).reshape(self.num_groups)
+        zeros, packing = self.part(*_ZEROS), self.packing
+        if zeros is None or (self.scheme.symmetric and not self.transposed):
+            return np.asarray(self.middle, np.float32)
+        if packing is None:
+            return _whole(zeros).astype(np.float32).reshape(self.num_groups)
+        if not self.transposed:
+            return packing._replace(axis=0).read(zeros, _all(self.num_groups)).astype(np.float32)
+        found = packing._replace(axis=1).read(zeros, _all(self.num_groups[::-1])).T
+        return ((found + self.quantisation.zeros_less_one) & (2**packing.bits - 1)).astype(np.float32)
 
     def require_whole(self) -> None:
         """Raises InputError if a part is missing or has another shape than the scheme says."""
-        scale = next((self.tensors[end] for end in SCALES if end in self.tensors), None)
-        if scale is None or not any(end in self.tensors for end in _VALUES):
+        scale, advice = self.part(*SCALES), "Give the config of these weights."
+        if scale is None or self.part(*_VALUES) is None:
             missing = "values" if scale is not None else "scales"
             raise InputError(f"{self.name}: the checkpoint has no {missing} of it. Fetch its files again.")
-        outputs, inputs = self.shape
         needed = self.num_groups[::-1] if self.transposed else self.num_groups
         if self.packing and ".weight_shape" in self.tensors:
-            words = -(-inputs // self.packing.per_word(self.values))
-            if tuple(self.values.shape) != (outputs, words):
-                raise InputError(f"{self.name}: weight_packed has shape {tuple(self.values.shape)}; weight_shape "
-                                 f"{self.shape} in {self.scheme.dtype} needs {(outputs, words)}. Refetch.")  # fmt: skip
+            words = self.shape[0], -(-self.shape[1] * self.packing.bits // (8 * self.stored.dtype.itemsize))
+            if tuple(self.stored.shape) != words:
+                raise InputError(f"{self.name}: weight_packed has shape {tuple(self.stored.shape)}; weight_shape "
+                                 f"{self.shape} in {self.scheme.dtype} needs {words}. {advice}")  # fmt: skip
         if tuple(scale.shape) != needed and (len(scale.shape) > 1 or np.prod(scale.shape) != np.prod(needed)):
             raise InputError(
                 f"{self.name}: scales of shape {tuple(scale.shape)}; by quantization_config {self.shape} in groups of "
-                f"{self.scheme.outputs or outputs} outputs x {self.scheme.inputs or inputs} inputs needs {needed}. "
-                f"Give the config of these weights."
+                f"{self.group[0]} outputs x {self.group[1]} inputs needs {needed}. {advice}"
             )
-        if not (self.scheme.symmetric or {".weight_zero_point", ".qzeros"} & self.tensors.keys()):
+        if not self.scheme.symmetric and self.part(*_ZEROS) is None:
             raise InputError(f"{self.name}: the checkpoint has no zero points of it, and quantization_config says that "
-                             f"it is not symmetric. Give the config of these weights.")  # fmt: skip
+                             f"it is not symmetric. {advice}")  # fmt: skip
 
 
-@dataclass(frozen=True)
-class KeptEntries:
-    """A quantised matrix that is read as its values, signed, or as the scale of each of its entries."""
+def _all(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in shape)
 
-    matrix: PublishedMatrix
-    scales: bool
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.matrix.shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.matrix.dtype
-
-    def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
-        matrix, zero, scale = self.matrix, self.matrix.zero_points(), self.matrix.scales()
-        middle = 2 ** (matrix.packing.bits - 1) if matrix.packing else 0
-        if np.any(np.asarray(zero) != middle):
-            raise InputError(f"{matrix.name} has zero points, and quantization_config says that it is symmetric. Give "
-                             f"the config of these weights.")  # fmt: skip
-
-        def read(rows: slice, columns: slice) -> np.ndarray:
-            if self.scales:
-                return scale[np.ix_(*matrix.groups(rows, columns))]
-            codes = matrix.codes((rows, columns))
-            return (codes - np.uint8(middle)).view(np.int8) if matrix.packing else codes
-
-        own = np.dtype(np.int8) if matrix.packing else matrix.values.dtype
-        return _by_rows(read, box, np.dtype(np.float32) if self.scales else own)
+def _whole(tensor: Tensor) -> np.ndarray:
+    return np.asarray(tensor[_all(tuple(tensor.shape))])
 
 
 class KeptPart(NamedTuple):
@@ -240,7 +229,8 @@ class KeptPart(NamedTuple):
         whole = (slice(0, 1) if s == 0 else slice((b := next(given)).start * s, b.stop * s) for s in self.steps)
         matrix = tensors[self.part.tensor]
         assert isinstance(matrix, PublishedMatrix)
-        found = self.part.read({self.part.tensor: KeptEntries(matrix, self.scales)}, tuple(whole))
+        entries = replace(matrix, reads="scales" if self.scales else "values")
+        found = self.part.read({self.part.tensor: entries}, tuple(whole))
         if self.scales:
             return found[tuple(slice(None, None, s) if s else 0 for s in self.steps)]
         if not self.group:
@@ -250,29 +240,6 @@ class KeptPart(NamedTuple):
         halves = found.reshape(*ahead, -1, 2, self.group // 2, *behind).view(np.uint8)
         low, high = halves.take(0, axis + 1), halves.take(1, axis + 1)
         return ((low & 15) | (high << 4)).reshape(*ahead, -1, *behind)
-
-
-AT_ONCE = 2**17
-"""Entries that are unpacked at once: what they need besides is several times what is kept of them."""
-
-
-def _by_rows(read: Callable[[slice, slice], np.ndarray], box: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-    """Reads a box some rows at a time."""
-    rows, columns = box
-    found = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
-    step = max(8, AT_ONCE // max(found.shape[1], 1))
-    for start in range(rows.start, rows.stop, step):
-        part = slice(start, min(start + step, rows.stop))
-        found[start - rows.start : part.stop - rows.start] = read(part, columns)
-    return found
-
-
-def _all(shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(0, size) for size in shape)
-
-
-def _whole(tensor: Tensor) -> np.ndarray:
-    return np.asarray(tensor[_all(tuple(tensor.shape))])
 
 
 def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.dtype) -> Tensors:

@@ -1,5 +1,6 @@
 """Loads and saves Hugging Face checkpoints: devices read their own shards, tensors are written one at a time."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -68,7 +69,8 @@ def read_params(
     """Loads weights as `load_params` does, from tensors of any kind: files, or a state dict of NumPy arrays."""
     table = checked_parts(model, tensors)
     if dtype is not None:
-        tensors = {n: one.read_in(dtype) if isinstance(one, PublishedMatrix) else one for n, one in tensors.items()}
+        wide = {name: one for name, one in tensors.items() if isinstance(one, PublishedMatrix)}
+        tensors = {**tensors, **{name: dataclasses.replace(one, dtype=np.dtype(dtype)) for name, one in wide.items()}}
     one_device = SingleDeviceSharding(jax.devices()[0])
     kept = quantised_weights(model, "")
     shapes = quantisation.param_shapes(model, param_shapes(model), "")

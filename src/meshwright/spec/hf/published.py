@@ -40,11 +40,8 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def why_wide(self) -> str:
         """Why no product takes such a matrix as it is stored; "" if one does."""
-        if self.dtype == "fp4":
-            return "4-bit floats"
-        if not self.symmetric:
-            return "zero points"
-        return "" if self.in_order else "groups of inputs out of order"
+        wide = "zero points" if not self.symmetric else "" if self.in_order else "groups of inputs out of order"
+        return "4-bit floats" if self.dtype == "fp4" else wide
 
 
 class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,28 +79,24 @@ def quantisation_of(keys: Mapping[str, Any], *, family: str, what: str) -> Quant
     given = next((keys[key] for key in CONFIG_KEYS if keys.get(key)), None)
     if given is None:
         return None
-    if not isinstance(given, Mapping):
-        raise InputError(f"{what}: quantization_config is {given!r}. Write an object.")
-    method = given.get("quant_method", "compressed-tensors" if "config_groups" in given else None)
-    reader = _READERS.get(method) if isinstance(method, str) else None
+    table = given if isinstance(given, Mapping) else {"quant_method": given}
+    method = table.get("quant_method", "compressed-tensors" if "config_groups" in table else None)
+    reader = _READERS.get(method) if isinstance(method, str) and isinstance(given, Mapping) else None
     if reader is None or (method == "mxfp4" and family != "gpt_oss"):
         raise InputError(
             f"{what}: quantization_config is {method!r}. Only {', '.join(_READERS)} (of gpt_oss) is known here. Give "
             f"the weights in one of these or in bf16, or remove it to plan the shapes alone."
         )
     try:
-        return reader(given)
-    except CannotRunError as error:
-        raise CannotRunError(f"{what}: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError, msgspec.ValidationError) as error:
-        if isinstance(error, InputError):
-            raise InputError(f"{what}: {error}") from None
+        return reader(table)
+    except (InputError, CannotRunError) as error:
+        raise type(error)(f"{what}: {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InputError(f"{what}: quantization_config of {method} is not understood ({error!r}). Mend it.") from None
 
 
 def _number(given: Mapping[str, Any], key: str, allowed: tuple[int, ...], default: int) -> int:
-    value = given.get(key, default)
-    if value not in allowed or isinstance(value, bool):
+    if (value := given.get(key, default)) not in allowed or isinstance(value, bool):
         raise InputError(f"quantization_config has {key}={value!r}. Only {' or '.join(map(str, allowed))} is read.")
     return int(value)
 
@@ -116,31 +109,27 @@ def _inputs(given: Mapping[str, Any], default: int) -> int:
     return 0 if size in (None, -1) else int(size)
 
 
-def _refuse(given: Mapping[str, Any], forms: tuple[str, ...], *keys: str) -> None:
-    """Raises CannotRunError for a layout of weights that is not in ``forms``."""
+def _require(given: Mapping[str, Any], forms: tuple[str, ...], *keys: str) -> None:
+    """Raises CannotRunError for a layout of weights, or of their scales, that is not in ``forms``."""
     for key in keys:
         if (found := given.get(key)) and str(found).lower() not in forms:
             raise CannotRunError(f"weights with {key}={found!r} are not read in this version, only {', '.join(forms)}. "
                                  f"Give a folder in one of these.")  # fmt: skip
 
 
-def _fp8(given: Mapping[str, Any]) -> Quantisation:
-    block = given.get("weight_block_size")
-    outputs, inputs = (0, 0) if block is None else map(int, block)
-    plain = ("lm_head", *(given.get("modules_to_not_convert") or ()))
-    return Quantisation(
-        method="fp8",
-        schemes=((EVERY, Scheme(dtype="fp8", outputs=outputs, inputs=inputs)),),
-        plain=plain,
-        notes=(_ACTIVATIONS.format("fp8"),),
-    )
-
-
 _ACTIVATIONS = "activations in {} are not executed: they stay in the model's dtype"
 
 
+def _fp8(given: Mapping[str, Any]) -> Quantisation:
+    outputs, inputs = map(int, given.get("weight_block_size") or (0, 0))
+    scheme = Scheme(dtype="fp8", outputs=outputs, inputs=inputs)
+    plain = ("lm_head", *(given.get("modules_to_not_convert") or ()))
+    notes = (_ACTIVATIONS.format("fp8"),)
+    return Quantisation(method="fp8", schemes=((EVERY, scheme),), plain=plain, notes=notes)
+
+
 def _awq(given: Mapping[str, Any]) -> Quantisation:
-    _refuse(given, ("gemm",), "version", "format", "checkpoint_format")
+    _require(given, ("gemm",), "version", "format", "checkpoint_format")
     _number(given, "bits", (4,), 4)
     scheme = Scheme(dtype="int4", inputs=_inputs(given, 128), symmetric=not given.get("zero_point", True))
     plain = ("lm_head", *(given.get("modules_to_not_convert") or ()))
@@ -148,74 +137,65 @@ def _awq(given: Mapping[str, Any]) -> Quantisation:
 
 
 def _gptq(given: Mapping[str, Any]) -> Quantisation:
-    _refuse(given, ("gptq", "gptq_v2"), "checkpoint_format", "format")
-    if given.get("is_marlin_format"):
-        raise CannotRunError("weights in the format marlin are not read in this version. Give a folder in gptq.")
-    changed = [key for key in given.get("dynamic") or () if not key.startswith("-:")]
-    if changed:
+    _require(given, ("gptq", "gptq_v2"), "checkpoint_format", "format")
+    patterns = given.get("dynamic") or ()
+    if changed := [key for key in patterns if not key.startswith("-:")]:
         raise CannotRunError(f"dynamic has settings of its own for {changed[0]!r}, which this version does not read. "
                              f"Give a folder with one setting for all modules.")  # fmt: skip
-    bits = _number(given, "bits", (4, 8), 4)
     scheme = Scheme(
-        dtype="int4" if bits == 4 else "int8",
+        dtype="int4" if _number(given, "bits", (4, 8), 4) == 4 else "int8",
         inputs=_inputs(given, 128),
         symmetric=bool(given.get("sym", True)),
         in_order=not given.get("desc_act", False),
     )
-    plain = [f"re:{key.removeprefix('-:')}" for key in given.get("dynamic") or ()]
-    plain += [] if given.get("lm_head") else ["lm_head"]
-    form = given.get("checkpoint_format") or given.get("format") or "gptq"
-    return Quantisation(
-        method="gptq", schemes=((EVERY, scheme),), plain=tuple(plain), zeros_less_one=str(form).lower() == "gptq"
-    )
+    plain = (*(key.replace("-:", "re:", 1) for key in patterns), *(() if given.get("lm_head") else ("lm_head",)))
+    less_one = (given.get("checkpoint_format") or given.get("format") or "gptq").lower() == "gptq"
+    return Quantisation(method="gptq", schemes=((EVERY, scheme),), plain=plain, zeros_less_one=less_one)
 
 
 def _compressed(given: Mapping[str, Any]) -> Quantisation:
-    _refuse(given, FORMATS, "format")
-    sparse = (given.get("sparsity_config") or {}).get("format", "dense")
-    for key, stored in (("sparsity_config", sparse != "dense"), ("transform_config", given.get("transform_config"))):
-        if stored:
-            raise CannotRunError(f"{key} changes what is computed and is not read in this version. Give a folder "
-                                 f"without it.")  # fmt: skip
+    _require(given, FORMATS, "format")
+    _require(given.get("sparsity_config") or {}, ("dense",), "format")
+    if given.get("transform_config"):
+        raise CannotRunError("transform_config changes what is computed and is not read in this version. Give a folder "
+                             "without it.")  # fmt: skip
     schemes, notes = list[tuple[str, Scheme]](), list[str]()
     for group in given["config_groups"].values():
-        _refuse(group, FORMATS, "format")
-        if (weights := group.get("weights")) is None:
-            raise CannotRunError("a group of compressed-tensors has no weights. Give a folder with quantised weights.")
-        kind, bits = weights.get("type", "int"), _number(weights, "num_bits", (4, 8), 8)
-        known = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "fp4"}
-        scheme = Scheme(
-            dtype=known[kind, bits],  # type: ignore[arg-type]
-            **_groups(weights),
-            symmetric=bool(weights.get("symmetric", True)),
-            in_order=weights.get("actorder") not in ("group", True),
-        )
+        _require(group, FORMATS, "format")
+        scheme = _scheme(group["weights"])
         schemes += [(pattern, scheme) for pattern in group.get("targets") or (EVERY,)]
         if activations := group.get("input_activations") or group.get("output_activations"):
             notes.append(_ACTIVATIONS.format(f"{activations.get('type', 'int')}{activations.get('num_bits', 8)}"))
     if given.get("kv_cache_scheme"):
         notes.append("kv_cache_scheme is not used: choose the cache's dtype with --cache-dtype")
-    schemes.sort(key=lambda one: one[0] == EVERY)
-    plain = tuple(given.get("ignore") or ())
     return Quantisation(
-        method="compressed-tensors", schemes=tuple(schemes), plain=plain, notes=tuple(dict.fromkeys(notes))
+        method="compressed-tensors",
+        schemes=tuple(sorted(schemes, key=lambda one: one[0] == EVERY)),
+        plain=tuple(given.get("ignore") or ()),
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 
-def _groups(weights: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the outputs and inputs that share a scale, by the strategy of compressed-tensors."""
+def _scheme(weights: Mapping[str, Any]) -> Scheme:
+    """Returns the scheme of a group of compressed-tensors."""
+    dtypes: Any = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "fp4"}
+    _require(weights, ("tensor", "channel", "group", "tensor_group", "block"), "strategy")
     size = _inputs(weights, -1)
     strategy = weights.get("strategy") or ("group" if size else "tensor")
+    outputs = 0 if strategy == "tensor" else 1
     if strategy == "block":
-        outputs, inputs = map(int, weights["block_structure"])
-        return {"outputs": outputs, "inputs": inputs}
-    if strategy not in ("tensor", "channel", "group", "tensor_group"):
-        raise CannotRunError(f"scales by strategy={strategy!r} are not read in this version. Give scales by tensor, "
-                             f"channel, group or block.")  # fmt: skip
-    grouped = strategy in ("group", "tensor_group")
-    if grouped and not size:
+        outputs, size = map(int, weights["block_structure"])
+    elif "group" not in strategy:
+        size = 0
+    elif not size:
         raise InputError(f"quantization_config has strategy={strategy!r} without a group_size. Add it.")
-    return {"outputs": 0 if strategy == "tensor" else 1, "inputs": size if grouped else 0}
+    return Scheme(
+        dtype=dtypes[weights.get("type", "int"), _number(weights, "num_bits", (4, 8), 8)],
+        outputs=outputs,
+        inputs=size,
+        symmetric=bool(weights.get("symmetric", True)),
+        in_order=weights.get("actorder") not in ("group", True),
+    )
 
 
 def _mxfp4(given: Mapping[str, Any]) -> Quantisation:
@@ -223,7 +203,6 @@ def _mxfp4(given: Mapping[str, Any]) -> Quantisation:
 
 
 _READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}
-
 
 SCALES = (".weight_scale_inv", ".weight_scale", ".scales")
 """Ends of the names of scales."""
