@@ -7,20 +7,27 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from meshwright.nn.forward import logits_fn
+from meshwright.nn.hf import files
+from meshwright.nn.hf.files import Entry, write_checkpoint
+from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.weights import load_params
 from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.serve.layout import EngineOptions
 from meshwright.serve.model_folder import open_model
 from meshwright.serve.opening import open_engine
 from meshwright.serve.request import TokenRequest
+from meshwright.spec.hf.write import config_from_model
 from meshwright.spec.strategy import Strategy, make_mesh
+from tests.nn.families import FAMILIES
 from tests.nn.hf import test_published
 from tests.nn.hf.test_published import FORMS, PACKED, TOLERANCE, WRITTEN, folder_of, write_packed
+from tests.tier import sampled
 
 KEPT = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "fp8-tensor": jnp.float8_e4m3fn, "fp8-block": jnp.float8_e4m3fn,
         "int4": jnp.uint8}  # fmt: skip
@@ -68,6 +75,51 @@ def test_shards_of_narrow_weights_are_read_by_themselves(form, tmp_path):
     found, params = logits_after(tmp_path, WRITTEN["tokens"], {"fsdp": 2})
     assert any(len(array.sharding.device_set) == 2 and not array.is_fully_replicated for array in params.values())
     np.testing.assert_allclose(found, whole, atol=TOLERANCE, rtol=0)
+
+
+def write_fp8(folder, model, block):
+    """Writes random matrices in fp8, with a scale for each block of outputs and inputs."""
+    rng, tensors = np.random.default_rng(1), {}
+    for name, shape in {part.tensor: part.shape for part in stored_parts(model)}.items():
+        plain = len(shape) != 2 or any(word in name for word in ("embed", "lm_head", ".gate.", "router"))
+        values = rng.normal(size=shape).astype(np.float32)
+        tensors[name] = values if plain else values.astype(ml_dtypes.float8_e4m3fn)
+        if not plain:
+            counts = [-(-size // each) for size, each in zip(shape, block, strict=True)]
+            tensors[f"{name}_scale_inv"] = rng.random(counts).astype(np.float32) * 0.2 + 0.1
+    entries = [Entry(n, t.shape, t.dtype, lambda t=t: t) for n, t in tensors.items()]
+    codes = {np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_CODES", files._CODES | codes)
+        write_checkpoint(folder, entries, max_bytes=10**9)
+    config = {"quant_method": "fp8", "weight_block_size": list(block)}
+    keys = config_from_model(model) | {"dtype": "float32", "quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(keys))
+
+
+BLOCKED = ["llama-biases", "phi3", "glm4", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("family", sampled(BLOCKED, "deepseek_v3", "phi3"))
+def test_blocks_of_fp8_stay_narrow_in_every_family(family, tmp_path):
+    """Fused matrices, experts, latent attention: prefill and a step of generation, against the widened weights."""
+    own = replace(FAMILIES[family], mtp_weight=0.0)
+    write_fp8(tmp_path, own, (6, 4))
+    source = open_model(tmp_path)
+    tokens = np.arange(8)[None] % own.vocab_size
+    strategy = Strategy(mesh=make_mesh({}), state="fp32")
+    step = GenerateStep(source.model, strategy, max_len=16, batch_seqs=1, cache_dtype="fp32")
+    params = step.place(load_params(source.model, tmp_path, step.loaded_shardings, jnp.float32))
+    narrow = {name for name, array in params.items() if array.dtype == jnp.float8_e4m3fn}
+    assert len(narrow) >= 7 * (family != "phi3")
+    wide = replace(source.model, stored=None)
+    floats, logits = load_params(wide, tmp_path, dtype=jnp.float32), jax.jit(logits_fn(wide))
+    found, cache = step.prefill(params, step.init_cache(), tokens[:, :7], [7])
+    expected = np.asarray(logits(floats, tokens))
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(found, expected[:, 6], atol=1e-5 * scale, rtol=0)
+    found, _ = step.generate(params, cache, tokens[:, 7], [7])
+    np.testing.assert_allclose(found, expected[:, 7], atol=1e-5 * scale, rtol=0)
 
 
 def test_symmetric_groups_of_gptq_stay_narrow(tmp_path):
