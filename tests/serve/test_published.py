@@ -16,13 +16,15 @@ from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf import files
 from meshwright.nn.hf.files import Entry, write_checkpoint
 from meshwright.nn.hf.format import stored_parts
-from meshwright.nn.hf.weights import load_params
+from meshwright.nn.hf.weights import load_params, save_adapter, source_of
+from meshwright.nn.weights import init_params
 from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.serve.layout import EngineOptions
 from meshwright.serve.model_folder import open_model
 from meshwright.serve.opening import open_engine
 from meshwright.serve.request import TokenRequest
 from meshwright.spec.hf.write import config_from_model
+from meshwright.spec.model import Lora
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.nn.families import FAMILIES
 from tests.nn.hf import test_published
@@ -163,9 +165,11 @@ from pathlib import Path
 import jax, jax.numpy as jnp
 from meshwright.algebra.generation import Storage
 from meshwright.core.host_memory import keep_freed_memory
-from meshwright.nn.hf.weights import load_params
+from meshwright.nn.hf.weights import load_params, save_adapter, source_of
+from meshwright.nn.weights import init_params
 from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.serve.model_folder import open_model
+from meshwright.spec.model import Lora
 from meshwright.spec.strategy import Strategy, make_mesh
 
 def anonymous_bytes():
@@ -207,6 +211,21 @@ def test_a_host_holds_little_more_than_the_weights_while_they_are_loaded(form, t
     peak, held = map(int, subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout.split())
     assert held > (240e6 if form == "awq" else 100e6)
     assert held < peak < 1.2 * held
+
+
+def test_an_adapter_stands_beside_narrow_weights(tmp_path):
+    (base := tmp_path / "base").mkdir()
+    own = open_model(folder_of("int4", base)).model
+    model = replace(own, stored=None, lora=Lora(rank=2, alpha=4))
+    drawn = {name: array + 0.1 for name, array in init_params(model, 3).items() if "_lora_" in name}
+    fetch, dtypes = source_of(drawn)
+    save_adapter(model, fetch, dtypes, tmp_path / "adapter", base=str(base))
+    found, params = logits_after(tmp_path / "adapter", WRITTEN["tokens"])
+    assert params["wq"].dtype == jnp.uint8
+    wide = load_params(model, tmp_path / "adapter", dtype=jnp.float32)
+    expected = np.asarray(jax.jit(logits_fn(model))(wide, WRITTEN["tokens"]))[:, -1]
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+    assert np.abs(expected - WRITTEN["int4"][:, -1]).max() > 0.1
 
 
 def test_other_weights_are_made_from_the_wide_ones(tmp_path):
