@@ -23,6 +23,7 @@ from meshwright.serve.layout import EngineOptions
 from meshwright.serve.model_folder import open_model
 from meshwright.serve.opening import open_engine
 from meshwright.serve.request import TokenRequest
+from meshwright.spec.hf.published import folder_weights
 from meshwright.spec.hf.write import config_from_model
 from meshwright.spec.model import Lora
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -59,7 +60,7 @@ def logits_after(folder, tokens, axes=None, weights="as they are"):
     return np.asarray(found)[:1], params
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sampled(FORMS, "int4", "int8", "fp8-block", "nvfp4"))
 def test_generation_computes_what_the_library_does(form, tmp_path):
     found, params = logits_after(folder_of(form, tmp_path), WRITTEN["tokens"])
     tolerance = 0.1 if form == "nvfp4" else TOLERANCE  # whose library rounds to bfloat16
@@ -233,6 +234,16 @@ def test_other_weights_are_made_from_the_wide_ones(tmp_path):
     assert params["wq"].dtype == jnp.int8
     assert np.abs(found - WRITTEN["int4"][:, -1]).max() < 0.3
     assert "embed_scale" in params
+
+
+def test_scales_of_outputs_that_generation_sums_are_widened(tmp_path):
+    """Decode multiplies queries with the keys' projection of latent attention, over what are its outputs else."""
+    config = {"config_groups": {"a": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    found = folder_weights(FAMILIES["deepseek_v3"], tmp_path)
+    assert set(found.wide) == {("fp8", "scales of outputs over which generation sums")}
+    assert len({name for name, *_ in found.stored.matrices}) > 8
+    assert not any("wk_b" in name for name, *_ in found.stored.matrices)
 
 
 def test_what_is_not_executed_is_said(tmp_path):

@@ -54,10 +54,10 @@ def load_params(
     """Loads the weights of a checkpoint in their shardings, by default on the first device, in ``dtype`` if given.
 
     A model with an adapter is read from the folder of its adapter, and from that of its base; with several
-    ``adapters``, from that of their base and theirs. Shards are read from the
-    mapped files one by one and put on their devices, so a host holds at most one shard besides its devices' own; with a
-    tuple of shardings in place of one, the layers of a variable are arrays of their own. Raises
-    InputError for a tensor that is missing, misshapen or foreign, CannotRunError for files changed since written.
+    ``adapters``, from that of their base and theirs. Shards are read from the mapped files one by one and put on their
+    devices, so a host holds at most one shard besides its devices' own; with a tuple of shardings in place of one, the
+    layers of a variable are arrays of their own. Raises InputError for a tensor that is missing, misshapen or foreign,
+    CannotRunError for files changed since written.
     """
     with returning_freed_memory(), open_tensors(model, Path(folder), adapters) as tensors:
         return read_params(model, tensors, shardings, dtype)

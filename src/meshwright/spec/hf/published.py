@@ -223,14 +223,15 @@ def stored_matrices(
         schemes = {None if left else quantisation.scheme(m) for m, left in zip(modules, plain, strict=True)}
         if not (some := [scheme for scheme in schemes if scheme]):
             continue
-        scheme, why = some[0], some[0].why_wide
-        if grouped := scheme.inputs > 0 or scheme.dtype == "int4":
+        scheme = some[0]
+        why = scheme.why_wide or "layers that are stored in another form" * (len(schemes) > 1)
+        if (grouped := scheme.inputs > 0 or scheme.dtype == "int4") and not why:
             size = scheme.inputs or GROUP
             group = group or size
             width = math.gcd(group, model.dims[row.inputs[-1]])
-            if not why and (size % width or (scheme.dtype == "int4" and width % 2)):
-                why = f"groups of {size} inputs"
-        why = why or "layers that are stored in another form" * (len(schemes) > 1)
+            why = f"groups of {size} inputs" * (size % width > 0 or (scheme.dtype == "int4" and width % 2 > 0))
+        elif row.inputs[-1] == "Rkv" and "Hn" in row.dims:
+            why = why or "scales of outputs over which generation sums"
         if why:
             wide[scheme.dtype, why] = wide.get((scheme.dtype, why), 0) + row.num_params
         else:
