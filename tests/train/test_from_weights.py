@@ -17,6 +17,7 @@ from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.weights import load_params, save_hf
 from meshwright.nn.weights import init_params
 from meshwright.spec.catalogue import has_weights, load_model, weights_of
+from meshwright.spec.hf.write import config_from_model
 from meshwright.spec.model import Lora
 from meshwright.spec.plan_file import load_plan, save_plan
 from meshwright.spec.strategy import Strategy, make_mesh
@@ -25,6 +26,7 @@ from meshwright.train.loop import train
 from meshwright.train.settings import TrainSettings, fine_tuning_rate, with_whole_paths
 from meshwright.train.setup import prepare, start_words
 from tests.cli.made_rates import write_rates
+from tests.nn.hf.test_published import write_packed
 from tests.tier import sampled
 from tests.train.small import JOB, MODEL, read_documents, settings, strategy
 
@@ -80,6 +82,20 @@ def test_the_first_loss_is_that_of_the_weights(axes, folder, text, tmp_path, cap
     assert f"starts from the weights in {folder}, at learning_rate 0.01" in capfd.readouterr().err
     # what it leaves is of the model's own shapes
     assert load_params(ODD, found.run)["embed"].shape == (301, 32)
+
+
+@pytest.mark.parametrize("lora", [None, pytest.param(Lora(rank=2), marks=pytest.mark.slow), Lora(rank=2, base="int8")])
+def test_quantised_weights_are_widened_to_train(lora, folder, text, tmp_path):
+    """From matrices in int4 with zero points, all weights or adapters beside them; of int8, what it loses is small."""
+    path = tmp_path / "awq"
+    path.mkdir()
+    shutil.copy(folder / "tokenizer.json", path)
+    write_packed(path, "awq", config_from_model(ODD))
+    batch, model = first_batch(ODD, text, path), msgspec.structs.replace(ODD, lora=lora)
+    logits = jax.jit(logits_fn(ODD))(load_params(ODD, path, dtype=jnp.float32), jnp.asarray(batch["tokens"]))
+    found = train(model, strategy(), JOB, given(text, path, steps=1), run_root=tmp_path)
+    expected = mean_loss(np.asarray(logits), batch["labels"])
+    assert found.losses[0] == pytest.approx(expected, rel=1e-2 if lora and lora.base else 1e-5)
 
 
 def test_the_default_rate_is_one_of_fine_tuning():

@@ -214,11 +214,13 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
     """Maps each weight that is quantised to its variable, as stored, and that of its scales in float32.
 
     These are matrices of products and the table of tokens, not routers, which choose by small differences, nor tables
-    of positions, nor adapters. Scales have the dims that no product sums; those of int4 are of groups of
-    `spec.model.GROUP` inputs. With int4 the table of tokens and the head are in int8, as are matrices with an odd
-    number of inputs. Scales are split as their weight is, but scales over D, Rq or Rkv alone are whole.
+    of positions, nor adapters; without a dtype, those that the model's folder stores narrow. Scales have the dims that
+    no product sums; those of int4 are of groups of `spec.model.GROUP` inputs. With int4 the table of tokens and the
+    head are in int8, as are matrices with an odd number of inputs. Scales are split as their weight is, but scales over
+    D, Rq or Rkv alone are whole.
     """
-    if not dtype:
+    own = {name: (narrow, grouped) for name, narrow, grouped in model.stored.matrices} if model.stored else {}
+    if not (dtype or own):
         return {}
     table = {name: weight for name, (weight, _) in weight_variables(model).items()}
     kept: dict[str, set[str]] = {}
@@ -232,7 +234,12 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
     for name, names in kept.items():
         weight, stored = table[name], dtype
         dims = tuple(dim for dim in weight.dims if dim in names)
-        if dtype == "int4" and weight.layers and weight.inputs and model.dims[weight.inputs[-1]] % 2 == 0:
+        if not dtype:
+            stored, grouped = own.get(weight.name, ("", False))
+            if not stored or not (grouped or len(dims) == len(weight.dims) - len(weight.inputs)):
+                continue
+            dims = group_dims(weight.dims, weight.inputs) if grouped else dims
+        elif dtype == "int4" and weight.layers and weight.inputs and model.dims[weight.inputs[-1]] % 2 == 0:
             dims = group_dims(weight.dims, weight.inputs)
         elif dtype == "int4":
             stored = "int8"
@@ -270,9 +277,8 @@ def generation_program(model: Model, phase: GenerationPhase, storage: Storage = 
     each row's own, -1 for none.
     """
     program = _plain_program(model, phase, storage)
-    if not storage.weights:
+    if not (found := quantised_weights(model, storage.weights)):
         return program
-    found = quantised_weights(model, storage.weights)
     variables = program.variables | {each.name: each for pair in found.values() for each in pair}
 
     def with_scale(op: Op) -> Op:

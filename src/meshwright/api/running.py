@@ -185,6 +185,7 @@ def _loaded(
     from meshwright.serve.offline.generate import require_prompts
 
     keep_compiled_programs(cache_folder())
+    source = source if options.weights == "as they are" else source.wide()
     longest, there, more = max(map(len, prompts)), source.model.max_positions, options.max_tokens
     if longest + more > there:  # beyond its positions the model would not write text
         raise InputError(
@@ -203,7 +204,7 @@ def _loaded(
         weights=options.weights,
     )
     require_prompts(step, prompts, max_tokens=options.max_tokens)
-    for line in step.compiler.notes:
+    for line in (*step.compiler.notes, *source.notes):
         say(line)
     dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
     params = step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype))

@@ -3,10 +3,15 @@
 import ctypes
 import os
 import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 # Parameters of glibc's mallopt, and what each is set to: no block comes from the kernel by itself (M_MMAP_MAX), nothing
 # goes back at the end of the heap (M_TRIM_THRESHOLD), and there is one heap (M_ARENA_MAX), which can hold any block.
 _SETTINGS = {-4: 0, -1: -1, -8: 1}
+# Blocks of 128 kB and more (M_MMAP_THRESHOLD) come from the kernel by themselves, and go back when they are freed.
+_RETURNING = {-4: 65536, -3: 2**17, -1: 2**17}
+_kept: list[bool] = []
 
 
 def keep_freed_memory() -> bool:
@@ -17,7 +22,24 @@ def keep_freed_memory() -> bool:
     (`benchmarks/train_cpu.py`, 2026-11-21). The process keeps as much as its largest step used. Does nothing if the
     environment configures malloc itself, or with another C library.
     """
+    _kept.append(True)
+    return _set(_SETTINGS)
+
+
+@contextmanager
+def returning_freed_memory() -> Iterator[None]:
+    """Makes malloc return large blocks when they are freed, for as long as the context lasts. Else those that are freed
+    while weights are loaded stay between those that are not: a quarter more than the weights."""
+    _set(_RETURNING)
+    try:
+        yield
+    finally:
+        if _kept:
+            keep_freed_memory()
+
+
+def _set(settings: Mapping[int, int]) -> bool:
     if "malloc" in os.environ.get("GLIBC_TUNABLES", "") or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all(mallopt(parameter, value) == 1 for parameter, value in _SETTINGS.items())
+    return all(mallopt(parameter, value) == 1 for parameter, value in settings.items())

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from tokenizers import Tokenizer
 
 from meshwright.core.digests import require_intact
@@ -13,6 +14,7 @@ from meshwright.nn.hf.beside import files_beside
 from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
 from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.tokenizer import CONFIG, GENERATION, TOKENIZER, end_tokens, read_tokenizer
+from meshwright.spec.hf.published import folder_weights
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
 
@@ -50,7 +52,8 @@ Text = TokenizedText | NumberedText
 
 class ModelFolder(NamedTuple):
     """A model without its weights. ``dtype`` suits the stored weights: fp32, or bf16 for anything narrower;
-    ``adapters`` are the folders of adapters by the name that requests give."""
+    ``adapters`` are the folders of adapters by the name that requests give, and ``notes`` lines on what of the stored
+    weights is widened or not used."""
 
     folder: Path
     model: Model
@@ -58,6 +61,11 @@ class ModelFolder(NamedTuple):
     end_tokens: frozenset[int]
     dtype: str
     adapters: Mapping[str, Path] = {}
+    notes: tuple[str, ...] = ()
+
+    def wide(self) -> "ModelFolder":
+        """Returns the same folder, of which every weight is widened as it is loaded."""
+        return self._replace(model=replace(self.model, stored=None), notes=())
 
 
 def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
@@ -81,9 +89,10 @@ def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
     tokenizer = read_tokenizer(file) if file else None
     text = TokenizedText(tokenizer) if tokenizer else NumberedText()
     with open_checkpoint(base) as tensors:
-        dtype = _dtype(model, tensors)
+        dtype, weights = _dtype(model, tensors), folder_weights(model, base, tensors)
+    model = replace(model, stored=weights.stored)
     ends = end_tokens(folder if (folder / GENERATION).is_file() else base, tokenizer)
-    return ModelFolder(folder, model, text, frozenset(ends), dtype, adapters)
+    return ModelFolder(folder, model, text, frozenset(ends), dtype, adapters, weights.notes(dtype))
 
 
 def _dtype(model: Model, tensors: Tensors) -> str:

@@ -63,6 +63,8 @@ def open_engine(
     layout = engine_layout(source, options, devices)
     options, strategy = layout.options, layout.strategy
     draft = None if options.draft in ("", NGRAM) else _draft_model(Path(options.draft), source.model)
+    if options.weights:
+        source, draft = source.wide(), draft and draft.wide()
     storage = _storage(source, draft, options)
     found = _pages(source.model, draft, layout, storage)
     limits = SchedulerLimits(
@@ -146,6 +148,7 @@ def _lines(
         + (f"; {format_bytes(options.host_cache_bytes)} on the host" if options.host_cache_bytes else ""),
         f"up to {counted(options.max_requests, 'request')} at once of {found.max_len:,} positions at most; "
         f"{options.token_budget} rows a step" + " of each engine" * (layout.num_engines > 1),
+        *source.notes,
         *([f"{counted(options.num_drafts, 'draft')} a step and request, by {options.draft}"] if options.draft else []),
     )
 

@@ -159,6 +159,14 @@ MAX_SIZE = 2**40
 """Limit on sizes, far above any model, so that products of sizes stay floats."""
 
 
+class StoredMatrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Matrices that a published folder stores in narrow numbers and generation keeps as they are: rows of the weight
+    table, with their dtypes, and True where each ``group`` inputs have a scale (False: all inputs)."""
+
+    matrices: tuple[tuple[str, Literal["int8", "int4", "fp8"], bool], ...]
+    group: int = GROUP
+
+
 class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes and switches of one decoder, and of the encoder that it may have. Defaults are those of a plain llama; 0,
     () or None means the part is absent.
@@ -167,7 +175,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ``d_ff_shared`` of all shared experts together. With latent attention (``kv_lora_rank`` > 0) ``head_dim``
     is the width of a query, ``qk_nope_head_dim + qk_rope_head_dim``. With ``relative_buckets`` the scores of attention
     have a bias of each head for each bucket of distances (T5); from ``relative_distance`` on, all distances share the
-    last bucket. With ``lora`` adapters train and the weights of the model itself are frozen. ``attention_mask`` and
+    last bucket. With ``lora`` adapters train and the weights of the model itself are frozen. ``stored`` is read by
+    generation alone. ``attention_mask`` and
     ``attention_score`` are expressions of the catalogue of masks (`masks.names`), as ``prefix_lm`` or ``alibi``.
     """
 
@@ -248,6 +257,7 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     relative_distance: int = 128
 
     lora: Lora | None = None
+    stored: StoredMatrices | None = None
 
     def __post_init__(self) -> None:
         """Raises InputError for impossible sizes and figures."""
@@ -354,7 +364,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Dj": 2 * self.d_model if self.mtp_weight else 0,
         }
         found = sizes | {letter: size for letter, size in optional.items() if size}
-        return found | {f"{dim}g": found[dim] // math.gcd(GROUP, found[dim]) for dim in GROUPED if dim in found}
+        group = self.stored.group if self.stored else GROUP
+        return found | {f"{dim}g": found[dim] // math.gcd(group, found[dim]) for dim in GROUPED if dim in found}
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from meshwright.cost.work.ops import model_flops
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import chips
 from meshwright.spec.job import Job
+from tests.nn.hf.test_published import folder_of
 
 
 def test_models(call):
@@ -263,3 +264,21 @@ def test_vector_units_in_the_text(call):
     assert "ALUs of a VPU lane 4" in words
     assert "chips of a pod 256" in words
     assert "1 core x 4 MXUs" in words
+
+
+def test_a_folder_of_quantised_weights(call, tmp_path):
+    folder_of("int4", tmp_path)
+    folder = call("show", str(tmp_path), "--json").json["folder"]
+    assert sum(folder["stored_bytes"].values()) == pytest.approx(
+        (tmp_path / "model.safetensors").stat().st_size, abs=3000
+    )
+    assert folder["stored_bytes"]["int32"] == 4608 // 2  # of D=32, F=16, N=2, K=1, H=16
+    # values, a scale for 16 inputs, and V=8 tokens and three norms in bf16
+    assert folder["served_bytes"] == 4608 // 2 + 4608 // 16 * 4 + 2 * (8 * 32 + 3 * 32)
+    assert (folder["method"], folder["notes"]) == ("compressed-tensors", [])
+    assert "quantised by compressed-tensors" in call("show", str(tmp_path)).words
+    folder_of("nvfp4", tmp_path)
+    wide = call("show", str(tmp_path), "--json").json["folder"]
+    assert wide["served_bytes"] == 2 * (4608 + 8 * 32 + 3 * 32)
+    assert wide["notes"] == ["the fp4 weights have 4-bit floats, for which there is no kernel: served in bf16, 9.22 kB"]
+    assert "folder" not in call("show", "llama3-8b", "--json").json

@@ -5,9 +5,13 @@ import re
 from io import StringIO
 from pathlib import Path
 
+import jax
 import pytest
 
 from meshwright.core.units import format_seconds
+from meshwright.serve.layout import EngineOptions, engine_layout
+from meshwright.serve.model_folder import open_model
+from tests.nn.hf.test_published import folder_of
 
 SERVE = ("plan", "llama3-70b", "--on", "v5e:16x16", "--serve", "--prompt", "8192", "--output", "512")
 QUICK = ("plan", "llama3-8b", "--on", "v5e:2x2", *SERVE[4:], "--axes", "tensor=4")
@@ -278,3 +282,26 @@ def test_chunks(call):
     said = call(*asked, "--itl", "60ms")
     assert "ITL at most 60 ms" in said.words
     assert all(plan["itl_s"] <= 0.06 for plan in said.printed("json").json["plans"])
+
+
+@pytest.mark.parametrize(("form", "on", "weights"), [("fp8", "h100:2x1", {"fp8"}), ("int4", "a100:2x1", {"int4"}),
+                                                     ("fp8", "a100:2x1", {"bf16", "int8"})])  # fmt: skip
+def test_the_dtype_of_weights_is_that_of_the_folder(form, on, weights, call, tmp_path):
+    given = ("plan", str(folder_of(form, tmp_path)), "--on", on, "--serve", "--prompt", "16", "--output", "16")
+    found = call(*given, "--axes", "tensor=1", "--json").json
+    assert {plan["weights"] for plan in found["plans"]} <= weights
+    said = call(*given, "--axes", "tensor=1").words
+    assert (f"weights in {form}, as" in said) == (form in weights)
+    if form in weights:
+        other = call(*given, "--axes", "tensor=1", "--weights", "bf16", "--json").json
+        assert {plan["weights"] for plan in other["plans"]} == {"bf16"}
+
+
+def test_a_plan_in_the_dtype_of_the_folder_serves_it_as_it_is(call, tmp_path):
+    folder_of("fp8", tmp_path)
+    given = ("--on", "h100:1x1", "--serve", "--prompt", "16", "--output", "16", "--axes", "tensor=1", "-o")
+    assert call("plan", str(tmp_path), *given, str(tmp_path / "plan.toml")).code == 0
+    source = open_model(tmp_path)
+    options = EngineOptions(plan=tmp_path / "plan.toml")
+    assert engine_layout(source, options, jax.devices()[:1]).options.weights == ""
+    assert engine_layout(source.wide(), options, jax.devices()[:1]).options.weights == "fp8"

@@ -33,8 +33,8 @@ def refused(family: str, **keys) -> str:
         ("llama", "sliding_window", 8),
         ("llama", "attention_dropout", 0.2),
         ("llama", "n_inner", 12),
-        ("llama", "quantization_config", {"quant_method": "awq", "bits": 4}),
-        ("gpt_oss", "quantization_config", {"quant_method": "awq"}),
+        ("llama", "quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+        ("llama", "quantization_config", {"quant_method": "mxfp4"}),
         ("gpt2", "head_dim", 8),
         ("gpt2", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
         ("gpt2", "add_cross_attention", True),
@@ -59,8 +59,9 @@ def test_a_message_says_what_to_write():
         "toy: the key 'num_atention_heads' of a llama config is not known, so that its 4 may change what the model "
         "computes. Remove it if it has no effect. Did you mean 'num_attention_heads'?"
     )
-    assert refused("llama", quantization_config={"quant_method": "awq"}) == (
-        "toy: quantization_config is 'awq'. Only no value is known here. Remove it to plan the shapes alone."
+    assert refused("llama", quantization_config={"quant_method": "bitsandbytes"}) == (
+        "toy: quantization_config is 'bitsandbytes'. Only fp8, compressed-tensors, awq, gptq, mxfp4 (of gpt_oss) is "
+        "known here. Give the weights in one of these or in bf16, or remove it to plan the shapes alone."
     )
     assert refused("llama", rope_scaling={"rope_type": "linear", "factor": 2.0, "ramp": 3}).startswith(
         "toy: the key 'ramp' of a llama config is not known"

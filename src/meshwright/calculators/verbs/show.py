@@ -13,7 +13,7 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.core.toml_file import read_toml
 from meshwright.core.units import format_bytes, format_params, format_rate
 from meshwright.report.answer import Answer, Fact, Table
-from meshwright.spec.catalogue import load_model, models
+from meshwright.spec.catalogue import load_model, models, weights_of
 from meshwright.spec.chip import chip, chips
 from meshwright.spec.slices import parse_clusters
 from meshwright.spec.weights import num_active_params, num_params
@@ -64,7 +64,7 @@ def command(given: Given) -> Answer:
     if thing.lower() in _chip_names():
         return chip_answer(chip(thing))
     if thing and (thing in models() or Path(thing).exists() or "/" in thing or thing.endswith(".json")):
-        return model_answer(load_model(thing), given.seq_len)
+        return model_answer(load_model(thing), given.seq_len, weights_of(thing))
     options = ("models", "chips", *models(), *_chip_names())
     hint = nearest(thing, options) or " Try meshwright show models, or meshwright show chips."
     raise InputError(f"{thing!r} is no model, chip or cluster.{hint}")

@@ -2,16 +2,22 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from meshwright.algebra.generation import weight_bytes
 from meshwright.cli.output import format_flop_count, four_digits
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas import accounting
 from meshwright.cost.work.ops import token_flops
+from meshwright.nn.hf.files import open_checkpoint
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.spec.catalogue import entry, load_model, models
+from meshwright.spec.hf.published import folder_weights
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.spec.weights import mtp_params, num_active_params, num_params, params_by_part, weight_table
@@ -31,11 +37,12 @@ REMATS = ("none", "selective", "matmuls", "block")
 """Policies that differ in what a layer keeps: "full" keeps what "block" does, "recompute-C" of one layer in C."""
 
 
-def model_answer(m: Model, seq_len: int | None = None) -> Answer:
-    """Returns one model: its weight table, then totals, state and activations; FLOPs and traffic at a length."""
+def model_answer(m: Model, seq_len: int | None = None, folder: str = "") -> Answer:
+    """Returns one model: its weight table, then totals, state and activations; FLOPs and traffic at a length. Of a
+    ``folder`` with weights also how they are stored."""
     if seq_len is not None and m.encoder:
         raise InputError(f"{m.name} has two lengths, of its encoder and its decoder. Leave --seq out.")
-    facts = model_facts(m)
+    facts = model_facts(m) | ({"folder": _folder_facts(m, Path(folder))} if folder else {})
     if seq_len is not None:
         sent = accounting.layer_traffic(m, seq_len)
         names = ("strategy", "forward", "forward_bytes", "backward", "backward_bytes")
@@ -105,6 +112,20 @@ def model_facts(m: Model) -> dict[str, Any]:
             for w in weight_table(m)
         ],
     }
+
+
+def _folder_facts(m: Model, folder: Path) -> dict[str, Any]:
+    """Returns the dtypes and bytes of a folder's tensors, and the bytes of the weights as they are served; training
+    reads them in the dtypes of its state."""
+    by_dtype: dict[str, int] = {}
+    with open_checkpoint(folder) as tensors:
+        for tensor in tensors.values():
+            size = math.prod(tensor.shape) * tensor.dtype.itemsize
+            by_dtype[tensor.dtype.name] = by_dtype.get(tensor.dtype.name, 0) + size
+        weights = folder_weights(m, folder, tensors)
+    served = weight_bytes(replace(m, stored=weights.stored), "", width=2)
+    method = weights.quantisation.method if weights.quantisation else None
+    return {"stored_bytes": by_dtype, "method": method, "served_bytes": served, "notes": list(weights.notes("bf16"))}
 
 
 def _flops(m: Model, seq_len: int) -> dict[str, Any]:
@@ -225,6 +246,15 @@ def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
         )
     yield Fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16")
     states = ", ".join(f"{s} {format_bytes(v)}" for s, v in facts["state_bytes"].items())
+    if folder := facts.get("folder"):
+        parts = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in sorted(folder["stored_bytes"].items()))
+        total, method = sum(folder["stored_bytes"].values()), folder["method"]
+        yield Fact("stored", f"{format_bytes(total)}: {parts}" + (f"; quantised by {method}" if method else ""))
+        yield Fact("serving", f"{format_bytes(folder['served_bytes'])} of weights with others in bf16")
+        for note in folder["notes"]:
+            yield Fact("", note)
+        if method:
+            yield Fact("training", "widens the weights to the dtypes of its state; the base of an adapter too")
     yield Fact("training state", f"{states} (bf16-adam without its short-lived gradients)")
     yield Fact("here", f"counted and planned, not run: {m.missing_to_run}" if m.missing_to_run else "trains")
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,8 +27,9 @@ from meshwright.report.figure import Figure
 from meshwright.report.plans.services import services_figure
 from meshwright.report.plans.timeline import slots_figure
 from meshwright.simulate.service import service_targets, service_traffic, simulate_service
-from meshwright.spec.catalogue import load_model
+from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.hf.published import folder_weights
 
 OF_TRAINING = {
     "batch": "--batch",
@@ -75,7 +77,13 @@ def service_answer(given: Any) -> Answer:
         speculation=given.accept
         and Speculation(acceptance=given.accept, draft_cost=given.draft_cost, num_drafts=given.drafts),
     )
-    asked = (tuple(map(str.strip, text.split(","))) if text is not None else () for text in (given.weights, given.kv))
+    weights, note = given.weights, ""
+    if weights is None and (folder := weights_of(given.model)):
+        weights = folder_weights(model, Path(folder)).dtype or None
+        if weights in ("fp8", "fp4") and weights not in (cluster.chip.peak_flops or {}):
+            weights = None
+        note = f"weights in {weights}, as {given.model} stores them: --weights names others" if weights else ""
+    asked = (tuple(map(str.strip, text.split(","))) if text is not None else () for text in (weights, given.kv))
     stored = stored_dtypes(*asked, chip=cluster.chip)
     setting = service_setting(model, cluster, rates_for(cluster, given.calibration, fitted=True))
     assumed = with_fields(setting.assumptions, "assumptions", fields["assumptions"])
@@ -83,7 +91,7 @@ def service_answer(given: Any) -> Answer:
     result = plan_service(setting, service, stored=stored, axes=given.axes, pareto=given.pareto)
     if given.out:
         save_to(given.out, lambda path: save_service(service_file(result, result.plans[0]), path))
-    facts, parts = result.to_json(), [*service_text(result, given.top)]
+    facts, parts = result.to_json(), [*([Paragraph(note)] if note else []), *service_text(result, given.top)]
     figures = {given.png: lambda: _frontier_figure(result)}
     if given.is_simulated:
         plan, record = _simulated(result, given)

@@ -15,10 +15,13 @@ from msgspec.structs import replace
 from meshwright.core.digests import require_intact
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import read_json
-from meshwright.nn.hf.files import Tensors, open_checkpoint
+from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
 from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.mxfp4 import with_unpacked
+from meshwright.nn.hf.published import with_floats
+from meshwright.nn.hf.tokenizer import CONFIG
 from meshwright.nn.weights import rows
+from meshwright.spec.hf.published import Quantisation, quantisation_of
 from meshwright.spec.model import LORA_TARGETS, Lora, Model
 from meshwright.spec.weights import adapted, frozen_base, weight_table
 
@@ -123,13 +126,23 @@ def open_tensors(model: Model, folder: Path, adapters: Sequence[Path] = ()) -> I
 
         def opened(place: Path) -> Tensors:
             require_intact(place)
-            return with_unpacked(stack.enter_context(open_checkpoint(place)))
+            tensors = with_unpacked(stack.enter_context(open_checkpoint(place)))
+            return with_floats(tensors, *_quantisation(model, place))
 
         places = [base_folder(folder), folder] if model.lora and is_adapter(folder) else [folder]
         found = {name: tensor for place in places for name, tensor in opened(place).items()}
         if adapters:
             found |= _side_by_side(model, [(each, opened(each)) for each in adapters], found)
         yield found
+
+
+def _quantisation(model: Model, folder: Path) -> tuple[Quantisation | None, np.dtype]:
+    """Returns how a folder's config says that its matrices are quantised, and the dtype of its other weights."""
+    file = folder / CONFIG
+    keys = read_json(file, "Give the folder of a model.") if file.is_file() else {}
+    dtype = str(keys.get("dtype") or keys.get("torch_dtype") or keys.get("text_config", {}).get("dtype"))
+    named = {"float32": DTYPES["fp32"], "float16": DTYPES["fp16"]}.get(dtype, DTYPES["bf16"])
+    return quantisation_of(keys, family=model.family, what=str(file)), named
 
 
 def _side_by_side(model: Model, adapters: Sequence[tuple[Path, Tensors]], base: Tensors) -> dict[str, np.ndarray]:

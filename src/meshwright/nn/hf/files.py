@@ -29,6 +29,9 @@ DTYPES: dict[str, np.dtype] = {
     "fp16": np.dtype(np.float16),
 }
 """Dtypes in which weights are written -> NumPy's."""
+_NARROW = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+           "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu)}  # fmt: skip
+"""Code of a dtype in a file that safetensors does not read as NumPy's -> NumPy's."""
 _CODES = {DTYPES["fp32"]: "F32", DTYPES["bf16"]: "BF16", DTYPES["fp16"]: "F16"}
 
 
@@ -51,6 +54,7 @@ class StoredTensor:
 
     name: str
     file: Callable[[], Any]
+    path: Path
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,11 +62,25 @@ class StoredTensor:
 
     @property
     def dtype(self) -> np.dtype:
-        return self[tuple(slice(0, min(1, size)) for size in self.shape)].dtype
+        code = self.file().get_slice(self.name).get_dtype()
+        known = _NARROW | {own: dtype for dtype, own in _CODES.items()}
+        return known[code] if code in known else self[tuple(slice(0, min(1, size)) for size in self.shape)].dtype
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
-        part: np.ndarray = self.file().get_slice(self.name)[box]
+        stored = self.file().get_slice(self.name)
+        if narrow := _NARROW.get(stored.get_dtype()):
+            return np.asarray(_mapped(self.path, self.name, narrow)[box])
+        part: np.ndarray = stored[box]
         return part
+
+
+def _mapped(path: Path, name: str, dtype: np.dtype) -> np.ndarray:
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        row = json.loads(file.read(size))[name]
+    first, last = row["data_offsets"]
+    bytes_ = np.memmap(path, np.uint8, "r", 8 + size + first, (last - first,))
+    return bytes_.view(dtype).reshape(row["shape"])
 
 
 @contextmanager
@@ -72,7 +90,7 @@ def open_checkpoint(folder: Path) -> Iterator[dict[str, Tensor]]:
         opened = cache(lambda path: stack.enter_context(_opened(path)))
         pickled = cache(unpickled)
         yield {
-            name: pickled(path)[name] if path.suffix == ".bin" else StoredTensor(name, partial(opened, path))
+            name: pickled(path)[name] if path.suffix == ".bin" else StoredTensor(name, partial(opened, path), path)
             for name, path in _files(folder).items()
         }
 

@@ -1,5 +1,6 @@
 """Loads and saves Hugging Face checkpoints: devices read their own shards, tensors are written one at a time."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -10,19 +11,24 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 from msgspec.structs import replace
 
+from meshwright.algebra.generation import quantised_weights
+from meshwright.algebra.program import Variable
 from meshwright.algebra.transformer import local_name
 from meshwright.core.digests import write_sums
 from meshwright.core.errors import InputError
 from meshwright.core.files import read_json, write_json_whole
+from meshwright.core.host_memory import returning_freed_memory
+from meshwright.nn import quantisation
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, ADAPTER_MODEL, adapter_config, base_folder, open_tensors
 from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensor, Tensors, write_checkpoint, write_file
 from meshwright.nn.hf.format import Box, StoredPart, stored_parts
+from meshwright.nn.hf.published import KeptPart, PublishedMatrix
 from meshwright.nn.hf.tokenizer import CONFIG
-from meshwright.nn.weights import STORED_DTYPES, Params, rows, stacked_shape
+from meshwright.nn.weights import STORED_DTYPES, Params, param_shapes, rows, stacked_shape
 from meshwright.spec.hf.write import TOKEN_KEYS, config_from_model, text_model
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, adapted, frozen_base
@@ -41,33 +47,61 @@ Fetch = Callable[[str, tuple[int, ...]], np.ndarray]
 def load_params(
     model: Model,
     folder: Path | str,
-    shardings: Mapping[str, Sharding] | None = None,
+    shardings: Mapping[str, Any] | None = None,
     dtype: Any = None,
     adapters: Sequence[Path] = (),
 ) -> Params:
     """Loads the weights of a checkpoint in their shardings, by default on the first device, in ``dtype`` if given.
 
     A model with an adapter is read from the folder of its adapter, and from that of its base; with several
-    ``adapters``, from that of their base and theirs. Shards are read from the
-    mapped files one by one and put on their devices, so a host holds at most one shard besides its devices' own. Raises
-    InputError for a tensor that is missing, misshapen or foreign, CannotRunError for files changed since written.
+    ``adapters``, from that of their base and theirs. Shards are read from the mapped files one by one and put on their
+    devices, so a host holds at most one shard besides its devices' own; with a tuple of shardings in place of one, the
+    layers of a variable are arrays of their own. Raises InputError for a tensor that is missing, misshapen or foreign,
+    CannotRunError for files changed since written.
     """
-    with open_tensors(model, Path(folder), adapters) as tensors:
+    with returning_freed_memory(), open_tensors(model, Path(folder), adapters) as tensors:
         return read_params(model, tensors, shardings, dtype)
 
 
 def read_params(
-    model: Model, tensors: Tensors, shardings: Mapping[str, Sharding] | None = None, dtype: Any = None
+    model: Model, tensors: Tensors, shardings: Mapping[str, Any] | None = None, dtype: Any = None
 ) -> Params:
     """Loads weights as `load_params` does, from tensors of any kind: files, or a state dict of NumPy arrays."""
     table = checked_parts(model, tensors)
+    if dtype is not None:
+        wide = {name: one for name, one in tensors.items() if isinstance(one, PublishedMatrix)}
+        tensors = {**tensors, **{name: dataclasses.replace(one, dtype=np.dtype(dtype)) for name, one in wide.items()}}
     one_device = SingleDeviceSharding(jax.devices()[0])
+    kept = quantised_weights(model, "")
+    shapes = quantisation.param_shapes(model, param_shapes(model), "")
     params = {}
     for variable, weight in rows(model).items():
-        sharding = shardings[variable] if shardings else one_device
+        arrays: dict[str, Mapping[tuple[int, ...], Any]] = {variable: table[variable]}
         own = STORED_DTYPES.get(weight.dtype, dtype) if dtype is not None else None
-        params[variable] = _array(weight, table[variable], tensors, sharding, own)
+        if variable in kept:
+            arrays = _kept_parts(model, weight, kept[variable], table[variable])
+        for name, parts in arrays.items():
+            sharding = shardings[name] if shardings else one_device
+            stored = shapes[name].dtype if variable in kept else own
+            params[name] = _array(shapes[name].shape, parts, tensors, sharding, stored)
     return params
+
+
+def _kept_parts(
+    model: Model, weight: Weight, pair: tuple[Variable, Variable], parts: Mapping[tuple[int, ...], StoredPart]
+) -> dict[str, Mapping[tuple[int, ...], Any]]:
+    """Returns the parts of the values and of the scales of a weight that is kept as it is stored."""
+    values, scale = pair
+    dims = weight.dims[len(next(iter(parts))) - bool(weight.layers) :]
+    sizes = {dim: model.dims[dim] // model.dims[f"{dim}g"] for dim in dims if f"{dim}g" in scale.dims}
+    packs = values.dtype == "int4"
+    steps = tuple(2 if packs and dim in sizes else 1 for dim in dims)
+    of_scales = tuple(1 if dim in scale.dims else sizes.get(dim, 0) for dim in dims)
+    group = next(iter(sizes.values())) if packs else 0
+    return {
+        values.name: {at: KeptPart(part, steps, False, group) for at, part in parts.items()},
+        scale.name: {at: KeptPart(part, of_scales, True) for at, part in parts.items()},
+    }
 
 
 def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
@@ -109,8 +143,14 @@ def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
             if not _equal(tensors[name], tensors[source]):
                 advice = "Set tie_word_embeddings to false" if is_tied else "Leave mtp_weight out, or that layer"
                 raise InputError(f"{name} differs from {source}, to which the config ties it. {advice}.")
-        elif not any(fnmatchcase(name, form) for form in ignored):
+        elif not any(fnmatchcase(name, form) for form in ignored) and not _is_zero_bias(name, tensors):
             raise InputError(f"the checkpoint has {name}, which {model.name} has no place for. Give its own config.")
+
+
+def _is_zero_bias(name: str, tensors: Tensors) -> bool:
+    """True for a bias of zeros, which AutoGPTQ writes beside every matrix."""
+    matrix, bias = tensors.get(f"{name.removesuffix('bias')}weight"), tensors[name]
+    return isinstance(matrix, PublishedMatrix) and name.endswith(".bias") and not bias[(slice(0, bias.shape[0]),)].any()
 
 
 def _mtp_copies(model: Model) -> dict[str, str]:
@@ -132,10 +172,14 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _array(
-    weight: Weight, table: Mapping[tuple[int, ...], StoredPart], tensors: Tensors, sharding: Sharding, dtype: Any
-) -> Array:
-    """Reads one variable shard by shard; devices with the same shard share one read."""
-    shape = stacked_shape(weight)
+    shape: tuple[int, ...], table: Mapping[tuple[int, ...], Any], tensors: Tensors, sharding: Any, dtype: Any
+) -> Any:
+    """Reads one variable shard by shard; devices with the same shard share one read. With a tuple of shardings, each
+    layer is an array of its own."""
+    if isinstance(sharding, tuple):
+        layers = ({at[1:]: part for at, part in table.items() if at[0] == n} for n in range(len(sharding)))
+        each = zip(layers, sharding, strict=True)
+        return tuple(_array(shape[1:], parts, tensors, own, dtype) for parts, own in each)
     devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         region = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
@@ -148,7 +192,7 @@ def _array(
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _block(table: Mapping[tuple[int, ...], StoredPart], tensors: Tensors, region: Box, dtype: Any) -> np.ndarray:
+def _block(table: Mapping[tuple[int, ...], Any], tensors: Tensors, region: Box, dtype: Any) -> np.ndarray:
     """Reads a region of a variable's array; each layer and expert of its leading dims is a stored part."""
     leading = len(next(iter(table)))
     box = region[leading:]

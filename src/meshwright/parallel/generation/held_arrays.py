@@ -109,18 +109,30 @@ class HeldArrays:
     @cached_property
     def param_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Global shapes and dtypes of the weights."""
-        return quantisation.param_shapes(self.model, self._float_shapes[1], self.storage.weights)
+        loaded = self._loaded_shapes[1]
+        return quantisation.param_shapes(self.model, loaded, self.storage.weights) if self.quantises else dict(loaded)
 
     @property
-    def _float_shapes(self) -> tuple[Shapes, Shapes]:
-        """Shapes of float weights: the model's own, and with the vocabulary padded."""
-        own, held = (param_shapes(self.model, dtype=self.dtype, mesh=mesh) for mesh in ({}, self.strategy.mesh))
+    def _loaded_shapes(self) -> tuple[Shapes, Shapes]:
+        """Shapes of weights that are floats, or as a folder stores them: the model's own, and with the vocabulary
+        padded."""
+        both: Any = (param_shapes(self.model, dtype=self.dtype, mesh=mesh) for mesh in ({}, self.strategy.mesh))
+        own, held = both if self.quantises else (quantisation.param_shapes(self.model, one, "") for one in both)
         return own, held
 
     @property
-    def loaded_shardings(self) -> dict[str, NamedSharding]:
+    def quantises(self) -> bool:
+        """True if `place` makes the narrow weights from wide ones."""
+        return bool(self.storage.weights)
+
+    @property
+    def loaded_shardings(self) -> dict[str, Any]:
         """The sharding of each weight of a checkpoint, before `place` pads the vocabulary."""
-        return shardings(self.mesh, without_split(*self._float_shapes, self.param_specs))
+        return shardings(self.mesh, self._loaded_specs)
+
+    @property
+    def _loaded_specs(self) -> dict[str, PartitionSpec]:
+        return without_split(*self._loaded_shapes, self.param_specs)
 
     @cached_property
     def cache_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -130,10 +142,9 @@ class HeldArrays:
     def place(self, params: Mapping[str, Any]) -> Params:
         """Puts weights on their devices in the step's dtype, with the vocabulary padded; quantises float weights there
         if the step stores them so."""
-        params = resized(dict(params), *self._float_shapes, self.param_specs)
-        if "embed_scale" in params or not self.quantised:
-            placed = {name: jnp.asarray(array, self.param_shapes[name].dtype) for name, array in params.items()}
-            return jax.device_put(placed, {name: self.param_shardings[name] for name in placed})
+        params = resized(dict(params), *self._loaded_shapes, self.param_specs)
+        if "embed_scale" in params or not self.quantises:
+            return {name: self._on_devices(name, array) for name, array in params.items()}
         placed = jax.device_put(dict(params), {name: self.param_shardings[name] for name in params})
         plain = param_shapes(self.model, dtype=self.dtype)
         quantise = jax.jit(
@@ -143,6 +154,13 @@ class HeldArrays:
             out_shardings=self.param_shardings,
         )
         return quantise(placed)
+
+    def _on_devices(self, name: str, array: Any) -> Any:
+        """Puts an array, or a tuple of layers, on its devices."""
+        if not isinstance(array, tuple):
+            return jax.device_put(jnp.asarray(array, self.param_shapes[name].dtype), self.param_shardings[name])
+        own = NamedSharding(self.param_shardings[name].mesh, PartitionSpec(*self.param_specs[name][1:]))
+        return tuple(jax.device_put(jnp.asarray(one, self.param_shapes[name].dtype), own) for one in array)
 
     def init_cache(self) -> Cache:
         """Returns an empty cache, made on its devices."""

@@ -202,8 +202,16 @@ class PackedStep(HeldArrays):
         arrays = super().place(params)
         if not self.unrolled:
             return arrays
-        specs = {name: self.param_specs[name] for name in arrays}
-        return jax.jit(self._by_layer, out_shardings=shardings(self.mesh, self._by_layer(specs)))(arrays)
+        stacked = {n: array for n, array in arrays.items() if n in self._num_layers and not isinstance(array, tuple)}
+        specs = {name: self.param_specs[name] for name in stacked}
+        return arrays | jax.jit(self._by_layer, out_shardings=shardings(self.mesh, self._by_layer(specs)))(stacked)
+
+    @property
+    def loaded_shardings(self) -> dict[str, Any]:
+        """The sharding of each weight of a checkpoint; a tuple for layers that are loaded one by one."""
+        if not self.unrolled or self.quantises:
+            return super().loaded_shardings
+        return shardings(self.mesh, self._by_layer(self._loaded_specs))
 
     def init_cache(self) -> Cache:
         """Returns empty pages, made on their devices."""

@@ -17,6 +17,7 @@ from meshwright.core.errors import FileWarning, InputError, nearest
 from meshwright.core.fields import convert_fields, figure_faults
 from meshwright.core.files import read_json
 from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, aliases, config_fields, formats, number_words
+from meshwright.spec.hf.published import CONFIG_KEYS, quantisation_of
 from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeScaling
 
 SAME = {"gemma3_text": "gemma3", "kimi_k2": "deepseek_v3"}
@@ -76,17 +77,14 @@ class _Config:
         idle = {*fields["common"], *fields["families"][self.family]["not_read"]}
         rotary = {key: self.rope[key] for key in self.rope.keys() - {"type", "rope_theta", *ROPE_KEYS.values()}}
         for key, value in (*self.given.items(), *rotary.items()):
-            if key == "quantization_config" and isinstance(value, Mapping):
-                value = value.get("quant_method")
             allowed = self.form.only.get(key)
-            if value is None or allowed == []:
+            if value is None or allowed == [] or key in CONFIG_KEYS:
                 continue
             if allowed is not None:
                 values = allowed if isinstance(allowed, list) else [allowed]
                 if value not in values:
-                    words = " or ".join(map(repr, filter(lambda one: one != "", values))) or "no value"
-                    more = " Remove it to plan the shapes alone." * (key == "quantization_config")
-                    raise InputError(f"{self.what}: {key} is {value!r}. Only {words} is known here.{more}")
+                    words = " or ".join(map(repr, values))
+                    raise InputError(f"{self.what}: {key} is {value!r}. Only {words} is known here.")
             elif not value or key in known or any(fnmatchcase(key, one) for one in self.form.harmless):
                 continue
             elif key in rotary or (key not in idle and _says_numbers(key)):
@@ -177,11 +175,12 @@ def _from_keys(keys: Mapping[str, Any], name: str, what: str) -> Model:
     family = SAME.get(family, family)
     if family == "gemma3" and isinstance(keys.get("text_config"), Mapping):
         # The multimodal file nests the decoder; its published checkpoints name it after the nesting.
-        quantised = {name: keys[name] for name in ("quantization_config",) if name in keys}
+        quantised = {name: keys[name] for name in CONFIG_KEYS if name in keys}
         keys, prefix = {**keys["text_config"], **quantised}, "language_model.model."
     if family not in FAMILIES:
         hint = similar(family, FAMILIES) or f" Known: {', '.join(FAMILIES)}."
         raise InputError(f"{what}: model_type {family!r} is not known.{hint}")
+    quantisation_of(keys, family=family, what=what)
     fields = _fields(_Config(keys, family=family, what=what))
     return convert_fields({"name": name, "family": family, "weights_prefix": prefix, **fields}, Model, section=what)
 

@@ -1,0 +1,270 @@
+"""Reads matrices as published folders quantise them (`spec.hf.published`) as floats, the part that is read alone.
+
+A matrix [out, in] is values times scales, from which zero points are taken off first. Values are stored one by one, or
+several in a word of 32 bits: along the inputs (compressed-tensors, GPTQ) or the outputs (AWQ), or as two 4-bit floats
+in a byte (nvfp4, mxfp4). Sources: compressed-tensors 0.20 (compressors), AutoAWQ 0.2.9 (modules/linear/gemm.py),
+AutoGPTQ 0.7 (qlinear_cuda_old.py), transformers 5 (integrations/finegrained_fp8.py).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from meshwright.core.errors import InputError
+from meshwright.nn.hf.files import Tensor, Tensors
+from meshwright.nn.hf.format import Box, StoredPart
+from meshwright.nn.hf.mxfp4 import VALUES
+from meshwright.spec.hf.published import SCALES, Quantisation, Scheme
+
+_VALUES, _ZEROS, _GROUPS = (
+    (".weight_packed", ".qweight", ".weight"),
+    (".weight_zero_point", ".qzeros"),
+    (".g_idx", ".weight_g_idx"),
+)
+_ENDS = (*SCALES, *_VALUES[:2], *_ZEROS, *_GROUPS, ".weight_shape", ".weight_global_scale")
+"""Ends of the tensors that make a quantised matrix."""
+_UNUSED = (
+    *(".input_scale", ".input_global_scale", ".input_zero_point", ".output_scale", ".output_zero_point"),
+    *(".activation_scale", ".k_scale", ".v_scale", ".q_scale"),
+)
+"""Ends of the tensors that scale activations and caches, which are not executed."""
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Output of a word of AWQ -> its four bits, from the lowest."""
+_SCALE_BIAS = 127
+AT_ONCE = 2**17
+"""Entries that are unpacked at once: what they need besides is several times what is kept of them."""
+
+
+class Packing(NamedTuple):
+    """Values of ``bits`` in words along a stored axis; ``order`` are their places in a word, if not in order."""
+
+    bits: int
+    axis: int
+    order: tuple[int, ...] = ()
+
+    def read(self, words: Tensor, box: tuple[slice, ...]) -> np.ndarray:
+        """Reads a box of the unpacked matrix, as unsigned numbers."""
+        along, per_word = box[self.axis], 8 * words.dtype.itemsize // self.bits
+        whole = slice(along.start // per_word, -(-along.stop // per_word))
+        found = np.moveaxis(words[(*box[: self.axis], whole, *box[self.axis + 1 :])], self.axis, 1)
+        unsigned = np.dtype(f"u{found.dtype.itemsize}")
+        shifts = np.asarray(self.order or range(per_word), unsigned) * unsigned.type(self.bits)
+        values = ((found.view(unsigned)[..., None] >> shifts) & unsigned.type(2**self.bits - 1)).astype(np.uint8)
+        first = along.start - whole.start * per_word
+        return np.moveaxis(values.reshape(len(found), -1)[:, first : first + along.stop - along.start], 1, self.axis)
+
+
+@dataclass(frozen=True)
+class PublishedMatrix:
+    """A quantised matrix that is read as floats [out, in], computed in float32 and rounded to ``dtype``; or as its
+    signed ``values``, or as the scale of each of its entries.
+
+    ``tensors`` are its parts by their ends. Where ``transposed``, as in AWQ and GPTQ, these are stored [in, out].
+    """
+
+    name: str
+    tensors: Tensors
+    scheme: Scheme
+    quantisation: Quantisation
+    dtype: np.dtype
+    reads: Literal["floats", "values", "scales"] = "floats"
+
+    def part(self, *ends: str) -> Tensor | None:
+        """Returns the part with one of these ends."""
+        return next((self.tensors[end] for end in ends if end in self.tensors), None)
+
+    @property
+    def stored(self) -> Tensor:
+        """The stored values."""
+        found = self.part(*_VALUES)
+        assert found is not None
+        return found
+
+    @property
+    def transposed(self) -> bool:
+        return ".qweight" in self.tensors
+
+    @property
+    def packing(self) -> Packing | None:
+        """How several values share a word; None if each is an element."""
+        bits = 4 if self.scheme.dtype in ("int4", "fp4") else 8
+        if self.transposed:
+            return Packing(bits, 1, _AWQ_ORDER) if self.quantisation.method == "awq" else Packing(bits, 0)
+        return Packing(bits, 1) if ".weight_packed" in self.tensors else None
+
+    @property
+    def middle(self) -> int:
+        """The zero point of a symmetric matrix."""
+        return 2 ** (self.packing.bits - 1) if self.packing and self.scheme.dtype != "fp4" else 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        sizes = list(self.stored.shape)
+        if self.packing:
+            sizes[self.packing.axis] *= 8 * self.stored.dtype.itemsize // self.packing.bits
+        if (given := self.part(".weight_shape")) is not None:  # the last word may not be full
+            sizes = [int(size) for size in given[(slice(0, 2),)]]
+        return tuple(sizes[::-1] if self.transposed else sizes)
+
+    @property
+    def group(self) -> tuple[int, int]:
+        """Outputs and inputs that share a scale."""
+        outputs, inputs = self.shape
+        return self.scheme.outputs or outputs, self.scheme.inputs or inputs
+
+    @property
+    def num_groups(self) -> tuple[int, ...]:
+        """Numbers of scales along outputs and inputs."""
+        return tuple(-(-size // each) for size, each in zip(self.shape, self.group, strict=True))
+
+    def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
+        rows, columns = (slice(*part.indices(size)[:2]) for part, size in zip(box, self.shape, strict=True))
+        zero, scale, along = self.zero_points(), self.scales(), self.groups(columns)
+        if self.reads != "floats" and np.any(zero != self.middle):
+            raise InputError(f"{self.name} has zero points, and quantization_config says that it is symmetric. Give "
+                             f"the config of these weights.")  # fmt: skip
+        codes_dtype = np.dtype(np.int8) if self.packing else self.stored.dtype
+        dtype = {"floats": self.dtype, "values": codes_dtype, "scales": np.dtype(np.float32)}[self.reads]
+        found = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
+        step = max(8, AT_ONCE // max(found.shape[1], 1))
+        for start in range(rows.start, rows.stop, step):
+            part = slice(start, min(start + step, rows.stop))
+            at = np.ix_(np.arange(part.start, part.stop) // self.group[0], along)
+            into = found[start - rows.start : part.stop - rows.start]
+            if self.reads == "scales":
+                into[:] = scale[at]
+            elif self.reads == "floats":
+                into[:] = (self.codes(part, columns) - np.broadcast_to(zero, scale.shape)[at]) * scale[at]
+            else:
+                codes = self.codes(part, columns)
+                into[:] = (codes - np.uint8(self.middle)).view(np.int8) if self.packing else codes
+        return found
+
+    def codes(self, rows: slice, columns: slice) -> np.ndarray:
+        """Reads values before scaling, [out, in]: unsigned whole numbers where packed, else as stored."""
+        box = (columns, rows) if self.transposed else (rows, columns)
+        found = self.packing.read(self.stored, box) if self.packing else np.asarray(self.stored[box])
+        found = found.T if self.transposed else found
+        return VALUES[found] if self.scheme.dtype == "fp4" else found
+
+    def groups(self, columns: slice) -> np.ndarray:
+        """Returns the group of each input."""
+        along, listed = np.arange(columns.start, columns.stop) // self.group[1], self.part(*_GROUPS)
+        if listed is None:
+            return along
+        found = _whole(listed).astype(np.int64)
+        own, inputs = found[columns], self.num_groups[1]
+        there = found.shape == self.shape[1:] and np.isin(found, range(inputs)).all()
+        if not there or (self.reads != "floats" and not np.array_equal(own, along)):
+            raise InputError(f"{self.name}: the list of the groups of its {self.shape[1]} inputs names none of "
+                             f"{inputs} groups, or other ones than its config. Fetch both again.")  # fmt: skip
+        return own
+
+    def scales(self) -> np.ndarray:
+        """Reads the scales [groups of outputs, groups of inputs] in float32."""
+        tensor, overall = self.part(*SCALES), self.part(".weight_global_scale")
+        assert tensor is not None
+        scale = _whole(tensor)
+        exponents = scale.dtype == np.uint8
+        wide = np.ldexp(np.float32(1), scale.astype(np.int32) - _SCALE_BIAS) if exponents else scale.astype(np.float32)
+        wide = wide / _whole(overall).astype(np.float32).reshape(()) if overall is not None else wide
+        return (wide.T if self.transposed else wide).reshape(self.num_groups)
+
+    def zero_points(self) -> np.ndarray:
+        """Reads the zero points of the values as `codes` has them: one for each scale, or one number for all."""
+        zeros, packing = self.part(*_ZEROS), self.packing
+        if zeros is None or (self.scheme.symmetric and not self.transposed):
+            return np.asarray(self.middle, np.float32)
+        if packing is None:
+            return _whole(zeros).astype(np.float32).reshape(self.num_groups)
+        if not self.transposed:
+            return packing._replace(axis=0).read(zeros, _all(self.num_groups)).astype(np.float32)
+        found = packing._replace(axis=1).read(zeros, _all(self.num_groups[::-1])).T
+        return ((found + self.quantisation.zeros_less_one) & (2**packing.bits - 1)).astype(np.float32)
+
+    def require_whole(self) -> None:
+        """Raises InputError if a part is missing or has another shape than the scheme says."""
+        scale, advice = self.part(*SCALES), "Give the config of these weights."
+        if scale is None or self.part(*_VALUES) is None:
+            missing = "values" if scale is not None else "scales"
+            raise InputError(f"{self.name}: the checkpoint has no {missing} of it. Fetch its files again.")
+        needed = self.num_groups[::-1] if self.transposed else self.num_groups
+        if self.packing and ".weight_shape" in self.tensors:
+            words = self.shape[0], -(-self.shape[1] * self.packing.bits // (8 * self.stored.dtype.itemsize))
+            if tuple(self.stored.shape) != words:
+                raise InputError(f"{self.name}: weight_packed has shape {tuple(self.stored.shape)}; weight_shape "
+                                 f"{self.shape} in {self.scheme.dtype} needs {words}. {advice}")  # fmt: skip
+        if tuple(scale.shape) != needed and (len(scale.shape) > 1 or np.prod(scale.shape) != np.prod(needed)):
+            raise InputError(
+                f"{self.name}: scales of shape {tuple(scale.shape)}; by quantization_config {self.shape} in groups of "
+                f"{self.group[0]} outputs x {self.group[1]} inputs needs {needed}. {advice}"
+            )
+        if not self.scheme.symmetric and self.part(*_ZEROS) is None:
+            raise InputError(f"{self.name}: the checkpoint has no zero points of it, and quantization_config says that "
+                             f"it is not symmetric. {advice}")  # fmt: skip
+
+
+def _all(shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(0, size) for size in shape)
+
+
+def _whole(tensor: Tensor) -> np.ndarray:
+    return np.asarray(tensor[_all(tuple(tensor.shape))])
+
+
+class KeptPart(NamedTuple):
+    """A part of a weight that is read as it is stored: for each of its dims ``steps`` has the entries of the weight
+    for one of the array's, 0 for a dim that the array lacks. Values of int4 are pairs in bytes along the dim of step 2,
+    whose groups have ``group`` values (`nn.quantisation.pairs`)."""
+
+    part: StoredPart
+    steps: tuple[int, ...]
+    scales: bool
+    group: int = 0
+
+    def read(self, tensors: Tensors, box: Box) -> np.ndarray:
+        """Reads a box of the array."""
+        given = iter(box)
+        whole = (slice(0, 1) if s == 0 else slice((b := next(given)).start * s, b.stop * s) for s in self.steps)
+        matrix = tensors[self.part.tensor]
+        assert isinstance(matrix, PublishedMatrix)
+        entries = replace(matrix, reads="scales" if self.scales else "values")
+        found = self.part.read({self.part.tensor: entries}, tuple(whole))
+        if self.scales:
+            return found[tuple(slice(None, None, s) if s else 0 for s in self.steps)]
+        if not self.group:
+            return found
+        axis = self.steps.index(2)
+        ahead, behind = found.shape[:axis], found.shape[axis + 1 :]
+        halves = found.reshape(*ahead, -1, 2, self.group // 2, *behind).view(np.uint8)
+        low, high = halves.take(0, axis + 1), halves.take(1, axis + 1)
+        return ((low & 15) | (high << 4)).reshape(*ahead, -1, *behind)
+
+
+def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.dtype) -> Tensors:
+    """Returns the tensors with those of each quantised matrix as one, ``X.weight``. Raises InputError for a part that
+    is missing or misshapen, and for narrow matrices of which the config does not say how they are scaled."""
+    modules: dict[str, dict[str, Tensor]] = {}
+    for name in sorted(tensors) if quantisation else ():
+        for end in _ENDS:
+            if name.endswith(end):
+                modules.setdefault(name.removesuffix(end), {})[end] = tensors[name]
+    found = {
+        name: tensor for name, tensor in tensors.items() if not (quantisation and name.endswith((*_ENDS, *_UNUSED)))
+    }
+    for module, parts in modules.items():
+        assert quantisation is not None
+        if (plain := found.pop(f"{module}.weight", None)) is not None:
+            parts[".weight"] = plain
+        if (scheme := quantisation.scheme(module)) is None:
+            raise InputError(f"{module} is quantised, and no group of quantization_config names it. Give the config of "
+                             f"these weights.")  # fmt: skip
+        one = PublishedMatrix(f"{module}.weight", parts, scheme, quantisation, dtype)
+        one.require_whole()
+        found[one.name] = one
+    for name, tensor in found.items():
+        if not isinstance(tensor, PublishedMatrix) and name.endswith(".weight") and tensor.dtype.itemsize == 1:
+            raise InputError(f"{name} is stored in {tensor.dtype.name} without scales. Give a folder with its scales, "
+                             f"or in bf16, fp16 or fp32.")  # fmt: skip
+    return found

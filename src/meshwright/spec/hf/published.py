@@ -1,0 +1,270 @@
+"""Reads how a published folder says that its matrices are quantised: `quantization_config` of its config.json."""
+
+import itertools
+import math
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.files import read_json
+from meshwright.core.units import format_bytes
+from meshwright.spec.model import GROUP, Model, StoredMatrices
+from meshwright.spec.weights import weight_table
+
+Method = Literal["fp8", "compressed-tensors", "awq", "gptq", "mxfp4"]
+CONFIG_KEYS = ("quantization_config", "compression_config")
+FORMATS = (
+    *("dense", "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+)
+"""Formats of compressed-tensors that are read."""
+
+
+class Scheme(msgspec.Struct, frozen=True, kw_only=True):
+    """How a matrix is stored: in ``dtype``, with a scale for ``outputs`` x ``inputs`` entries (0: all of them), and
+    with zero points if it is not ``symmetric``. Groups of inputs that are not ``in_order`` are listed input by input.
+    """
+
+    dtype: Literal["int8", "int4", "fp8", "fp4"]
+    outputs: int = 1
+    inputs: int = 0
+    symmetric: bool = True
+    in_order: bool = True
+
+    @property
+    def why_wide(self) -> str:
+        """Why no product takes such a matrix as it is stored; "" if one does."""
+        wide = "zero points" if not self.symmetric else "" if self.in_order else "groups of inputs out of order"
+        return "4-bit floats" if self.dtype == "fp4" else wide
+
+
+class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
+    """What a config says of its quantised matrices: the scheme of each pattern of names, first match first; names of
+    modules that are ``plain``; and ``notes``, lines on what is stored and not used."""
+
+    method: Method
+    schemes: tuple[tuple[str, Scheme], ...]
+    plain: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    zeros_less_one: bool = False
+
+    def scheme(self, module: str) -> Scheme | None:
+        """Returns the scheme of a module that is stored quantised; None if no pattern matches its name."""
+        return next((scheme for pattern, scheme in self.schemes if _matches(pattern, module)), None)
+
+    def is_plain(self, module: str) -> bool:
+        """True for a module that the config leaves as it was, as far as it says."""
+        return self.scheme(module) is None or any(_matches(pattern, module) for pattern in self.plain)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return pattern == EVERY or f".{pattern}." in f".{module}."
+
+
+EVERY = "Linear"
+"""The pattern of every matrix of a product."""
+
+
+def quantisation_of(keys: Mapping[str, Any], *, family: str, what: str) -> Quantisation | None:
+    """Returns the quantisation of a config.json object, None without one. Raises InputError or CannotRunError, in one
+    line, for a method, or a form of one, that is not read."""
+    given = next((keys[key] for key in CONFIG_KEYS if keys.get(key)), None)
+    if given is None:
+        return None
+    table = given if isinstance(given, Mapping) else {"quant_method": given}
+    method = table.get("quant_method", "compressed-tensors" if "config_groups" in table else None)
+    reader = _READERS.get(method) if isinstance(method, str) and isinstance(given, Mapping) else None
+    if reader is None or (method == "mxfp4" and family != "gpt_oss"):
+        raise InputError(
+            f"{what}: quantization_config is {method!r}. Only {', '.join(_READERS)} (of gpt_oss) is known here. Give "
+            f"the weights in one of these or in bf16, or remove it to plan the shapes alone."
+        )
+    try:
+        return reader(table)
+    except (InputError, CannotRunError) as error:
+        raise type(error)(f"{what}: {error}") from None
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise InputError(f"{what}: quantization_config of {method} is not understood ({error!r}). Mend it.") from None
+
+
+def _number(given: Mapping[str, Any], key: str, allowed: tuple[int, ...], default: int) -> int:
+    if (value := given.get(key, default)) not in allowed or isinstance(value, bool):
+        raise InputError(f"quantization_config has {key}={value!r}. Only {' or '.join(map(str, allowed))} is read.")
+    return int(value)
+
+
+def _inputs(given: Mapping[str, Any], default: int) -> int:
+    """Returns the inputs of a group, 0 for all of them, which files write as -1 or null."""
+    size = given.get("group_size", default)
+    if size not in (None, -1) and (not isinstance(size, int) or size < 1):
+        raise InputError(f"quantization_config has group_size={size!r}. Write a positive number, or -1 for all inputs.")
+    return 0 if size in (None, -1) else int(size)
+
+
+def _require(given: Mapping[str, Any], forms: tuple[str, ...], *keys: str) -> None:
+    """Raises CannotRunError for a layout of weights, or of their scales, that is not in ``forms``."""
+    for key in keys:
+        if (found := given.get(key)) and str(found).lower() not in forms:
+            raise CannotRunError(f"weights with {key}={found!r} are not read in this version, only {', '.join(forms)}. "
+                                 f"Give a folder in one of these.")  # fmt: skip
+
+
+_ACTIVATIONS = "activations in {} are not executed: they stay in the model's dtype"
+
+
+def _fp8(given: Mapping[str, Any]) -> Quantisation:
+    outputs, inputs = map(int, given.get("weight_block_size") or (0, 0))
+    scheme = Scheme(dtype="fp8", outputs=outputs, inputs=inputs)
+    plain = ("lm_head", *(given.get("modules_to_not_convert") or ()))
+    notes = (_ACTIVATIONS.format("fp8"),)
+    return Quantisation(method="fp8", schemes=((EVERY, scheme),), plain=plain, notes=notes)
+
+
+def _awq(given: Mapping[str, Any]) -> Quantisation:
+    _require(given, ("gemm",), "version", "format", "checkpoint_format")
+    _number(given, "bits", (4,), 4)
+    scheme = Scheme(dtype="int4", inputs=_inputs(given, 128), symmetric=not given.get("zero_point", True))
+    plain = ("lm_head", *(given.get("modules_to_not_convert") or ()))
+    return Quantisation(method="awq", schemes=((EVERY, scheme),), plain=plain)
+
+
+def _gptq(given: Mapping[str, Any]) -> Quantisation:
+    _require(given, ("gptq", "gptq_v2"), "checkpoint_format", "format")
+    patterns = given.get("dynamic") or ()
+    if changed := [key for key in patterns if not key.startswith("-:")]:
+        raise CannotRunError(f"dynamic has settings of its own for {changed[0]!r}, which this version does not read. "
+                             f"Give a folder with one setting for all modules.")  # fmt: skip
+    scheme = Scheme(
+        dtype="int4" if _number(given, "bits", (4, 8), 4) == 4 else "int8",
+        inputs=_inputs(given, 128),
+        symmetric=bool(given.get("sym", True)),
+        in_order=not given.get("desc_act", False),
+    )
+    plain = (*(key.replace("-:", "re:", 1) for key in patterns), *(() if given.get("lm_head") else ("lm_head",)))
+    less_one = (given.get("checkpoint_format") or given.get("format") or "gptq").lower() == "gptq"
+    return Quantisation(method="gptq", schemes=((EVERY, scheme),), plain=plain, zeros_less_one=less_one)
+
+
+def _compressed(given: Mapping[str, Any]) -> Quantisation:
+    _require(given, FORMATS, "format")
+    _require(given.get("sparsity_config") or {}, ("dense",), "format")
+    if given.get("transform_config"):
+        raise CannotRunError("transform_config changes what is computed and is not read in this version. Give a folder "
+                             "without it.")  # fmt: skip
+    schemes, notes = list[tuple[str, Scheme]](), list[str]()
+    for group in given["config_groups"].values():
+        _require(group, FORMATS, "format")
+        scheme = _scheme(group["weights"])
+        schemes += [(pattern, scheme) for pattern in group.get("targets") or (EVERY,)]
+        if activations := group.get("input_activations") or group.get("output_activations"):
+            notes.append(_ACTIVATIONS.format(f"{activations.get('type', 'int')}{activations.get('num_bits', 8)}"))
+    if given.get("kv_cache_scheme"):
+        notes.append("kv_cache_scheme is not used: choose the cache's dtype with --cache-dtype")
+    return Quantisation(
+        method="compressed-tensors",
+        schemes=tuple(sorted(schemes, key=lambda one: one[0] == EVERY)),
+        plain=tuple(given.get("ignore") or ()),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _scheme(weights: Mapping[str, Any]) -> Scheme:
+    """Returns the scheme of a group of compressed-tensors."""
+    dtypes: Any = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "fp4"}
+    _require(weights, ("tensor", "channel", "group", "tensor_group", "block"), "strategy")
+    size = _inputs(weights, -1)
+    strategy = weights.get("strategy") or ("group" if size else "tensor")
+    outputs = 0 if strategy == "tensor" else 1
+    if strategy == "block":
+        outputs, size = map(int, weights["block_structure"])
+    elif "group" not in strategy:
+        size = 0
+    elif not size:
+        raise InputError(f"quantization_config has strategy={strategy!r} without a group_size. Add it.")
+    return Scheme(
+        dtype=dtypes[weights.get("type", "int"), _number(weights, "num_bits", (4, 8), 8)],
+        outputs=outputs,
+        inputs=size,
+        symmetric=bool(weights.get("symmetric", True)),
+        in_order=weights.get("actorder") not in ("group", True),
+    )
+
+
+def _mxfp4(given: Mapping[str, Any]) -> Quantisation:
+    return Quantisation(method="mxfp4", schemes=(("experts", Scheme(dtype="fp4", inputs=32)),))
+
+
+_READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}
+
+SCALES = (".weight_scale_inv", ".weight_scale", ".scales")
+"""Ends of the names of scales."""
+
+
+def stored_matrices(
+    model: Model, quantisation: Quantisation, names: Collection[str] = ()
+) -> tuple[StoredMatrices | None, dict[tuple[str, str], int]]:
+    """Returns the matrices of a folder that generation keeps narrow, and the numbers of parameters that are widened, by
+    dtype and reason. The ``names`` of its tensors say which are quantised, else the config."""
+    found, wide, group = list[tuple[str, Any, bool]](), dict[tuple[str, str], int](), 0
+    for row in weight_table(model):
+        if row.kind != "matrix" or row.tied_to or row.part in ("embedding", "router"):
+            continue
+        every = itertools.product(row.layers or (0,), range(model.num_experts if "{expert}" in row.hf_name else 1))
+        modules = [row.hf_name.format(layer=at, expert=one).removesuffix(".weight") for at, one in every]
+        plain = [not any(m + end in names for end in SCALES) if names else quantisation.is_plain(m) for m in modules]
+        schemes = {None if left else quantisation.scheme(m) for m, left in zip(modules, plain, strict=True)}
+        if not (some := [scheme for scheme in schemes if scheme]):
+            continue
+        scheme = some[0]
+        why = scheme.why_wide or "layers that are stored in another form" * (len(schemes) > 1)
+        if (grouped := scheme.inputs > 0 or scheme.dtype == "int4") and not why:
+            size = scheme.inputs or GROUP
+            group = group or size
+            width = math.gcd(group, model.dims[row.inputs[-1]])
+            why = f"groups of {size} inputs" * (size % width > 0 or (scheme.dtype == "int4" and width % 2 > 0))
+        elif row.inputs[-1] == "Rkv" and "Hn" in row.dims:
+            why = why or "scales of outputs over which generation sums"
+        if why:
+            wide[scheme.dtype, why] = wide.get((scheme.dtype, why), 0) + row.num_params
+        else:
+            found.append((row.name, scheme.dtype, grouped))
+    return StoredMatrices(matrices=tuple(found), group=group or GROUP) if found else None, wide
+
+
+class FolderWeights(NamedTuple):
+    """What a folder's config says of its weights: how they are quantised, the matrices that generation keeps so, and
+    the numbers of parameters that it widens, by dtype and reason."""
+
+    quantisation: Quantisation | None = None
+    stored: StoredMatrices | None = None
+    wide: Mapping[tuple[str, str], int] = {}
+
+    def notes(self, dtype: str) -> tuple[str, ...]:
+        """Returns lines on what is not used, and on what is widened to ``dtype``."""
+        why = (
+            f"the {narrow} weights have {why}, for which there is no kernel: served in {dtype}, "
+            f"{format_bytes(count * DTYPE_BYTES[dtype])}"
+            for (narrow, why), count in self.wide.items()
+        )
+        return (*(self.quantisation.notes if self.quantisation else ()), *why)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of all matrices that are kept narrow; "" if there are none, or several."""
+        found = {dtype for _, dtype, _ in self.stored.matrices} if self.stored else set()
+        return found.pop() if len(found) == 1 and not self.wide else ""
+
+
+def folder_weights(model: Model, folder: Path, names: Collection[str] = ()) -> FolderWeights:
+    """Reads the config.json of a folder with ``names`` of tensors, see `stored_matrices`."""
+    file, base = folder / "config.json", replace(model, lora=None)
+    found = quantisation_of(read_json(file, "Give the folder of a model."), family=model.family, what=str(file))
+    return FolderWeights(found, *stored_matrices(base, found, names)) if found else FolderWeights()
