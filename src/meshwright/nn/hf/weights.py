@@ -1,6 +1,7 @@
 """Loads and saves Hugging Face checkpoints: devices read their own shards, tensors are written one at a time."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array
 from msgspec.structs import replace
 
@@ -39,6 +40,16 @@ ROWS_AT_ONCE = 4096
 
 Fetch = Callable[[str, tuple[int, ...]], np.ndarray]
 """(variable, leading indices) -> one layer, or one expert of one layer, on the host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputsFirst:
+    """A sharding ``own`` of a weight, or of a layer of it, as a matrix [outputs, inputs]; ``given`` is that of its own
+    dims, of which ``inputs`` are inputs. What is loaded so is a tuple, of one array where the weight has no layers."""
+
+    given: Sharding
+    own: Sharding
+    inputs: int
 
 
 # -- reading ------------------------------------------------------------------------------------------
@@ -74,7 +85,7 @@ def read_params(
     one_device = SingleDeviceSharding(jax.devices()[0])
     kept = quantised_weights(model, "")
     shapes = quantisation.param_shapes(model, param_shapes(model), "")
-    params = {}
+    params: dict[str, Any] = {}
     for variable, weight in rows(model).items():
         arrays: dict[str, Mapping[tuple[int, ...], Any]] = {variable: table[variable]}
         own = STORED_DTYPES.get(weight.dtype, dtype) if dtype is not None else None
@@ -83,7 +94,8 @@ def read_params(
         for name, parts in arrays.items():
             sharding = shardings[name] if shardings else one_device
             stored = shapes[name].dtype if variable in kept else own
-            params[name] = _array(shapes[name].shape, parts, tensors, sharding, stored)
+            array = _array(shapes[name].shape, parts, tensors, sharding, stored)
+            params[name] = (array,) if isinstance(sharding, OutputsFirst) else array
     return params
 
 
@@ -180,16 +192,23 @@ def _array(
         layers = ({at[1:]: part for at, part in table.items() if at[0] == n} for n in range(len(sharding)))
         each = zip(layers, sharding, strict=True)
         return tuple(_array(shape[1:], parts, tensors, own, dtype) for parts, own in each)
+    turned = sharding if isinstance(sharding, OutputsFirst) else None
+    given = turned.given if turned else sharding
     devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
+    for device, index in given.addressable_devices_indices_map(shape).items():
         region = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
         devices_of.setdefault(region, []).append(device)
     arrays = []
     for region, devices in devices_of.items():
         block = _block(table, tensors, tuple(slice(*ends) for ends in region), dtype)
+        if turned:
+            block = np.ascontiguousarray(block.reshape(math.prod(block.shape[: turned.inputs]), -1).T)
         arrays += [jax.device_put(block, device) for device in devices]
         jax.block_until_ready(arrays[-1])  # the host's copy is free before the next one is made
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+    if turned:
+        num_inputs = math.prod(shape[: turned.inputs])
+        shape = math.prod(shape) // num_inputs, num_inputs
+    return jax.make_array_from_single_device_arrays(shape, turned.own if turned else sharding, arrays)
 
 
 def _block(table: Mapping[tuple[int, ...], Any], tensors: Tensors, region: Box, dtype: Any) -> np.ndarray:

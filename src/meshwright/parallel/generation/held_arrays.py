@@ -156,11 +156,8 @@ class HeldArrays:
         return quantise(placed)
 
     def _on_devices(self, name: str, array: Any) -> Any:
-        """Puts an array, or a tuple of layers, on its devices."""
-        if not isinstance(array, tuple):
-            return jax.device_put(jnp.asarray(array, self.param_shapes[name].dtype), self.param_shardings[name])
-        own = NamedSharding(self.param_shardings[name].mesh, PartitionSpec(*self.param_specs[name][1:]))
-        return tuple(jax.device_put(jnp.asarray(one, self.param_shapes[name].dtype), own) for one in array)
+        """Puts an array on its devices."""
+        return jax.device_put(jnp.asarray(array, self.param_shapes[name].dtype), self.param_shardings[name])
 
     def init_cache(self) -> Cache:
         """Returns an empty cache, made on its devices."""

@@ -30,6 +30,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import checked
 from meshwright.nn.attention.platform import platform_of
 from meshwright.nn.contract import FLOATS
+from meshwright.nn.hf.weights import OutputsFirst
 from meshwright.nn.weights import Params, rows
 from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
 from meshwright.parallel.generation.program_store import ProgramStore
@@ -202,16 +203,35 @@ class PackedStep(HeldArrays):
         arrays = super().place(params)
         if not self.unrolled:
             return arrays
-        stacked = {n: array for n, array in arrays.items() if n in self._num_layers and not isinstance(array, tuple)}
-        specs = {name: self.param_specs[name] for name in stacked}
-        return arrays | jax.jit(self._by_layer, out_shardings=shardings(self.mesh, self._by_layer(specs)))(stacked)
+        layers = self._num_layers
+        kept = {n: array if n in layers else array[0] for n, array in arrays.items() if isinstance(array, tuple)}
+        others = {n: array for n, array in arrays.items() if n not in kept}
+        specs = {name: self.param_specs[name] for name in others}
+        return kept | jax.jit(self._by_layer, out_shardings=shardings(self.mesh, self._by_layer(specs)))(others)
+
+    def _on_devices(self, name: str, array: Any) -> Any:
+        """Puts an array, or what was loaded as a tuple, on its devices."""
+        if not isinstance(array, tuple):
+            return super()._on_devices(name, array)
+        spec = self._in_order(name, self.param_specs[name], 0 if name in self._num_layers else None)
+        own, dtype = NamedSharding(self.mesh, spec), self.param_shapes[name].dtype
+        return tuple(jax.device_put(jnp.asarray(one, dtype), own) for one in array)
 
     @property
     def loaded_shardings(self) -> dict[str, Any]:
-        """The sharding of each weight of a checkpoint; a tuple for layers that are loaded one by one."""
+        """The sharding of each weight of a checkpoint, of layers one by one in their order in memory."""
         if not self.unrolled or self.quantises:
             return super().loaded_shardings
-        return shardings(self.mesh, self._by_layer(self._loaded_specs))
+        before, after = self._loaded_shapes
+        found: dict[str, Any] = {}
+        for name, spec in self._loaded_specs.items():
+            number = 0 if name in self._num_layers else None
+            one: Any = NamedSharding(self.mesh, spec if number is None else PartitionSpec(*spec[1:]))
+            if name in self.outputs_first and before[name].shape == after[name].shape:
+                own = NamedSharding(self.mesh, self._in_order(name, spec, number))
+                one = OutputsFirst(one, own, self.outputs_first[name])
+            found[name] = one if number is None else (one,) * self._num_layers[name]
+        return found
 
     def init_cache(self) -> Cache:
         """Returns empty pages, made on their devices."""
