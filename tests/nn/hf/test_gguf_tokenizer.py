@@ -150,13 +150,14 @@ def test_tokens_of_spaces_are_found_in_texts():
     assert tokenizer.decode([2, 4, 5]) == "   a a"
 
 
-def test_templates_and_the_ends_of_answers_are_kept():
+def test_templates_and_the_ends_of_texts_are_kept():
     values = byte_level()[1] | {"tokenizer.chat_template": "{{ x }}", "tokenizer.chat_template.tool_use": "{{ y }}"}
     found, end = gguf_tokenizer(values), values["tokenizer.ggml.bos_token_id"]
     templates = {one["name"]: one["template"] for one in found.config["chat_template"]}
     assert templates == {"default": "{{ x }}", "tool_use": "{{ y }}"}
-    assert found.generation == {"bos_token_id": end, "eos_token_id": [end]}
-    assert gguf_tokenizer(byte_level()[1]).generation == {"bos_token_id": end}  # no answers without a template
+    assert found.generation == {"bos_token_id": end}
+    ids = {"tokenizer.ggml.eos_token_id": 5, "tokenizer.ggml.eot_token_id": end, "tokenizer.ggml.eom_token_id": 5}
+    assert gguf_tokenizer(values | ids).generation["eos_token_id"] == [5, end]
     assert gguf_tokenizer({"general.architecture": "llama"}) is None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import cache_folder, write_json_whole, write_text_whole
-from meshwright.nn.hf.chat_template import TEMPLATE
+from meshwright.nn.hf.chat_template import TEMPLATE, read_chat_templates
 from meshwright.nn.hf.files import DTYPES, PICKLED, Tensor, open_checkpoint
 from meshwright.nn.hf.gguf_tokenizer import gguf_tokenizer
 from meshwright.nn.hf.tokenizer import CONFIG, GENERATION, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
@@ -188,8 +188,12 @@ def as_folder(path: Path) -> Path:
         link.replace(folder / file.name)
     if not (folder / TOKENIZER).exists() and (found := gguf_tokenizer(values)):
         write_text_whole(folder / TOKENIZER, found.tokenizer.to_str())
-        for name, table in ((TOKENIZER_CONFIG, found.config), (GENERATION, found.generation)):
-            if not (folder / name).exists():
-                write_json_whole(folder / name, table)
+        if not (folder / TOKENIZER_CONFIG).exists():
+            write_json_whole(folder / TOKENIZER_CONFIG, found.config)
+        if not (folder / GENERATION).exists():
+            chats, ends = read_chat_templates(folder), found.generation.get("eos_token_id", [])
+            turn_end = found.tokenizer.token_to_id(chats.turn_end) if chats else None  # files need not name it
+            ends += [] if turn_end is None or turn_end in ends else [turn_end]
+            write_json_whole(folder / GENERATION, found.generation | ({"eos_token_id": ends} if ends else {}))
     write_json_whole(folder / CONFIG, config)
     return folder

@@ -10,8 +10,6 @@ from meshwright.spec.hf.gguf import gguf_names
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
 """Types of tokens: those of texts; special ones, which texts do not show; those that are found before all others."""
-TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>")
-"""Tokens that end an answer, which files with a chat template need not name."""
 
 
 class GgufTokenizer(NamedTuple):
@@ -66,7 +64,6 @@ def gguf_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer | None:
     if templates:
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     ends = [ids[name] for name in ("eos", "eot", "eom") if name in ids]
-    ends += [number for number, text in enumerate(tokens) if templates and text in TURN_ENDS]
     generation = {f"{name[:3]}_token_id": ids[name] for name in ("bos", "padding") if name in ids}
     return GgufTokenizer(tokenizer, config, generation | ({"eos_token_id": [*dict.fromkeys(ends)]} if ends else {}))
 
