@@ -16,6 +16,7 @@ from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.adapter import base_folder, open_tensors
 from meshwright.nn.hf.files import DTYPES
 from meshwright.nn.hf.gguf import GgufTensor, as_folder
+from meshwright.nn.hf.gguf_tokenizer import CONTROL, NORMAL
 from meshwright.nn.hf.weights import hf_entries, load_params
 from meshwright.nn.weights import param_shapes
 from meshwright.serve.model_folder import open_model
@@ -149,6 +150,19 @@ def test_a_file_is_opened_as_a_folder_with_what_is_beside_it(written, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert (as_folder(path) / "chat_template.jinja").read_text() == "{{ messages[0].content }}"
     assert as_folder(path) != folder
+
+
+def test_answers_end_with_what_the_template_writes_after_one(written, tmp_path):
+    """Also where the template is beside the file, whose metadata ends texts with another token, or with none."""
+    tokens = ["<|im_end|>", *map(chr, range(ord("!"), ord("~")))]
+    types = [CONTROL] + [NORMAL] * (len(tokens) - 1)
+    path, _, _ = written(
+        "llama", tokenizer_model="gpt2", tokenizer_pre="gpt-2", token_list=tokens, token_types=types, eos_token_id=7
+    )
+    assert open_model(path).end_tokens == {7}
+    assert open_model(path).text.decode([0, 40, 41]) == tokens[40] + tokens[41]
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
+    assert open_model(path).end_tokens == {7, 0}
 
 
 def test_a_folder_with_a_config_keeps_it(written, tmp_path):
