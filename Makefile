@@ -53,7 +53,7 @@ test-aot: $(HAS_PACKAGE) $(HAS_TPU) $(HAS_GPU) ## compile real steps for TPUs an
 test-aot-tpu: $(HAS_PACKAGE) $(HAS_TPU) ## the same for TPUs alone, which CI runs last (0.6 GB)
 	$(PY) -m pytest -m aot $(IN_PARALLEL)
 
-test-clients: $(HAS_PACKAGE) $(HAS_CLIENTS) $(HAS_VLLM) ## meshwright serve under openai, guidellm, lm-eval, vLLM's client, schemathesis, routers (1.9 GB)
+test-clients: $(HAS_PACKAGE) $(HAS_CLIENTS) $(HAS_VLLM) ## meshwright serve under openai, guidellm, lm-eval, vLLM's client, schemathesis, routers; a real model (2.2 GB)
 	CLIENTS="$(CURDIR)/$(CLIENTS)" $(PY) -m pytest $(wildcard tests/clients/check_*.py)
 
 same: $(HAS_PACKAGE) ## print every difference from the golden files (KINDS="help steps plans losses commands proofs")

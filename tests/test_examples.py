@@ -11,7 +11,8 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "examples"
 SHARED = "beside_one_device.py"
 EXAMPLES = sorted(path.name for path in FOLDER.glob("*.*") if path.suffix in (".py", ".sh") and path.name != SHARED)
-NO_LOSSES = ("flash_attention.py", "generation.py")
+NO_LOSSES = ("flash_attention.py", "generation.py", "real_model.sh")
+"""Examples that print no two losses; the last one fetches a model, and is run by `make test-clients`."""
 LONGEST_S = 600
 LOSSES = re.compile(r"^(?: +\d+ +)?(\d+\.\d+)\s+(\d+\.\d+)$", re.MULTILINE)
 """A row of losses: maybe the number of the step, then the loss that was found and the one expected."""

@@ -11,8 +11,9 @@ from meshwright.core.digests import require_intact
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, adapted_model, base_folder, is_adapter, model_with_adapters
 from meshwright.nn.hf.beside import files_beside
-from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
+from meshwright.nn.hf.files import DTYPES, Tensors
 from meshwright.nn.hf.format import stored_parts
+from meshwright.nn.hf.gguf import as_folder, open_files
 from meshwright.nn.hf.tokenizer import CONFIG, GENERATION, TOKENIZER, end_tokens, read_tokenizer
 from meshwright.spec.hf.published import folder_weights
 from meshwright.spec.hf.read import model_from_config
@@ -69,9 +70,9 @@ class ModelFolder(NamedTuple):
 
 
 def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
-    """Opens a folder, and beside it those of adapters. Raises InputError for a missing or unreadable file,
-    CannotRunError for a damaged one."""
-    folder = folder.expanduser()
+    """Opens a folder or a GGUF file, and beside it folders of adapters. Raises InputError for a missing or unreadable
+    file, CannotRunError for a damaged one."""
+    folder = as_folder(folder.expanduser())
     base = base_folder(folder) if is_adapter(folder) else folder
     if not (base / CONFIG).is_file():
         raise InputError(
@@ -88,7 +89,7 @@ def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
     file = next((found for found in (folder / TOKENIZER, base / TOKENIZER) if found.is_file()), None)
     tokenizer = read_tokenizer(file) if file else None
     text = TokenizedText(tokenizer) if tokenizer else NumberedText()
-    with open_checkpoint(base) as tensors:
+    with open_files(base) as tensors:
         dtype, weights = _dtype(model, tensors), folder_weights(model, base, tensors)
     model = replace(model, stored=weights.stored)
     ends = end_tokens(folder if (folder / GENERATION).is_file() else base, tokenizer)

@@ -159,8 +159,8 @@ NGRAM = "ngram"
 
 def _draft_model(folder: Path, model: Model) -> ModelFolder:
     """Opens the folder of a draft for a model. Raises InputError if it has other tokens or fewer positions."""
-    if not folder.expanduser().is_dir():
-        raise InputError(f"the draft {folder} is not a folder. Give ngram, or the folder of a smaller model.")
+    if not folder.expanduser().exists():
+        raise InputError(f"the draft {folder} is not there. Give ngram, or the folder of a smaller model.")
     found = open_model(folder)
     if found.model.vocab_size != model.vocab_size:
         raise InputError(

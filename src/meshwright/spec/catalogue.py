@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from meshwright.core.errors import InputError, nearest
+from meshwright.spec.hf.gguf import is_gguf
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
 
@@ -52,20 +53,22 @@ def _catalogue_model(name: str) -> Model:
 
 
 def has_weights(folder: Path) -> bool:
-    """True if a folder has a model's config and files of its weights."""
-    patterns = ("*.safetensors", "model.safetensors.index.json", "pytorch_model.bin*")
-    return (folder / "config.json").is_file() and any(file for one in patterns for file in folder.glob(one))
+    """True if a folder has a model's config and files of its weights; also for GGUF files or their folder."""
+    patterns = ("*.safetensors", "model.safetensors.index.json", "pytorch_model.bin*", "*.gguf")
+    has_config = (folder / "config.json").is_file()
+    return is_gguf(folder) or (has_config and any(file for one in patterns for file in folder.glob(one)))
 
 
 def weights_of(name: str) -> str:
-    """Returns the folder with the weights of a model, whose ``name`` is as for `load_model`; "" where it has none."""
+    """Returns the folder or the GGUF file of the weights of a model, whose ``name`` is as for `load_model`; "" where it
+    has none."""
     path = Path(name).expanduser()
     folder = path.parent if path.name == "config.json" else path
     return str(folder.absolute()) if name not in models() and has_weights(folder) else ""
 
 
 def load_model(name: str | Path) -> Model:
-    """Returns the model of a catalogue name, or of a path to a config.json or to its folder.
+    """Returns the model of a catalogue name, or of a path to a config.json, to its folder or to a GGUF file.
 
     A catalogue name wins over a folder of the same name; write ``./name`` for the folder.
     """

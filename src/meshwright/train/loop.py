@@ -22,6 +22,7 @@ from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.toml_file import sealed_toml
 from meshwright.core.units import format_seconds
 from meshwright.nn.hf.beside import keep_beside
+from meshwright.nn.hf.gguf import as_folder
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.nn.weights import Params
 from meshwright.parallel.mesh import keep_compiled_programs
@@ -342,7 +343,7 @@ def train(
             live.say(line)
         if is_first() and setup.data.tokenizer:
             if settings.tokenizer:
-                given = Path(settings.tokenizer)
+                given = as_folder(Path(settings.tokenizer))
                 keep_beside(given if given.is_dir() else given.parent, path, setup.data.tokenizer)
             save_tokenizer(setup.data.tokenizer, path / TOKENIZER)
         if has_frozen_matrices(model) and not settings.weights and position.step == 0:

@@ -11,6 +11,7 @@ from meshwright.algebra.layers import ProgramOptions
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import figure_faults
 from meshwright.nn.hf.tokenizer import TOKENIZER
+from meshwright.spec.hf.gguf import is_gguf
 from meshwright.spec.job import OptimizerKind
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
@@ -159,8 +160,8 @@ def with_whole_paths(settings: TrainSettings) -> TrainSettings:
     data = ",".join(f"{name}:{share:g}" if len(sources) > 1 else name for name, share in sources.items())
     weights, tokenizer = absolute(settings.weights), absolute(settings.tokenizer)
     if weights and not tokenizer:
-        tokenizer = str(Path(weights) / TOKENIZER)
-        if Path(weights).is_dir() and not Path(tokenizer).is_file():
+        tokenizer = weights if is_gguf(Path(weights)) else str(Path(weights) / TOKENIZER)
+        if tokenizer != weights and Path(weights).is_dir() and not Path(tokenizer).is_file():
             raise InputError(
                 f"{weights} has weights and no {TOKENIZER}. Name the one they were trained with, --set "
                 f"train.tokenizer=FILE, or start without weights: --from-scratch."

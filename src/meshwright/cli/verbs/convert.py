@@ -27,20 +27,22 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """Write the weights of FROM as a Hugging Face folder TO, which transformers, train and generate read.
 
-    FROM is the folder of a run, finished or not, or any Hugging Face folder with safetensors files: fused, stacked or
-    prefixed names come out as they are published. One tensor is in memory at a time. An adapter, of a run or as PEFT
-    writes it, is written by itself or, with --merge, added to the weights of its base.
+    FROM is the folder of a run, finished or not, any Hugging Face folder with safetensors files, or a GGUF file: fused,
+    stacked or prefixed names come out as they are published. One tensor is in memory at a time. An adapter, of a run or
+    as PEFT writes it, is written by itself or, with --merge, added to the weights of its base.
     """
-    source, folder = given.source, given.folder
+    folder = given.folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} is there already and is not an empty folder. Give a new one.")
-    if not source.is_dir():
-        raise InputError(f"{source} is no folder. Give the folder of a run or of a Hugging Face model.")
     from meshwright.nn.hf.beside import copy_beside
     from meshwright.nn.hf.files import open_checkpoint
+    from meshwright.nn.hf.gguf import as_folder
 
+    source = as_folder(given.source)
+    if not source.is_dir():
+        raise InputError(f"{source} is no folder. Give the folder of a run or of a Hugging Face model.")
     try:
-        model, step, files = _convert(given)
+        model, step, files = _convert(given, source)
         write_sums(folder, copy_beside(source, folder))
     except OSError as error:
         raise CannotRunError(f"{folder} cannot be written: {error.strerror or error}. Give another one.") from None
@@ -49,7 +51,7 @@ def command(given: Given) -> Answer:
     facts: dict[str, Any] = {
         "model": model.name,
         "family": model.family,
-        "source": source,
+        "source": given.source,
         "folder": folder,
         "num_params": num_params(model),
         "dtype": dtype,
@@ -62,20 +64,20 @@ def command(given: Given) -> Answer:
         facts,
         [
             Fact("model", f"{model.name}, family {model.family}, {size} parameters{without_mtp_words(model)}"),
-            Fact("from", f"{source}{after}"),
+            Fact("from", f"{given.source}{after}"),
             Fact("to", f"{folder}: {len(files)} {'file' if len(files) == 1 else 'files'} of weights"),
             Fact("size", f"{format_bytes(facts['num_bytes'])} in {facts['dtype']}"),
         ],
     )
 
 
-def _convert(given: Given) -> tuple[Model, int | None, list[Path]]:
+def _convert(given: Given, source: Path) -> tuple[Model, int | None, list[Path]]:
     """Writes the weights. Returns their model, the step of the checkpoint (None for other sources), and the files."""
     from meshwright.nn.hf.adapter import adapted_model, base_folder, is_adapter
     from meshwright.nn.hf.weights import convert_hf, merged, open_source, save_adapter, with_stored_mtp, write_hf
     from meshwright.train.weights import checkpoint_steps, end_of_text, open_run_checkpoint
 
-    source, folder, dtype = given.source, given.folder, given.dtype
+    folder, dtype = given.folder, given.dtype
     options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": int(given.file_size)}
     if given.step is None and is_adapter(source):
         base = base_folder(source)

@@ -45,7 +45,7 @@ for _name in EngineGiven.__annotations__.keys() - OF_ONE_BATCH:
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Continue prompts with the model of a FOLDER: a finished run, or config.json with safetensors files.
+    """Continue prompts with the model of a FOLDER: a finished run, or config.json with safetensors files, or GGUF.
 
     The text of one prompt is printed as it grows, those of several prompts when all are done. With -o the prompts of
     a file go through the engine that serve runs, and its options apply.

@@ -32,7 +32,7 @@ class Given(EngineGiven):
 
 @verb(Given)
 def command(given: Given) -> None:
-    """Serve the model of a FOLDER over HTTP: a finished run, or config.json with safetensors files.
+    """Serve the model of a FOLDER over HTTP: a finished run, or config.json with safetensors files, or GGUF.
 
     Routes are OpenAI's: /v1/completions, /v1/chat/completions, /v1/models; also /metrics for Prometheus, /health,
     /tokenize, /openapi.json. SIGTERM finishes what runs.

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 from meshwright.core.digests import require_intact
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import read_json
-from meshwright.nn.hf.files import DTYPES, Tensors, open_checkpoint
+from meshwright.nn.hf.files import DTYPES, Tensors
 from meshwright.nn.hf.format import stored_parts
+from meshwright.nn.hf.gguf import as_folder, open_files
 from meshwright.nn.hf.mxfp4 import with_unpacked
 from meshwright.nn.hf.published import with_floats
 from meshwright.nn.hf.tokenizer import CONFIG
@@ -42,7 +43,7 @@ def base_folder(folder: Path) -> Path:
     reads it, at the current one."""
     named = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.").get("base_model_name_or_path") or ""
     path = Path(str(named)).expanduser()
-    for found in (folder / path, path):
+    for found in map(as_folder, (folder / path, path)):
         if named and found.is_dir():
             return found
     raise InputError(
@@ -125,8 +126,8 @@ def open_tensors(model: Model, folder: Path, adapters: Sequence[Path] = ()) -> I
     with ExitStack() as stack:
 
         def opened(place: Path) -> Tensors:
-            require_intact(place)
-            tensors = with_unpacked(stack.enter_context(open_checkpoint(place)))
+            require_intact(place := as_folder(place))
+            tensors = with_unpacked(stack.enter_context(open_files(place)))
             return with_floats(tensors, *_quantisation(model, place))
 
         places = [base_folder(folder), folder] if model.lora and is_adapter(folder) else [folder]

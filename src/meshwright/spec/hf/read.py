@@ -17,6 +17,7 @@ from meshwright.core.errors import FileWarning, InputError, nearest
 from meshwright.core.fields import convert_fields, figure_faults
 from meshwright.core.files import read_json
 from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, aliases, config_fields, formats, number_words
+from meshwright.spec.hf.gguf import gguf_config, gguf_files, gguf_name, is_gguf
 from meshwright.spec.hf.published import CONFIG_KEYS, quantisation_of
 from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeScaling
 
@@ -153,7 +154,8 @@ def similar(name: str, known: Iterable[str]) -> str:
 
 
 def model_from_config(config: str | Path | Mapping[str, Any], name: str | None = None) -> Model:
-    """Returns the Model of a Hugging Face config: a path to a config.json, its folder, or the parsed object.
+    """Returns the Model of a Hugging Face config: a path to a config.json, its folder, or the parsed object; or of a
+    GGUF file or its folder.
 
     Raises InputError, in one line, for a missing or broken file, an unknown ``model_type``, a missing or
     mistyped key, or sizes that do not divide.
@@ -161,6 +163,8 @@ def model_from_config(config: str | Path | Mapping[str, Any], name: str | None =
     if isinstance(config, Mapping):
         return _from_keys(config, name or "model", name or "config")
     path = Path(config)
+    if is_gguf(path):
+        return _from_keys(gguf_config(path), name or gguf_name(gguf_files(path)[0]), str(path))
     file = path / "config.json" if path.is_dir() else path
     folder = file.resolve().parent.name
     keys = read_json(file, "Give the path of a config.json or of its folder.")

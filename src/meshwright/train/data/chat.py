@@ -24,6 +24,7 @@ from meshwright.nn.hf.chat_template import (
     ChatTemplates,
     read_chat_templates,
 )
+from meshwright.nn.hf.gguf import as_folder
 from meshwright.nn.hf.tokenizer import TOKENIZER_CONFIG
 from meshwright.train.data.text import SKIP, TextPiece
 from meshwright.train.data.tokenizer import TextTokenizer
@@ -147,7 +148,8 @@ def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) ->
 
     Raises InputError, with ``loss_on`` "assistant", for a template without `generation` blocks.
     """
-    folder = path.expanduser() if path.expanduser().is_dir() else path.expanduser().parent
+    found = as_folder(path.expanduser())
+    folder = found if found.is_dir() else found.parent
     chats = read_chat_templates(folder)
     if chats and loss_on == "assistant" and not re.search(r"\{%-?\s*generation\s*-?%\}", chats.sources["default"]):
         raise InputError(

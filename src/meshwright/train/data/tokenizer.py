@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_text_whole
+from meshwright.nn.hf.gguf import as_folder
 from meshwright.nn.hf.tokenizer import (
     END_NAMES,
     END_OF_TEXT,
@@ -92,12 +93,13 @@ def num_ids(tokenizer: Tokenizer) -> int:
 
 
 def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
-    """Reads a ``tokenizer.json``, given by its path or its folder, with its end-of-text token.
+    """Reads a ``tokenizer.json``, given by its path, its folder or a GGUF file, with its end-of-text token.
 
     That token is the ``eos_token`` of the special tokens beside the file, else the first of `END_NAMES` that the
     tokenizer has. Raises InputError if it has none, or more tokens than ``vocab_size``.
     """
-    file = path.expanduser() / TOKENIZER if path.expanduser().is_dir() else path.expanduser()
+    found = as_folder(path.expanduser())
+    file = found / TOKENIZER if found.is_dir() else found
     if not file.is_file():
         raise InputError(f"tokenizer {str(path)!r} is not there. Give a tokenizer.json or the folder of one.")
     tokenizer = load_tokenizer(file)

@@ -1,0 +1,199 @@
+"""Tensors of GGUF files under their published names, and a Hugging Face folder for each model of such files."""
+
+import hashlib
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.core.errors import InputError
+from meshwright.core.files import cache_folder, write_json_whole, write_text_whole
+from meshwright.nn.hf.chat_template import TEMPLATE, read_chat_templates
+from meshwright.nn.hf.files import DTYPES, PICKLED, Tensor, open_checkpoint
+from meshwright.nn.hf.gguf_tokenizer import gguf_tokenizer
+from meshwright.nn.hf.tokenizer import CONFIG, GENERATION, SPECIAL_TOKENS, TOKENIZER, TOKENIZER_CONFIG
+from meshwright.spec.hf.gguf import StoredBlocks, gguf_config, gguf_files, gguf_name, gguf_names, is_gguf, read_gguf
+from meshwright.spec.hf.read import model_from_config
+from meshwright.spec.model import Model
+from meshwright.spec.weights import Weight, weight_table
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor in blocks of few bits, widened to float32 as it is read: only the blocks of the rows of a box.
+
+    ``dtype`` is that of the weights once loaded. ``rows`` are the stored rows in their published order. ``shift`` is
+    added to all values. ``transposed`` matrices are stored the other way round.
+    """
+
+    data: np.ndarray  # [..., bytes of a row]
+    kind: Any
+    dtype: np.dtype
+    rows: np.ndarray | None = None
+    shift: float = 0.0
+    transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        size, num_bytes = _block(self.kind)
+        shape = (*self.data.shape[:-1], self.data.shape[-1] // num_bytes * size)
+        return shape[::-1] if self.transposed else shape
+
+    def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
+        from gguf.quants import dequantize
+
+        if self.transposed:
+            return replace(self, transposed=False)[box[::-1]].T
+        if self.rows is not None and len(box) == 1:  # a bias
+            return replace(self, rows=None)[slice(0, len(self.rows)),][self.rows[box]]
+        *lead, last = box
+        size, num_bytes = _block(self.kind)
+        first, stop = last.start // size, -(-last.stop // size)
+        picked = lead if self.rows is None else [self.rows[lead[0]]]
+        raw = self.data[*picked, slice(first * num_bytes, stop * num_bytes)]
+        wide: np.ndarray = dequantize(np.ascontiguousarray(raw), self.kind)
+        wide = wide[..., last.start - first * size : last.stop - first * size : last.step]
+        return wide + np.float32(self.shift) if self.shift else wide  # -0.0 stays what it is
+
+
+def _block(kind: Any) -> tuple[int, int]:
+    """Returns the values of a block of a type, and its bytes."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    found: tuple[int, int] = GGML_QUANT_SIZES[kind]
+    return found
+
+
+# -- tensors ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_files(folder: Path) -> Iterator[Mapping[str, Tensor]]:
+    """Yields the tensors of a folder's files of weights by name: of its GGUF files where it has no others."""
+    others = any(found for form in ("*.safetensors", f"{PICKLED}*") for found in folder.glob(form))
+    if not others and (files := gguf_files(folder)):
+        yield gguf_tensors(files, model_from_config(folder))
+    else:
+        with open_checkpoint(folder) as tensors:
+            yield tensors
+
+
+def gguf_tensors(files: list[Path], model: Model) -> dict[str, Tensor]:
+    """Returns the tensors of a model's files by their published names; others keep their own.
+
+    Undoes what llama.cpp's conversion does to weights: it orders rows of q and k of a llama by pairs that are rotated,
+    adds 1 to the norms of a gemma, transposes the linear layers of GPT-2 and stacks experts.
+    """
+    stored, names = read_gguf(files).tensors, gguf_names()
+    embed = stored.get("token_embd.weight")
+    dtype = {0: DTYPES["fp32"], 1: DTYPES["fp16"]}.get(embed.kind if embed else 0, DTYPES["bf16"])
+    rest = {name: _blocks(name, tensor, dtype) for name, tensor in stored.items() if not name.startswith("rope_f")}
+    found: dict[str, Tensor] = {}
+    sharing = Counter((weight.hf_name, weight.layers) for weight in weight_table(model) if not weight.tied_to)
+    for weight in weight_table(model):
+        table = names["weights"] | (names["joined"] if sharing[weight.hf_name, weight.layers] > 1 else {})
+        leaf = table.get(weight.name.removeprefix("layers."), "")
+        for layer in weight.layers or (0,):
+            own = f"blk.{layer}.{leaf}" if weight.layers else leaf
+            if own not in rest:  # a part of a tensor that is found; others are refused where weights are read
+                continue
+            tensor = _published(model, weight, rest.pop(own))
+            if "{expert}" in weight.hf_name:
+                for expert, data in enumerate(tensor.data):
+                    found[weight.hf_name.format(layer=layer, expert=expert)] = replace(tensor, data=data)
+            else:
+                found[weight.hf_name.format(layer=layer)] = tensor
+    return {**rest, **found}
+
+
+def _published(model: Model, weight: Weight, stored: GgufTensor) -> GgufTensor:
+    """Returns a stored tensor as it is published."""
+    name, rows, data = weight.name.removeprefix("layers."), None, stored.data
+    if model.family in ("llama", "mixtral") and name in ("wq", "wk", "bq", "bk"):
+        rows = np.arange(stored.shape[0]).reshape(-1, model.head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+    return replace(
+        stored,
+        data=data[None] if name == "shared.gate" and data.ndim == 1 else data,
+        rows=rows,
+        shift=-1.0 if model.norm_unit_offset and weight.part == "norm" else 0.0,
+        transposed=model.family == "gpt2" and bool(weight.layers) and weight.kind == "matrix",
+    )
+
+
+def _blocks(name: str, tensor: StoredBlocks, dtype: np.dtype) -> GgufTensor:
+    """Returns a tensor of a file as it is stored. Raises InputError for a type that is not known, or a cut file, and
+    without the package ``gguf``."""
+    try:
+        from gguf.constants import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ImportError:
+        raise InputError(
+            "weights in GGUF need the package gguf, which is not installed. Write: pip install 'meshwright[gguf]'."
+        ) from None
+    file, shape = tensor.file, tensor.shape
+    try:
+        kind = GGMLQuantizationType(tensor.kind)
+        size, num_bytes = _block(kind)
+        dequantize(np.zeros((1, num_bytes), np.uint8), kind)
+    except (ValueError, KeyError, NotImplementedError):
+        raise InputError(
+            f"{file}: {name} is of type {tensor.kind}, which the installed package gguf does not widen. Quantise the "
+            f"model as another type, or install a newer gguf."
+        ) from None
+    needed, there = math.prod(shape) // size * num_bytes, file.stat().st_size - tensor.start
+    if not shape or shape[-1] % size or not 0 < needed <= there:
+        raise InputError(
+            f"{file} is cut short or damaged: {name}, {' x '.join(map(str, shape))} in blocks of {size}, needs "
+            f"{needed:,} bytes and has {max(there, 0):,}. Fetch it again."
+        )
+    stored = (*shape[:-1], shape[-1] // size * num_bytes)
+    return GgufTensor(np.memmap(file, np.uint8, "r", tensor.start, stored), kind, dtype)
+
+
+# -- a folder -----------------------------------------------------------------------------------------
+
+_BESIDE = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, TEMPLATE, GENERATION)
+"""Files that count, if they are beside a GGUF file, in place of what it says itself."""
+_VERSION = 1
+"""Raised when the files of a folder are written in another way, so that earlier ones are not taken."""
+
+
+def as_folder(path: Path) -> Path:
+    """Returns a Hugging Face folder for a GGUF file, or the folder of one, and any other path unchanged.
+
+    The folder is in the cache. It has the config and the tokenizer of the file, and links to it and to the files beside
+    it that count.
+    """
+    if not is_gguf(path):
+        return path
+    files = gguf_files(path)
+    links = [*files, *(file for name in _BESIDE if (file := files[0].with_name(name)).is_file())]
+    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in links]
+    digest = hashlib.sha256(repr((_VERSION, stats)).encode()).hexdigest()[:16]
+    folder = cache_folder() / "gguf" / digest / gguf_name(files[0])
+    if (folder / CONFIG).is_file():  # written last
+        return folder
+    config, values = gguf_config(path), read_gguf(files).values
+    model_from_config(config, gguf_name(files[0]))
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in links:
+        link = folder / f".{file.name}.{os.getpid()}"
+        link.symlink_to(file.resolve())
+        link.replace(folder / file.name)
+    if not (folder / TOKENIZER).exists() and (found := gguf_tokenizer(values)):
+        write_text_whole(folder / TOKENIZER, found.tokenizer.to_str())
+        if not (folder / TOKENIZER_CONFIG).exists():
+            write_json_whole(folder / TOKENIZER_CONFIG, found.config)
+        if not (folder / GENERATION).exists():
+            chats, ends = read_chat_templates(folder), found.generation.get("eos_token_id", [])
+            turn_end = found.tokenizer.token_to_id(chats.turn_end) if chats else None  # files need not name it
+            ends += [] if turn_end is None or turn_end in ends else [turn_end]
+            write_json_whole(folder / GENERATION, found.generation | ({"eos_token_id": ends} if ends else {}))
+    write_json_whole(folder / CONFIG, config)
+    return folder

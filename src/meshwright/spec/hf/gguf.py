@@ -1,0 +1,242 @@
+"""Reads the header of GGUF files, as llama.cpp writes models, and their metadata as the keys of a config.json.
+
+The header is parsed here, as the ``gguf`` package takes 12 s for a vocabulary of 262,144 tokens. Sources: the GGUF
+specification (docs/gguf.md of ggml) and llama.cpp's conversion from Hugging Face (convert_hf_to_gguf.py).
+"""
+
+import math
+import re
+import struct
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from meshwright.core.errors import InputError
+
+VERSIONS, ALIGNMENT, MOST_DIMS = (2, 3), 32, 4
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY, _FLOAT32 = 8, 9, 6
+_PART = re.compile(r"-\d{5}-of-(\d{5})$")
+"""End of the name of a file that is one of several of a model."""
+
+
+class StoredBlocks(NamedTuple):
+    """Where a tensor is: dims, outermost first; the number of its type; its first byte in its file."""
+
+    shape: tuple[int, ...]
+    kind: int
+    file: Path
+    start: int
+
+
+class Gguf(NamedTuple):
+    """The header of a model's files: metadata by name, and where each tensor is."""
+
+    values: dict[str, Any]
+    tensors: dict[str, StoredBlocks]
+
+
+@cache
+def gguf_names() -> dict[str, dict[str, str]]:
+    """Returns the tables of data/gguf.toml."""
+    return tomllib.loads((Path(__file__).parents[1] / "data" / "gguf.toml").read_text(encoding="utf-8"))
+
+
+# -- files --------------------------------------------------------------------------------------------
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """Returns the GGUF files of a model: of one of them, or of their folder; [] for another path.
+
+    Raises InputError for a folder with several models, and for a model of which a file is missing.
+    """
+    found = [path] if path.suffix == ".gguf" and path.is_file() else []
+    if path.is_dir():
+        found = sorted(file for file in path.glob("*.gguf") if not file.name.startswith("mmproj"))  # of a vision tower
+    stems = {gguf_name(file): file for file in found}
+    if len(stems) > 1:
+        raise InputError(f"{path} has {len(stems)} models: {', '.join(stems)}. Give the file of one of them.")
+    for name, file in stems.items():
+        if parts := _PART.search(file.stem):
+            number = int(parts[1])
+            found = [file.with_name(f"{name}-{part + 1:05}-of-{number:05}.gguf") for part in range(number)]
+            if missing := next((file for file in found if not file.is_file()), None):
+                raise InputError(f"{missing} is missing, one of {number} files of {name}. Fetch it.")
+    return found
+
+
+def is_gguf(path: Path) -> bool:
+    """True for a GGUF file, and for a folder of such files without a config.json."""
+    return not (path / "config.json").is_file() and bool(gguf_files(path))
+
+
+def gguf_name(file: Path) -> str:
+    """Returns the name of a model from that of its file."""
+    return _PART.sub("", file.stem)
+
+
+def read_gguf(files: Sequence[Path]) -> Gguf:
+    """Reads the headers of a model's files. Raises InputError for a file that is not GGUF or is cut short."""
+    return _read(tuple((file.resolve(), file.stat().st_mtime_ns) for file in files))
+
+
+@lru_cache(maxsize=2)
+def _read(files: tuple[tuple[Path, int], ...]) -> Gguf:
+    values, tensors = dict[str, Any](), dict[str, StoredBlocks]()
+    for file, _ in files:
+        with _whole(file):
+            one = _Reader(file).header()
+        if twice := next(iter(tensors.keys() & one.tensors.keys()), None):
+            raise InputError(f"{file} and {tensors[twice].file} both have {twice}. Remove one of them.")
+        values, tensors = one.values | values, tensors | one.tensors
+    return Gguf(values, tensors)
+
+
+@contextmanager
+def _whole(file: Path) -> Iterator[None]:
+    """Raises InputError in place of what numbers that no model has lead to."""
+    try:
+        yield
+    except (TypeError, ArithmeticError, ValueError, OSError, MemoryError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{file} has metadata that no model has ({error}). Fetch it again.") from None
+
+
+class _Reader:
+    """Reads the values of a header one after another."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.at = file, 0
+        self.data = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
+
+    def header(self) -> Gguf:
+        if self.bytes(4) != b"GGUF":
+            raise InputError(f"{self.file} is not a GGUF file. Fetch it again.")
+        (version,) = self.take("I")
+        if version not in VERSIONS:
+            raise InputError(f"{self.file} is GGUF version {version:#x}; 2 and 3 are read, little-endian. Convert it.")
+        num_tensors, num_values = self.take("QQ")
+        values = {self.text(): self.value(self.take("I")[0]) for _ in range(num_values)}
+        found = {}
+        for _ in range(num_tensors):
+            name, num_dims = self.text(), self.take("I")[0]
+            if num_dims > MOST_DIMS or name in found:
+                raise InputError(f"{self.file} has {name} twice, or with {num_dims} dims. Fetch it again.")
+            found[name] = (self.take("Q" * num_dims)[::-1], *self.take("IQ"))
+        align = values.get("general.alignment", ALIGNMENT)
+        first = -(-self.at // align) * align
+        return Gguf(
+            values, {n: StoredBlocks(shape, kind, self.file, first + at) for n, (shape, kind, at) in found.items()}
+        )
+
+    def bytes(self, number: int) -> bytes:
+        found = self.data[self.at : self.at + number].tobytes()
+        if len(found) < number:
+            raise InputError(f"{self.file} is cut short: it ends in its header. Fetch it again.")
+        self.at += number
+        return found
+
+    def take(self, form: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{form}", self.bytes(struct.calcsize(f"<{form}")))
+
+    def text(self) -> str:
+        return self.bytes(self.take("Q")[0]).decode(errors="replace")
+
+    def value(self, kind: int) -> Any:
+        of, count = self.take("IQ") if kind == _ARRAY else (kind, 1)
+        if of == _STRING:
+            found: list[Any] = [self.text() for _ in range(count)]
+        elif of in _SCALARS:
+            found = np.frombuffer(self.bytes(count * struct.calcsize(_SCALARS[of])), f"<{_SCALARS[of]}").tolist()
+        else:
+            raise InputError(f"{self.file} has a value of type {of}, which GGUF does not have. Fetch it again.")
+        # 1e-6, not the float64 of the float32 next to it
+        return found if kind == _ARRAY else float(str(np.float32(found[0]))) if of == _FLOAT32 else found[0]
+
+
+# -- metadata as a config -----------------------------------------------------------------------------
+
+_TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+"""Layers of the models whose scores are scaled by D / N in place of H, which files leave out."""
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What every published llama with stretched frequencies has; files have the factor of each frequency."""
+
+
+def gguf_config(path: Path) -> dict[str, Any]:
+    """Returns the keys of a config.json for the model of a GGUF file or its folder.
+
+    Raises InputError for an architecture that is not known.
+    """
+    files = gguf_files(path)
+    with _whole(files[0]):
+        return _config(read_gguf(files), files[0])
+
+
+def _config(gguf: Gguf, file: Path) -> dict[str, Any]:
+    names, (values, tensors) = gguf_names(), gguf
+    arch = str(values.get("general.architecture"))
+    if arch not in names["architectures"]:
+        known = ", ".join(names["architectures"])
+        raise InputError(f"{file}: the architecture {arch!r} is not read from GGUF. Known: {known}.")
+    given = {n.removeprefix(f"{arch}."): v for n, v in values.items() if n.startswith(f"{arch}.") and v not in (0, "")}
+    keys = {key: value for name, value in given.items() if (key := names["keys"].get(name, name))}
+    keys |= {key: values[f"tokenizer.ggml.{n}"] for key, n in _TOKENS.items() if f"tokenizer.ggml.{n}" in values}
+    keys |= {"model_type": names["architectures"][arch], "tie_word_embeddings": "output.weight" not in tensors}
+    if "token_embd.weight" in tensors:
+        keys["vocab_size"] = tensors["token_embd.weight"].shape[0]
+    if arch == "gpt2":
+        return keys | {"n_inner": keys.pop("intermediate_size", None)}
+    width, heads = keys.get("hidden_size", 0), keys.get("num_attention_heads", 1)
+    head_dim = keys.setdefault("head_dim", width // heads)
+    keys.setdefault("rope_theta", 1e6 if arch == "gemma3" else 1e4)
+    if arch == "llama":
+        keys["model_type"] = "mixtral" if "num_experts" in keys else "llama"
+        keys |= {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors}
+    if arch in _LAYERS_OF_27B:
+        is_27b = keys.get("num_hidden_layers") == _LAYERS_OF_27B[arch]
+        keys["query_pre_attn_scalar"] = width // heads if is_27b else head_dim
+    if arch.endswith("moe"):
+        keys |= {"norm_topk_prob": arch == "qwen3moe", "decoder_sparse_step": 1}
+        keys.setdefault("intermediate_size", keys.get("moe_intermediate_size"))
+    if (turned := given.get("rope.dimension_count", head_dim)) != head_dim:
+        keys["partial_rotary_factor"] = turned / head_dim
+    return keys | _stretched(gguf, given, file)
+
+
+def _stretched(gguf: Gguf, given: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Returns the keys of rotary scaling: from the metadata, and from the tensors of factors of the frequencies."""
+    kind = given.get("rope.scaling.type", "none")
+    original = {"original_max_position_embeddings": given.get("rope.scaling.original_context_length")}
+    if "rope_factors_long.weight" in gguf.tensors:
+        factors = {f"{n}_factor": _floats(gguf, f"rope_factors_{n}.weight").tolist() for n in ("short", "long")}
+        return original | {"rope_scaling": {"type": "longrope", **factors}}
+    if "rope_freqs.weight" in gguf.tensors:
+        return {"rope_scaling": _llama3(_floats(gguf, "rope_freqs.weight"), gguf, file)}
+    scaling = {"rope_type": kind, "factor": given.get("rope.scaling.factor", 1.0)}
+    return {} if kind == "none" else {"rope_scaling": scaling | (original if kind == "yarn" else {})}
+
+
+def _floats(gguf: Gguf, name: str) -> np.ndarray:
+    """Returns a small tensor of float32."""
+    tensor = gguf.tensors[name]
+    found = np.fromfile(tensor.file, "<f4", math.prod(tensor.shape), offset=tensor.start)
+    if tensor.kind != 0 or len(found) != math.prod(tensor.shape):
+        raise InputError(f"{tensor.file}: {name} is cut short, or not in float32. Fetch it again.")
+    return found
+
+
+def _llama3(factors: np.ndarray, gguf: Gguf, file: Path) -> dict[str, Any]:
+    """Returns the scaling of Llama 3.1 whose factors of the frequencies are these. Raises InputError for others."""
+    base, low, high, original = (gguf.values.get("llama.rope.freq_base", 1e4), *_LLAMA3.values())
+    turns = original / (2 * math.pi * base ** (np.arange(len(factors)) / len(factors)))
+    factor, blend = float(factors.max()), np.clip((turns - low) / (high - low), 0, 1)
+    if not np.allclose(1 / ((1 - blend) / factor + blend), factors, rtol=1e-3):
+        raise InputError(f"{file}: rope_freqs is not that of Llama 3.1 to 3.3. Give the model's safetensors.")
+    return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
