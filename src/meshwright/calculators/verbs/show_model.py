@@ -17,6 +17,7 @@ from meshwright.cost.work.ops import token_flops
 from meshwright.nn.hf.files import open_checkpoint
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.spec.catalogue import entry, load_model, models
+from meshwright.spec.hf.gguf import is_gguf, stored_bytes
 from meshwright.spec.hf.published import folder_weights
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy
@@ -118,6 +119,13 @@ def _folder_facts(m: Model, folder: Path) -> dict[str, Any]:
     """Returns the dtypes and bytes of a folder's tensors, and the bytes of the weights as they are served; training
     reads them in the dtypes of its state."""
     by_dtype: dict[str, int] = {}
+    if is_gguf(folder):
+        return {
+            "stored_bytes": stored_bytes(folder),
+            "method": "GGUF",
+            "served_bytes": weight_bytes(m, "", width=2),
+            "notes": [],
+        }
     with open_checkpoint(folder) as tensors:
         for tensor in tensors.values():
             size = math.prod(tensor.shape) * tensor.dtype.itemsize
@@ -250,7 +258,7 @@ def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
         parts = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in sorted(folder["stored_bytes"].items()))
         total, method = sum(folder["stored_bytes"].values()), folder["method"]
         yield Fact("stored", f"{format_bytes(total)}: {parts}" + (f"; quantised by {method}" if method else ""))
-        yield Fact("serving", f"{format_bytes(folder['served_bytes'])} of weights with others in bf16")
+        yield Fact("serving", f"{format_bytes(folder['served_bytes'])} of weights, in bf16 where they are not kept narrow")
         for note in folder["notes"]:
             yield Fact("", note)
         if method:

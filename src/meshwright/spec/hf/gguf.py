@@ -4,7 +4,9 @@ The header is parsed here, as the ``gguf`` package takes 12 s for a vocabulary o
 specification (docs/gguf.md of ggml) and llama.cpp's conversion from Hugging Face (convert_hf_to_gguf.py).
 """
 
+import itertools
 import math
+import mmap
 import re
 import struct
 import tomllib
@@ -13,8 +15,6 @@ from contextlib import contextmanager
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from meshwright.core.errors import InputError
 
@@ -113,7 +113,8 @@ class _Reader:
 
     def __init__(self, file: Path) -> None:
         self.file, self.at = file, 0
-        self.data = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.zeros(0, np.uint8)
+        with file.open("rb") as opened:
+            self.data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) if file.stat().st_size else b""
 
     def header(self) -> Gguf:
         if self.bytes(4) != b"GGUF":
@@ -136,7 +137,7 @@ class _Reader:
         )
 
     def bytes(self, number: int) -> bytes:
-        found = self.data[self.at : self.at + number].tobytes()
+        found = self.data[self.at : self.at + number]
         if len(found) < number:
             raise InputError(f"{self.file} is cut short: it ends in its header. Fetch it again.")
         self.at += number
@@ -153,11 +154,25 @@ class _Reader:
         if of == _STRING:
             found: list[Any] = [self.text() for _ in range(count)]
         elif of in _SCALARS:
-            found = np.frombuffer(self.bytes(count * struct.calcsize(_SCALARS[of])), f"<{_SCALARS[of]}").tolist()
+            found = list(self.take(f"{count}{_SCALARS[of]}"))
         else:
             raise InputError(f"{self.file} has a value of type {of}, which GGUF does not have. Fetch it again.")
+        if kind == _ARRAY or of != _FLOAT32 or not math.isfinite(found[0]):
+            return found if kind == _ARRAY else found[0]
         # 1e-6, not the float64 of the float32 next to it
-        return found if kind == _ARRAY else float(str(np.float32(found[0]))) if of == _FLOAT32 else found[0]
+        shorter = (float(f"{found[0]:.{digits}g}") for digits in range(6, 9))
+        return next((one for one in shorter if struct.unpack("f", struct.pack("f", one))[0] == found[0]), found[0])
+
+
+def stored_bytes(path: Path) -> dict[str, int]:
+    """Returns the bytes that tensors of each type take in the GGUF files of a model, by the type's name."""
+    tensors = sorted(read_gguf(gguf_files(path)).tensors.values(), key=lambda one: (one.file, one.start))
+    found: dict[str, int] = {}
+    for one, after in itertools.zip_longest(tensors, tensors[1:]):
+        end = after.start if after and after.file == one.file else one.file.stat().st_size
+        name = gguf_names()["types"].get(str(one.kind), f"type {one.kind}")
+        found[name] = found.get(name, 0) + end - one.start
+    return found
 
 
 # -- metadata as a config -----------------------------------------------------------------------------
@@ -215,7 +230,7 @@ def _stretched(gguf: Gguf, given: dict[str, Any], file: Path) -> dict[str, Any]:
     kind = given.get("rope.scaling.type", "none")
     original = {"original_max_position_embeddings": given.get("rope.scaling.original_context_length")}
     if "rope_factors_long.weight" in gguf.tensors:
-        factors = {f"{n}_factor": _floats(gguf, f"rope_factors_{n}.weight").tolist() for n in ("short", "long")}
+        factors = {f"{n}_factor": _floats(gguf, f"rope_factors_{n}.weight") for n in ("short", "long")}
         return original | {"rope_scaling": {"type": "longrope", **factors}}
     if "rope_freqs.weight" in gguf.tensors:
         return {"rope_scaling": _llama3(_floats(gguf, "rope_freqs.weight"), gguf, file)}
@@ -223,20 +238,24 @@ def _stretched(gguf: Gguf, given: dict[str, Any], file: Path) -> dict[str, Any]:
     return {} if kind == "none" else {"rope_scaling": scaling | (original if kind == "yarn" else {})}
 
 
-def _floats(gguf: Gguf, name: str) -> np.ndarray:
+def _floats(gguf: Gguf, name: str) -> tuple[float, ...]:
     """Returns a small tensor of float32."""
     tensor = gguf.tensors[name]
-    found = np.fromfile(tensor.file, "<f4", math.prod(tensor.shape), offset=tensor.start)
-    if tensor.kind != 0 or len(found) != math.prod(tensor.shape):
+    with tensor.file.open("rb") as file:
+        file.seek(tensor.start)
+        found = file.read(4 * math.prod(tensor.shape))
+    if tensor.kind != 0 or len(found) != 4 * math.prod(tensor.shape):
         raise InputError(f"{tensor.file}: {name} is cut short, or not in float32. Fetch it again.")
-    return found
+    return struct.unpack(f"<{len(found) // 4}f", found)
 
 
-def _llama3(factors: np.ndarray, gguf: Gguf, file: Path) -> dict[str, Any]:
+def _llama3(factors: Sequence[float], gguf: Gguf, file: Path) -> dict[str, Any]:
     """Returns the scaling of Llama 3.1 whose factors of the frequencies are these. Raises InputError for others."""
     base, low, high, original = (gguf.values.get("llama.rope.freq_base", 1e4), *_LLAMA3.values())
-    turns = original / (2 * math.pi * base ** (np.arange(len(factors)) / len(factors)))
-    factor, blend = float(factors.max()), np.clip((turns - low) / (high - low), 0, 1)
-    if not np.allclose(1 / ((1 - blend) / factor + blend), factors, rtol=1e-3):
+    factor = max(factors)
+    turns = (original / (2 * math.pi * base ** (number / len(factors))) for number in range(len(factors)))
+    blends = (min(max((each - low) / (high - low), 0.0), 1.0) for each in turns)
+    made = (1 / ((1 - blend) / factor + blend) for blend in blends)
+    if not all(math.isclose(*pair, rel_tol=1e-3) for pair in zip(made, factors, strict=True)):
         raise InputError(f"{file}: rope_freqs is not that of Llama 3.1 to 3.3. Give the model's safetensors.")
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
