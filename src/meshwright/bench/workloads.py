@@ -1,6 +1,7 @@
 """Workloads: for each op and its sizes the program, its inputs, and the FLOPs or bytes of one round."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -98,13 +99,10 @@ def mlp_workload(shape: MlpShape, dtype: str) -> Workload:
 
 def weight_workload(dtype: str) -> Workload:
     """Returns a product of 8 rows with a weight [outputs, inputs]; ``work`` is the weight's bytes."""
-    rows, outputs, inputs = 8, 16384, 1024
-
-    def body(x: Array, weight: Array) -> Array:
-        return contract("mk,nk->mn", x, weight)
-
-    shards = Shard(shape=(rows, inputs), dtype=dtype), Shard(shape=(outputs, inputs), dtype=dtype)
-    return Workload(body=body, shards=shards, work=outputs * inputs * DTYPE_BYTES[dtype])
+    outputs, inputs = 16384, 1024
+    shards = Shard(shape=(8, inputs), dtype=dtype), Shard(shape=(outputs, inputs), dtype=dtype)
+    product = partial(contract, "mk,nk->mn")
+    return Workload(body=product, shards=shards, work=outputs * inputs * DTYPE_BYTES[dtype])
 
 
 def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Workload:

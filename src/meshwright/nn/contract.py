@@ -30,8 +30,7 @@ def contract(equation: str, lhs: Array, rhs: Array, *, dtype: DTypeLike | None =
         return _transposed_product((batch, ahead[len(batch) :], first, second), out, lhs, rhs)
     if lhs.dtype == rhs.dtype == jnp.bfloat16 and default_platform() == "cpu":
         if batch and max(lhs.ndim, rhs.ndim) > 3:  # XLA has no such product of narrow factors with a wide result
-            wide_factors = (x.astype(dtype or lhs.dtype) for x in (lhs, rhs))
-            return jnp.einsum(equation, *wide_factors)
+            return jnp.einsum(equation, *(x.astype(dtype or lhs.dtype) for x in (lhs, rhs)))
         return _narrow_product((left, right, out), lhs, rhs).astype(dtype or lhs.dtype)
     return jnp.einsum(equation, lhs, rhs, preferred_element_type=dtype)
 

@@ -118,14 +118,10 @@ def model_facts(m: Model) -> dict[str, Any]:
 def _folder_facts(m: Model, folder: Path) -> dict[str, Any]:
     """Returns the dtypes and bytes of a folder's tensors, and the bytes of the weights as they are served; training
     reads them in the dtypes of its state."""
-    by_dtype: dict[str, int] = {}
     if is_gguf(folder):
-        return {
-            "stored_bytes": stored_bytes(folder),
-            "method": "GGUF",
-            "served_bytes": weight_bytes(m, "", width=2),
-            "notes": [],
-        }
+        served = weight_bytes(m, "", width=2)
+        return {"stored_bytes": stored_bytes(folder), "method": "GGUF", "served_bytes": served, "notes": []}
+    by_dtype: dict[str, int] = {}
     with open_checkpoint(folder) as tensors:
         for tensor in tensors.values():
             size = math.prod(tensor.shape) * tensor.dtype.itemsize
@@ -258,7 +254,7 @@ def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
         parts = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in sorted(folder["stored_bytes"].items()))
         total, method = sum(folder["stored_bytes"].values()), folder["method"]
         yield Fact("stored", f"{format_bytes(total)}: {parts}" + (f"; quantised by {method}" if method else ""))
-        yield Fact("serving", f"{format_bytes(folder['served_bytes'])} of weights, in bf16 where they are not kept narrow")
+        yield Fact("serving", f"{format_bytes(folder['served_bytes'])} of weights, in bf16 where not kept narrow")
         for note in folder["notes"]:
             yield Fact("", note)
         if method:

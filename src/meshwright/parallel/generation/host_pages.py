@@ -75,7 +75,7 @@ class HostPages:
     @cached_property
     def _read(self) -> jax.stages.Compiled:
         def read(cache: Cache, pages: Array) -> Cache:
-            return jax.tree.map(lambda array: array.view(_bits(array))[(*self._before, pages)], cache)
+            return jax.tree.map(lambda array: array[(*self._before, pages)], cache)
 
         numbers = jax.ShapeDtypeStruct((AT_ONCE,), jnp.int32)
         return self._programs.get("pages-read", lambda: jax.jit(read).lower(self._shapes, numbers))
@@ -83,10 +83,8 @@ class HostPages:
     @cached_property
     def _write(self) -> jax.stages.Compiled:
         def write(cache: Cache, pages: Array, copies: Cache) -> Cache:
-            def written(array: Array, new: Array) -> Array:
-                return array.view(_bits(array)).at[(*self._before, pages)].set(new, mode="drop").view(array.dtype)
-
-            return jax.tree.map(written, cache, copies)
+            at = (*self._before, pages)
+            return jax.tree.map(lambda array, new: array.at[at].set(new, mode="drop"), cache, copies)
 
         formats = jax.tree.map(lambda one: one.format, self._shapes)
         numbers = jax.ShapeDtypeStruct((AT_ONCE,), jnp.int32)
@@ -97,12 +95,7 @@ class HostPages:
     def _some(self, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         at = len(self._before)
         shape = (*one.shape[:at], AT_ONCE, *one.shape[at + 1 :])
-        return jax.ShapeDtypeStruct(shape, _bits(one), sharding=one.sharding)
-
-
-def _bits(array: Array | jax.ShapeDtypeStruct) -> Any:
-    """Returns the dtype that an array is moved as. XLA's programs for CPUs turn all of a bfloat16 one into float32."""
-    return jnp.dtype(jnp.uint16) if array.dtype == jnp.bfloat16 else array.dtype
+        return jax.ShapeDtypeStruct(shape, one.dtype, sharding=one.sharding)
 
 
 def _parts(pages: Mapping[Any, int]) -> Iterator[list[tuple[Any, int]]]:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 from msgspec.structs import replace
 
+from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import (
     WINDOW_PAGES,
     Storage,
@@ -302,7 +303,7 @@ class PackedStep(HeldArrays):
         params, cache = (self._by_layer(specs) for specs in (self.param_specs, self.cache_specs))
         whole = NamedSharding(self.mesh, PartitionSpec())
         mapped = jax.shard_map(
-            partial(self._run, shape.longest),
+            partial(self.run, self.derived, longest=shape.longest),
             mesh=self.mesh,
             in_specs=(params, cache, {name: partition_spec(self.declared[name]) for name in names}),
             out_specs=(partition_spec(self.declared["logits"]), cache),
@@ -329,16 +330,14 @@ class PackedStep(HeldArrays):
             compiler_options=self.compiler.used,
         )
 
-    def _run(self, longest: int, params: Params, cache: Cache, given: Mapping[str, Any]) -> tuple[Array, Cache]:
-        """Runs the step on weights in their order in memory."""
-
+    def run(self, derived: Derived, params: Params, *given: Any, longest: int = 1) -> tuple[Array, Cache]:
         def declared(name: str) -> Any:
             shape = self.param_shardings[name].shard_shape(self.param_shapes[name].shape)
-            own = shape[1:] if isinstance(params[name], tuple) else shape
+            own = shape[isinstance(params[name], tuple) :]
             return jax.tree.map(lambda one: one.T.reshape(own), params[name])
 
-        params = {**params, **{name: declared(name) for name in self.outputs_first}}
-        return self.run(self.derived, params, cache, given, longest=longest)
+        params = params | {name: declared(name) for name in self.outputs_first}
+        return super().run(derived, params, *given, longest=longest)
 
     @cached_property
     def cache_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
