@@ -32,9 +32,10 @@ class Completed(NamedTuple):
 def command_of(kind: str, folder: Path, port: int) -> list[str]:
     """The command of a server."""
     if kind == "meshwright serve":
-        return [sys.executable, "-m", "meshwright", "serve", str(folder), "--port", str(port)]
+        bounds = ["--max-requests", "8", "--max-len", "512", "--token-budget", "256"]
+        return [sys.executable, "-m", "meshwright", "serve", str(folder), "--port", str(port), *bounds]
     python = str(CLIENTS) if CLIENTS.exists() else sys.executable
-    options = ["--continuous-batching", "--device", "cpu", "--dtype", "float32", "--port", str(port)]
+    options = ["--continuous-batching", "--device", "cpu", "--dtype", "auto", "--port", str(port)]
     run = "from transformers.cli.transformers import main; main()"
     return [python, "-c", run, "serve", str(folder), "--host", "127.0.0.1", *options]
 

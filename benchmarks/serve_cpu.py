@@ -1,12 +1,14 @@
-"""Serving a llama of 26.7M parameters on CPU: the engine, and its server, beside transformers with the same weights.
+"""Serving models of published shapes on CPU: the engine, and its server, beside transformers with the same weights.
 
-python benchmarks/serve_cpu.py                   in process: the engine beside `generate`
-python benchmarks/serve_cpu.py --http            also over HTTP: `meshwright serve` beside `transformers serve`
-python benchmarks/serve_cpu.py --json            the figures alone, as JSON
+python benchmarks/serve_cpu.py                         every shape and dtype in process: the engine beside `generate`
+python benchmarks/serve_cpu.py gemma-270m --dtypes bf16 --http     also `meshwright serve` beside `transformers serve`
+python benchmarks/serve_cpu.py --folder MODEL          a folder of your own, in the dtype of its weights
+python benchmarks/serve_cpu.py --json                  the figures alone, as JSON
 
-Every contestant is a process of its own with the same weights, prompts, threads and environment, fp32, greedy. They
-take turns, and ratios are of the same round, because a shared machine is now faster, now slower; a turn begins with a
-short run that is not timed. The tokens of all contestants must agree where the model is sure of them.
+Every contestant is a process of its own with the same weights, prompts, threads and environment, greedy. They take
+turns, and ratios are of the same round, because a shared machine is now faster, now slower; a turn begins with a short
+run that is not timed, and the turns of a shape when the load is low. The tokens of all contestants must agree where the
+model is sure of them; weights are random unless --folder has others, and in bf16 random weights are seldom sure.
 
 Over HTTP an asyncio client sends completions at once, whole or as streams; it runs on the same cores as the servers.
 `transformers serve --continuous-batching` wants fastapi, which `make test-clients` installs. llama.cpp is not among
@@ -27,45 +29,80 @@ from typing import Any
 
 import numpy as np
 from http_contestants import FORMS, SERVERS, ServerContestant, same_tokens
-from train_cpu import CONFIG
 
-PROMPT_LEN, NUM_TOKENS = 32, 128
-BATCHES = (1, 8, 32)
+PROMPT_LEN, NUM_TOKENS, MOST_TOKENS = 32, 64, 1024
+BATCHES = (1, 4, 8)
+QUIET, MOST_WAIT_S = 0.5, 300
+"""A shape begins at a load average below this, or after so many seconds."""
+
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True}
+_GEMMA = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "tie_word_embeddings": True}
+
+
+def _sizes(
+    vocab: int, width: int, hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int
+) -> dict[str, Any]:
+    return {
+        **{"vocab_size": vocab, "hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers},
+        **{"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim},
+    }
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-27m": _LLAMA | _sizes(32_000, 384, 1024, 8, 6, 1, 64) | {"tie_word_embeddings": False},
+    "llama-135m": _LLAMA | _sizes(32_000, 768, 2048, 14, 8, 8, 96),
+    "gemma-270m": _GEMMA
+    | _sizes(262_144, 640, 2048, 18, 4, 1, 256)
+    | {"sliding_window": 512, "query_pre_attn_scalar": 256},
+    "llama-1b": _LLAMA | _sizes(128_256, 2048, 8192, 16, 32, 8, 64),
+}
+"""Vocabularies of 32k, 128k and 262k, one and eight kv heads; the last are Gemma 3 270M and Llama 3.2 1B."""
+DTYPES = ("bf16", "fp32")
 Generation = Callable[[list[list[int]], int], list[list[int]]]
 """Prompts and a number of tokens -> so many greedy tokens after each."""
 
 
 def prompts(count: int) -> list[list[int]]:
     """Random prompts, the same for everyone."""
-    return np.random.default_rng(count).integers(0, CONFIG["vocab_size"], (count, PROMPT_LEN)).tolist()
+    return np.random.default_rng(count).integers(10, 30_000, (count, PROMPT_LEN)).tolist()
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path, shape: dict[str, Any], dtype: str) -> None:
     """Writes the model with random weights, as transformers does, and a tokenizer whose words are token numbers."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**CONFIG, bos_token_id=None, eos_token_id=None))
+    config = AutoConfig.for_model(**shape, max_position_embeddings=MOST_TOKENS, bos_token_id=None, eos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config).to({"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     model.save_pretrained(folder)
-    words = {str(number): number for number in range(CONFIG["vocab_size"])}
+    words = {str(number): number for number in range(shape["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
+def wait_for_quiet() -> float:
+    """Waits until the load average is low, and returns it."""
+    until = time.monotonic() + MOST_WAIT_S
+    while os.getloadavg()[0] >= QUIET and time.monotonic() < until:
+        time.sleep(2)
+    return os.getloadavg()[0]
+
+
 # -- the contestants ---------------------------------------------------------------------------------------
 
 
 def transformers_generation(folder: Path) -> Generation:
-    """`LlamaForCausalLM.generate`, all prompts in one batch."""
+    """`generate`, all prompts in one batch."""
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    model.generation_config.eos_token_id = None
 
     def run(given: list[list[int]], num_tokens: int) -> list[list[int]]:
         with torch.inference_mode():
@@ -87,7 +124,8 @@ def meshwright_generation(folder: Path) -> Generation:
     from meshwright.serve.opening import EngineOptions, open_engine
     from meshwright.serve.request import TokenRequest
 
-    engine = open_engine(folder, EngineOptions(max_requests=max(BATCHES))).engine
+    options = EngineOptions(max_requests=max(BATCHES), max_len=MOST_TOKENS // 2, token_budget=PROMPT_LEN * max(BATCHES))
+    engine = open_engine(folder, options).engine
 
     def run(given: list[list[int]], num_tokens: int) -> list[list[int]]:
         requests = [TokenRequest(prompt=tuple(prompt), max_tokens=num_tokens) for prompt in given]
@@ -146,6 +184,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of each contestant in each round, and the ratios of a round."""
     contestants = {kind: Contestant(kind, arguments) for kind in IN_PROCESS}
     found: dict[str, Any] = {"start_s": {kind: one.start_s for kind, one in contestants.items()}, "batches": {}}
+    found["load"] = wait_for_quiet()
     for count in BATCHES:
         rates: dict[str, list[float]] = {kind: [] for kind in contestants}
         tokens = {}
@@ -154,9 +193,12 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
                 answer = one.run(count, NUM_TOKENS)
                 rates[kind].append(count * NUM_TOKENS / answer["seconds"])
                 tokens[kind] = np.array(answer["tokens"])
-        alike = (tokens["generate"] == tokens["meshwright"]).mean()
+        # the share of tokens before texts part, which they do for good
+        alike = np.logical_and.accumulate(tokens["generate"] == tokens["meshwright"], axis=1).mean()
         ratios = [own / other for own, other in zip(rates["meshwright"], rates["generate"], strict=True)]
         found["batches"][count] = {"tokens_per_s": rates, "ratio": statistics.median(ratios), "same_tokens": alike}
+    for one in contestants.values():
+        one.process.communicate()
     return found
 
 
@@ -169,6 +211,7 @@ def compare_servers(arguments: argparse.Namespace) -> dict[str, Any]:
         for kind in SERVERS:
             contestants[kind] = ServerContestant(kind, arguments.folder, arguments.threads)
         found["start_s"] = {kind: one.start_s for kind, one in contestants.items()}
+        found["load"] = wait_for_quiet()
         for count in BATCHES:
             for form in FORMS:
                 rates: dict[str, list[float]] = {kind: [] for kind in SERVERS}
@@ -207,8 +250,8 @@ def show_servers(found: dict[str, Any]) -> None:
 def show(found: dict[str, Any], arguments: argparse.Namespace) -> None:
     """The figures as text."""
     print(
-        f"prompts of {PROMPT_LEN} tokens, {NUM_TOKENS} tokens after each, fp32, greedy, {arguments.threads} threads; "
-        f"median of {arguments.rounds} rounds"
+        f"{arguments.name}, {arguments.dtype}: prompts of {PROMPT_LEN} tokens, {NUM_TOKENS} after each, greedy, "
+        f"{arguments.threads} threads; median of {arguments.rounds} rounds; load average {found['load']:.2f} before"
     )
     print(f"{'sequences':>10}  {'generate':>10}  {'meshwright':>10}  tokens/s   ratio  same tokens")
     for count, each in found["batches"].items():
@@ -223,26 +266,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="figures as JSON")
     parser.add_argument("--http", action="store_true", help="servers too")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("shapes", nargs="*", choices=[*SHAPES, []], help="all by default")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--contend", choices=IN_PROCESS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help="a model to serve in place of the shapes")
     arguments = parser.parse_args()
     if arguments.contend:
         contend(arguments)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        arguments.folder = Path(folder) / "llama"
-        make_folder(arguments.folder)
-        found = compare(arguments)
+    given = arguments.folder
+    named = [(name, dtype) for name in arguments.shapes or SHAPES for dtype in arguments.dtypes]
+    for name, dtype in [(given.name, "as stored")] if given else named:
+        with tempfile.TemporaryDirectory() as made:
+            arguments.name, arguments.dtype, arguments.folder = name, dtype, given or Path(made) / name
+            if not given:
+                make_folder(arguments.folder, SHAPES[name], dtype)
+            found = {"shape": name, "dtype": dtype, **compare(arguments)}
+            if arguments.http:
+                found["http"] = compare_servers(arguments)
+        if arguments.json:
+            print(json.dumps(found), flush=True)
+            continue
+        show(found, arguments)
         if arguments.http:
-            found["http"] = compare_servers(arguments)
-    if arguments.json:
-        print(json.dumps(found))
-        return
-    show(found, arguments)
-    if arguments.http:
-        show_servers(found["http"])
+            show_servers(found["http"])
 
 
 if __name__ == "__main__":

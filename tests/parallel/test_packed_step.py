@@ -1,6 +1,7 @@
 """Packed rows of several sequences, in chunks and one by one: the logits of the forward pass, in any split."""
 
 import itertools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +205,28 @@ def test_a_step_copies_no_pool(name, num_kv_heads, cache_dtype, state):
         model = replace(model, num_heads=8, num_kv_heads=num_kv_heads)
     step = packed_step(model, num_pages=8192, cache_dtype=cache_dtype, state=state)
     assert temporary_bytes(step) < min(row.num_bytes // row.num_layers for row in step.table)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_kv_heads", "dtype", "state"), [(1, "bf16", "bf16-adam"), (8, "fp32", "fp32")])
+def test_a_larger_pool_takes_no_longer(num_kv_heads, dtype, state):
+    model = replace(LLAMA, num_heads=8, num_kv_heads=num_kv_heads)
+    steps = [packed_step(model, num_pages=pages, cache_dtype=dtype, state=state) for pages in (256, 8192)]
+    given = [(step.place(float_params(model)), step.init_cache()) for step in steps]
+    pages = np.arange(NUM_SEQS * 6).reshape(NUM_SEQS, 6)
+    rows = packed(steps[0], [(0, 9, 10), (1, 9, 10), (2, 9, 10)], rows_of(model), pages, 4)
+    rows = rows._replace(slots=np.where(rows.slots < 40 * PAGE_LEN, rows.slots, NO_SLOT))
+    seconds, latest = [[], []], jnp.zeros(NUM_SEQS, jnp.int32)
+    for _ in range(200):
+        for number, step in enumerate(steps):
+            params, cache = given[number]
+            started = time.perf_counter()
+            found = step.step(params, cache, latest, rows, 1)
+            jax.block_until_ready(found)
+            seconds[number].append(time.perf_counter() - started)
+            given[number] = params, found[1]
+    few, many = (min(each) for each in seconds)
+    assert many < 1.05 * few
 
 
 def temporary_bytes(step):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.core.dims import DTYPE_BYTES
 from meshwright.nn.attention import ragged
 from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
 from meshwright.nn.cache import LayerCache, cache_layout, own_pages, write_slots
@@ -242,21 +243,26 @@ def test_rows_of_one_layer_are_written_and_attended_with_heads_first():
 
 # -- compiled for chips -----------------------------------------------------------------------------------
 
-LAYERS, NUM_PAGES, PAGE_LEN, WIDTH = 4, 256, 128, 128
+LAYERS, NUM_PAGES, PAGE_LEN, WIDTH = 4, 1024, 128, 128
 
 
 @pytest.mark.aot
 @pytest.mark.parametrize("on", ["v5e:2x2", "v6e:2x2", "h100:8x1"])
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
-def test_compiled_programs_copy_no_pool(on, dtype):
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "fp8", "fp32"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+def test_compiled_programs_copy_no_pool(request, on, dtype, kv_heads):
     """Layers write pages and read them in a scan: temporary arrays are smaller than a pool, in `cache_layout`."""
+    if on.startswith("v") and kv_heads == 2 and dtype in ("int8", "fp8"):
+        reason = "two heads of 8 bits are not a whole word of a tile: XLA writes the pool in another order"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     platform = target_of(parse_cluster(on)).platform
     platform = "cuda" if platform == "gpu" else platform
 
     def pool(*widths, name):
-        shape = (LAYERS, NUM_PAGES, PAGE_LEN, 8, *widths)
+        shape = (LAYERS, NUM_PAGES, PAGE_LEN, kv_heads, *widths)
         layout = cache_layout(platform, ("Pg", "Pl", "K", "H")[: len(shape) - 1], shape, name)
-        return jax.ShapeDtypeStruct(shape, {"fp32": "float32", "bf16": "bfloat16"}.get(name, name)), layout
+        dtypes = {"fp32": "float32", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
+        return jax.ShapeDtypeStruct(shape, dtypes.get(name, name)), layout
 
     pools = [pool(WIDTH, name=dtype)] * 2 + [pool(name="fp32")] * (2 if dtype == "int8" else 0)
     others = (jax.ShapeDtypeStruct((64, 32, WIDTH), jnp.bfloat16), jax.ShapeDtypeStruct((64, 16), jnp.int32))
@@ -291,5 +297,5 @@ def test_compiled_programs_copy_no_pool(on, dtype):
     arrays, layouts = zip(*pools, strict=True)
     found = compiled_for(on, decode, *others, positions, *arrays, layouts=layouts)
     assert ("tpu_custom_call" in found.as_text()) == on.startswith("v")
-    kept = LAYERS * NUM_PAGES * PAGE_LEN * 8 * WIDTH * (1 if dtype == "int8" else 2)
+    kept = LAYERS * NUM_PAGES * PAGE_LEN * kv_heads * WIDTH * DTYPE_BYTES[dtype]
     assert found.memory_analysis().temp_size_in_bytes < kept / 3
