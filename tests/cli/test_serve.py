@@ -162,7 +162,7 @@ def test_an_adapter_without_a_name_of_its_own_is_one_line(pairs, words, call):
         (["--max-requests", "100Mi"], "--max-requests 104,857,600, and each needs one of"),
         (["--host-cache-bytes", "100TB"], "--host-cache-bytes 100 TB is more than this machine's memory"),
         (["--draft", "ngram", "--policy", "static"], "drafts need the policy chunked, not static"),
-        (["--draft", "nope"], "the draft nope is not a folder"),
+        (["--draft", "nope"], "the draft nope is not there"),
         (["--api-key", ""], "--api-key is empty"),
         (["--deadline", "0"], "--deadline 0 leaves no time"),
     ],
