@@ -226,7 +226,7 @@ def test_a_larger_pool_takes_no_longer(num_kv_heads, dtype, state):
             seconds[number].append(time.perf_counter() - started)
             given[number] = params, found[1]
     few, many = (min(each) for each in seconds)
-    assert many < 1.05 * few
+    assert many < 1.5 * few  # 1.05 on an idle machine; a copy of the larger pool alone takes ten times the step
 
 
 def temporary_bytes(step):
