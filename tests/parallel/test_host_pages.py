@@ -22,7 +22,8 @@ def bits(array) -> np.ndarray:
 
 
 def random_cache(rng, *, layers: bool, split: bool):
-    """Arrays of three dtypes, with every pattern of bits, also those of NaN."""
+    """Arrays of the dtypes that caches have on CPUs, with every pattern of bits, also those of NaN: of bfloat16 the
+    bits."""
     mesh = jax.make_mesh((4 if split else 1,), ("tensor",))
 
     def array(dtype, *dims):
@@ -36,7 +37,7 @@ def random_cache(rng, *, layers: bool, split: bool):
             return tuple(array(dtype, NUM_PAGES, PAGE_LEN, HEADS, width) for _ in range(LAYERS))
         return array(dtype, LAYERS, NUM_PAGES, PAGE_LEN, HEADS, width)
 
-    return {"k": cache(np.float32, WIDTH), "v": cache(jnp.bfloat16, WIDTH), "scale": cache(np.int8, 1)}
+    return {"k": cache(np.float32, WIDTH), "v": cache(np.uint16, WIDTH), "scale": cache(np.int8, 1)}
 
 
 def pages_of(cache, numbers, *, layers: bool) -> list[np.ndarray]:
