@@ -1,6 +1,6 @@
 """The derived training step beside what XLA makes of the same model and shardings (GSPMD), on 8 emulated devices.
 
-python benchmarks/gspmd.py [rounds]
+python -m benchmarks.gspmd [rounds]
 
 For each strategy three programs with the same inputs and outputs, laid out alike, first shown to give equal losses:
 
@@ -32,9 +32,9 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import optax
+from tests.logits import logits_fn
 
 from meshwright.hlo.collectives import CompiledCollective, collectives
-from meshwright.nn.forward import logits_fn
 from meshwright.parallel.train_step import Batch, State, TrainStep
 from meshwright.report.answer import Table, as_markdown
 from meshwright.spec.catalogue import load_model

@@ -15,7 +15,6 @@ import optax
 
 from meshwright.algebra.notation import check
 from meshwright.core.errors import UserError
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.weights import read_params, save_hf
 from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.parallel.train_step import State, TrainStep
@@ -23,6 +22,7 @@ from meshwright.serve.offline.generate import generate
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import FAMILIES, Model
 from meshwright.spec.strategy import Strategy, held_dims, make_mesh
+from tests.logits import logits_fn
 from tests.nn.families import CONFIGS
 
 __all__ = ["FAMILIES", "MESHES", "SHAPES", "Outcome", "run"]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.weights import load_params
 from meshwright.serve.model_folder import open_model
 from tests.clients.folder import NAME, make_folder
 from tests.clients.server import ROOT, Server
+from tests.logits import logits_fn
 
 TASK = """
 task: words

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.weights import load_params, read_params, save_hf
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.strategy import Strategy, make_mesh
+from tests.logits import logits_fn
 from tests.nn.families import CONFIGS, FAMILIES, VOCAB
 
 pytestmark = pytest.mark.peer

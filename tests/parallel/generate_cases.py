@@ -10,11 +10,11 @@ import numpy as np
 from msgspec.structs import replace
 
 from meshwright.algebra.generation import WeightDtype, quantised_weights
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, LAYOUTS, Strategy, make_mesh
+from tests.logits import logits_fn
 from tests.nn import families
 
 RELATIVE = 1e-5  # float32, of the largest logit

@@ -11,9 +11,9 @@ from meshwright.algebra.generation import generation_program
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.weights import init_params
 from meshwright.parallel.train_step import TrainStep
+from tests.logits import logits_fn
 from tests.parallel.cases import RELATIVE, keep_gradients, run, strategy_of
 from tests.parallel.plain_encoder_decoder import T5, WHISPER, batch, plain_loss
 

@@ -6,7 +6,6 @@ import optax
 import pytest
 from msgspec.structs import replace
 
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.adapter import adapted_model
 from meshwright.nn.hf.weights import load_params, save_adapter, source_of
 from meshwright.nn.quantisation import dequantise_params, quantised_base
@@ -17,6 +16,7 @@ from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Lora
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 from meshwright.spec.weights import frozen_base
+from tests.logits import logits_fn
 from tests.nn.families import CONFIGS, FAMILIES, VOCAB
 
 ROWS = np.random.default_rng(3).integers(0, VOCAB, (4, 33)).astype(np.int32)

@@ -15,7 +15,6 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step
 from meshwright.cost.work.ops import model_flops
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.weights import init_params
 from meshwright.parallel.second_labels import second_labels
 from meshwright.parallel.train_step import State, TrainStep
@@ -24,6 +23,7 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.spec.weights import mtp_params, weight_table, without_mtp
+from tests.logits import logits_fn
 from tests.parallel.cases import RELATIVE, keep_gradients, run_step, strategy_of
 from tests.parallel.plain_mtp import BATCH_SEQS, MODEL, SEQ_LEN, batch, plain_loss
 from tests.parallel.small import MODEL as SMALL

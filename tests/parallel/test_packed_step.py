@@ -84,7 +84,7 @@ def run(step, params):
 
 
 def reference(model, params):
-    from meshwright.nn.forward import logits_fn
+    from tests.logits import logits_fn
 
     every = np.asarray(jax.jit(logits_fn(model))(params, jnp.asarray(rows_of(model))))
     return np.stack([every[sequence, end - 1] for parts in STEPS for sequence, _, end in parts])

@@ -8,10 +8,10 @@ import optax
 import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.ops import fused_head
 from meshwright.parallel.mesh import device_mesh
 from meshwright.parallel.train_step import State, TrainStep
+from tests.logits import logits_fn
 from tests.parallel.cases import (
     RELATIVE,
     assert_equal,

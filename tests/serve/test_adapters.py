@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from meshwright.algebra.generation import Storage
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.core.errors import InputError
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.adapter import base_folder
 from meshwright.nn.hf.weights import load_params, save_adapter, save_hf, source_of
 from meshwright.nn.quantisation import stored_params
@@ -30,6 +29,7 @@ from meshwright.serve.opening import EngineOptions, open_engine
 from meshwright.serve.request import TokenRequest
 from meshwright.spec.model import Lora
 from meshwright.spec.strategy import Strategy, make_mesh
+from tests.logits import logits_fn
 from tests.parallel.generate_cases import LLAMA, dequantise_params, float_params, likeliest
 
 ADAPTERS = {

@@ -13,7 +13,6 @@ from msgspec import structs
 from meshwright.algebra.generation import Storage
 from meshwright.batching.limits import POLICIES, SchedulerLimits
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.nn.forward import logits_fn
 from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.parallel.generation.packed_step import PackedStep, ring_pages
 from meshwright.parallel.generation.program_store import ProgramStore
@@ -24,6 +23,7 @@ from meshwright.serve.group import EngineGroup
 from meshwright.serve.offline.generate import generate
 from meshwright.serve.request import TokenRequest
 from meshwright.spec.strategy import Strategy, make_mesh
+from tests.logits import logits_fn
 from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest, with_groups
 
 MAX_LEN, PAGE_LEN, NUM_PAGES = 32, 4, 24

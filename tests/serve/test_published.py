@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf import files
 from meshwright.nn.hf.files import Entry, write_checkpoint
 from meshwright.nn.hf.format import stored_parts
@@ -27,6 +26,7 @@ from meshwright.spec.hf.published import folder_weights
 from meshwright.spec.hf.write import config_from_model
 from meshwright.spec.model import Lora
 from meshwright.spec.strategy import Strategy, make_mesh
+from tests.logits import logits_fn
 from tests.nn.families import FAMILIES
 from tests.nn.hf import test_published
 from tests.nn.hf.test_published import FORMS, PACKED, TOLERANCE, WRITTEN, folder_of, write_packed

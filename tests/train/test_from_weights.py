@@ -13,7 +13,6 @@ import pytest
 from meshwright.api.planning import make_setting, plan_of
 from meshwright.api.running import run_training
 from meshwright.core.errors import InputError
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.weights import load_params, save_hf
 from meshwright.nn.weights import init_params
 from meshwright.spec.catalogue import has_weights, load_model, weights_of
@@ -26,6 +25,7 @@ from meshwright.train.loop import train
 from meshwright.train.settings import TrainSettings, fine_tuning_rate, with_whole_paths
 from meshwright.train.setup import prepare, start_words
 from tests.cli.made_rates import write_rates
+from tests.logits import logits_fn
 from tests.nn.hf.test_published import write_packed
 from tests.tier import sampled
 from tests.train.small import JOB, MODEL, read_documents, settings, strategy

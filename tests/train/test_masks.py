@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from meshwright.api.running import TextOptions, generate_text
 from meshwright.masks.names import mask_named
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import init_params
 from meshwright.serve.model_folder import open_model
 from meshwright.train.data.batches import Batches, open_data
 from meshwright.train.loop import train
+from tests.logits import logits_fn
 from tests.tier import sampled
 from tests.train.data.chats import write_records
 from tests.train.small import JOB, MODEL, settings, strategy

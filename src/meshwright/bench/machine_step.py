@@ -32,7 +32,7 @@ from meshwright.profile.classes import OUTSIDE
 from meshwright.profile.events import STEP, load_trace, newest_trace
 from meshwright.profile.hlo import parse_program
 from meshwright.profile.run import traced
-from meshwright.profile.subjects import subject_of
+from meshwright.profile.subjects import Training
 from meshwright.profile.times import shared_seconds
 from meshwright.spec.calibration import Calibration, HostRates, Pace
 from meshwright.spec.cluster import parse_cluster
@@ -129,7 +129,7 @@ class RunningStep:
         self.model, self.job = reference.model, reference.job_for(num_devices)
         self.strategy, self.folder = reference.strategy(num_devices), folder
         step = TrainStep(self.model, self.strategy, optimizer=optax.adamw(1e-4), max_grad_norm=1.0)
-        self.subject = subject_of(step, self.job)
+        self.subject = Training(step, self.job)
         self.subject.begin(0)
         self.compiled = self.subject.compile()
         self.program = parse_program(self.compiled.as_text() or "")

@@ -157,7 +157,10 @@ def _copies(row: TimeRow, case: AdviceCase) -> str:
     if kept and case.job.trains and case.strategy.remat == "none":
         return f"{facts}: strategy.remat=block keeps, and so copies, fewer results between the passes"
     mesh = ", ".join(f"{axis}={case.strategy.mesh[axis]}" for axis in case.strategy.active_axes)
-    return f"{facts}: the compiler changes a layout there, which another split of its dims (now {mesh}) may not need"
+    if "convert" in worst.name:
+        return f"{facts}: the program converts an array to another dtype there"
+    split = f", which another split of its dims (now {mesh}) may not need" if mesh else ""
+    return f"{facts}: the compiler changes a layout there{split}"
 
 
 def _memory(row: TimeRow, case: AdviceCase) -> str:

@@ -10,12 +10,11 @@ import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.host_memory import keep_freed_memory
-from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.parallel.train_step import TrainStep
 from meshwright.profile.events import STEP, STEP_END, newest_trace
 from meshwright.profile.hlo import parse_program
 from meshwright.profile.memory import MAX_OWNERS, MemoryProfile, Sampler, temporary_owners
-from meshwright.profile.subjects import Subject, subject_of
+from meshwright.profile.subjects import Subject, Training
 from meshwright.spec.job import Job
 
 WARMUP_STEPS = 3
@@ -28,7 +27,8 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     """Results of a profiled run: files in a folder, and seconds on the host's clock.
 
     ``step_s`` are the later warm-up steps, without the profiler, ``profiled_s`` those with it. ``cores`` is the mean
-    number of busy CPU cores in the latter; None if it was not measured.
+    number of busy CPU cores in the latter, and ``host_s`` the CPU time that the thread which dispatches steps takes for
+    each; None if they were not measured.
     """
 
     trace: Path
@@ -37,6 +37,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     profiled_s: tuple[float, ...]
     memory: MemoryProfile
     cores: float | None = None
+    host_s: float | None = None
 
 
 def warmup_steps() -> int:
@@ -57,8 +58,9 @@ class TracedSteps:
         self.warm_s: list[float] = []
         self.profiled_s: list[float] = []
         self.cores: float | None = None
+        self.host_s: float | None = None
         self._trace: ExitStack | None = None
-        self._began = (0.0, 0.0)
+        self._began = (0.0, 0.0, 0.0)
 
     def __enter__(self) -> "TracedSteps":
         self.sampler.__enter__()
@@ -88,14 +90,14 @@ class TracedSteps:
                 self.sampler.close()
                 self._trace = ExitStack()
                 self._trace.enter_context(traced(self.folder))
-                self._began = (time.process_time(), time.perf_counter())
+                self._began = _clocks()
                 _mark_end(self.done)
 
     def close(self) -> None:
         """Stops tracing and sampling, and keeps what was traced."""
         if self._trace:
-            busy_s, wall_s = time.process_time() - self._began[0], time.perf_counter() - self._began[1]
-            self.cores = busy_s / wall_s
+            wall_s, busy_s, own_s = (now - began for now, began in zip(_clocks(), self._began, strict=True))
+            self.cores, self.host_s = busy_s / wall_s, own_s / max(len(self.profiled_s), 1)
             self._trace.close()
             self._trace = None
         self.sampler.close()
@@ -104,7 +106,7 @@ class TracedSteps:
         """Returns the recording. Compiles the step again for its text, from the cache of compiled programs."""
         if not self.profiled_s:
             raise InputError(f"the run ended after {self.done} steps, before one was profiled. Give it more --steps.")
-        return self.recorded(subject_of(step, job), step.lower(job.batch_seqs, job.seq_len).compile())
+        return self.recorded(Training(step, job), step.lower(job.batch_seqs, job.seq_len).compile())
 
     def recorded(self, subject: Subject, compiled: Any) -> Recording:
         """Writes the program's text beside the trace, and returns the recording with the owners of the peak memory."""
@@ -129,23 +131,15 @@ class TracedSteps:
             profiled_s=tuple(self.profiled_s),
             memory=memory,
             cores=self.cores,
+            host_s=self.host_s,
         )
 
 
-def record_steps(
-    step: TrainStep | GenerateStep, job: Job, *, folder: Path, steps: int = 3, warmup: int | None = None
-) -> Recording:
-    """Runs warm-up steps and then ``steps`` under the profiler, on random tokens; writes the trace to ``folder``.
-
-    Raises InputError for less than one step to profile.
-    """
-    if steps < 1:
-        raise InputError(f"steps={steps} must be at least 1.")
-    warmup = warmup_steps() if warmup is None else max(warmup, 1)
+def record_steps(subject: Subject, *, folder: Path, steps: int, warmup: int) -> Recording:
+    """Runs warm-up steps and then ``steps`` under the profiler, on random tokens; writes the trace to ``folder``."""
     if jax.default_backend() == "cpu":
         keep_freed_memory()
     folder.mkdir(parents=True, exist_ok=True)
-    subject = subject_of(step, job)
     with TracedSteps(folder, steps=steps, warmup=warmup) as run:
         subject.begin(0)
         run.sampler.mark("compile")
@@ -158,6 +152,11 @@ def record_steps(
                 step_s = time.perf_counter() - start
             run.step_done(step_s)
     return run.recorded(subject, compiled)
+
+
+def _clocks() -> tuple[float, float, float]:
+    """Returns seconds on the wall's clock, of the process and of the thread."""
+    return time.perf_counter(), time.process_time(), time.thread_time()
 
 
 def traced(folder: Path) -> AbstractContextManager[None]:

@@ -1,12 +1,13 @@
-"""The steps that run under the profiler: training, prefill and decode, with one interface of four methods."""
+"""The steps that run under the profiler: training and prefill, with one interface of four methods."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from meshwright.nn.weights import init_params
 from meshwright.parallel.generation.generate_step import GenerateStep
+from meshwright.parallel.generation.held_arrays import HeldArrays
 from meshwright.parallel.train_step import TrainStep
 from meshwright.profile.memory import Owner, state_owners
 from meshwright.spec.job import Job
@@ -58,8 +59,8 @@ class Training:
         ]
 
 
-class Generation:
-    """A prefill of prompts of full length, or a decode step at the last position of a full cache."""
+class Prefill:
+    """A prefill of prompts of full length."""
 
     def __init__(self, step: GenerateStep, job: Job) -> None:
         self.step, self.job = step, job
@@ -68,18 +69,13 @@ class Generation:
     def begin(self, seed: int) -> None:
         step, job = self.step, self.job
         params = step.place(init_params(step.model, seed))
-        last = np.full(job.batch_seqs, job.seq_len - 1, np.int32)
-        if job.kind == "decode":
-            tokens = _random_tokens(step.model.vocab_size, (job.batch_seqs,), seed)
-            given = step.decode_inputs(tokens, last)
-        else:
-            tokens = _random_tokens(step.model.vocab_size, (job.batch_seqs, job.seq_len), seed)
-            given = step.prefill_inputs(tokens, last + 1)
-        self._given = params, step.init_cache(), given
+        tokens = _random_tokens(step.model.vocab_size, (job.batch_seqs, job.seq_len), seed)
+        lengths = np.full(job.batch_seqs, job.seq_len, np.int32)
+        self._given = params, step.init_cache(), step.prefill_inputs(tokens, lengths)
         jax.block_until_ready(self._given)
 
     def compile(self) -> Any:
-        return self.step.compiled(0 if self.job.kind == "decode" else self.job.seq_len)
+        return self.step.compiled(self.job.seq_len)
 
     def advance(self, compiled: Any) -> None:
         params, cache, given = self._given
@@ -88,17 +84,21 @@ class Generation:
         jax.block_until_ready((logits, cache))
 
     def owners(self) -> list[Owner]:
-        step = self.step
-        return [
-            *state_owners(step.param_shapes, step.param_shardings, "weights"),
-            *state_owners(step.cache_shapes, step.cache_shardings, "cache"),
-        ]
+        return held_owners(self.step)
 
 
-Subject = Training | Generation
-"""A step of a job with its state and inputs; both types have the same four methods."""
+def held_owners(step: HeldArrays) -> list[Owner]:
+    """Returns weights and caches with their bytes on one device."""
+    return [
+        *state_owners(step.param_shapes, step.param_shardings, "weights"),
+        *state_owners(step.cache_shapes, step.cache_shardings, "cache"),
+    ]
 
 
-def subject_of(step: TrainStep | GenerateStep, job: Job) -> Subject:
-    """Returns the step of a job, ready to be profiled."""
-    return Training(step, job) if isinstance(step, TrainStep) else Generation(step, job)
+class Subject(Protocol):
+    """A step of a job with its state and inputs."""
+
+    def begin(self, seed: int) -> None: ...
+    def compile(self) -> Any: ...
+    def advance(self, compiled: Any) -> None: ...
+    def owners(self) -> list[Owner]: ...

@@ -37,7 +37,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """All figures of a profile, and what they were computed from.
 
     ``step_s`` is the step without the profiler if it was timed, else with it. ``flops`` are of the products in the
-    compiled program on one device, ``predicted_flops`` of the derived steps. ``notes`` qualify the figures;
+    compiled program on one device, ``predicted_flops`` of the derived steps. ``host_s`` is the CPU time of a step in
+    the thread that dispatches it, None if it was not measured. ``notes`` qualify the figures;
     ``warnings`` are the notes on a slow profiler or a busy machine.
     """
 
@@ -47,6 +48,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     priced: PricedStrategy
     step_s: float
     profiled_s: float
+    host_s: float | None
     predicted_step_s: float
     mfu: float
     hfu: float
@@ -129,6 +131,7 @@ def analyse(
         priced=priced,
         step_s=step_s,
         profiled_s=profiled_s,
+        host_s=recording.host_s if recording else None,
         predicted_step_s=float(estimate.step_s),
         **reached,
         predicted_mfu=float(estimate.mfu),

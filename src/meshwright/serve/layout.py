@@ -111,10 +111,10 @@ def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence
             f"{found.words}: {needed} devices are needed, and there are {len(devices)}. Plan for these, use smaller "
             f"axes, or emulate them: --on cpu:{needed}."
         )
-    return found._replace(strategy=strategy, options=_with_usual(found.options, devices[0].platform, source.dtype))
+    return found._replace(strategy=strategy, options=with_usual(found.options, devices[0].platform, source.dtype))
 
 
-def _with_usual(options: EngineOptions, platform: str, dtype: str) -> EngineOptions:
+def with_usual(options: EngineOptions, platform: str, dtype: str) -> EngineOptions:
     """Returns options with what suits a platform and weights in place of 0 and ""."""
     on_cpu, each = platform == "cpu", 1 + options.drafts
     most, rows = (ALIKE_ROWS // each, ALIKE_ROWS) if options.batch_invariant else (32, 256) if on_cpu else (256, 2048)

@@ -13,7 +13,7 @@ from meshwright.core.errors import InputError
 from meshwright.nn.attention import choice
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward, kernel_of
-from meshwright.nn.attention.kernels import fused, pallas_tpu
+from meshwright.nn.attention.kernels import pallas_tpu
 from meshwright.nn.attention.platform import traced_for
 from tests.nn.attention import rules
 
@@ -136,7 +136,7 @@ def test_kernels_of_tpus_give_what_dense_attention_gives(monkeypatch, mask, scor
     """Interpreted: lengths that no block divides, rows in another order, sinks."""
     monkeypatch.setattr(pallas_tpu, "BLOCKS", (128, 128))
     for name in ("forward", "backward"):
-        monkeypatch.setattr(fused.Fused, name, partialmethod(getattr(fused.Fused, name), interpret=True))
+        monkeypatch.setattr(choice.Fused, name, partialmethod(getattr(choice.Fused, name), interpret=True))
     length = 300
     given = rules.arrays(T=length, N=2, K=1, H=16)
     made, _ = rules.rule_of(mask, None, length)

@@ -12,7 +12,6 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from meshwright.core.errors import InputError
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.adapter import base_folder, open_tensors
 from meshwright.nn.hf.files import DTYPES
 from meshwright.nn.hf.gguf import GgufTensor, as_folder
@@ -22,6 +21,7 @@ from meshwright.nn.weights import param_shapes
 from meshwright.serve.model_folder import open_model
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.hf.read import model_from_config
+from tests.logits import logits_fn
 from tests.nn.hf.gguf_files import CONFIGS, VOCAB, write_gguf
 
 MODELS = {name: model_from_config(config, name) for name, config in CONFIGS.items()}

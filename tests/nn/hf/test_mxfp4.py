@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from meshwright.nn.hf.mxfp4 import VALUES, unpack, with_unpacked
+from meshwright.nn.hf.published import VALUES, unpack, with_floats
 
 
 def packed(*shape, seed=0):
@@ -27,7 +27,7 @@ def test_the_low_half_of_a_byte_comes_first():
 
 def test_a_part_is_the_part_of_the_whole():
     blocks, scales = packed(3, 5, 4)
-    tensors = with_unpacked({"w_blocks": blocks, "w_scales": scales, "b": np.zeros(3)})
+    tensors = with_floats({"w_blocks": blocks, "w_scales": scales, "b": np.zeros(3)}, None, np.dtype(np.float32))
     assert tensors["w"].shape == (3, 128, 5)
     assert {"w", "b"} <= tensors.keys()
     whole = tensors["w"][tuple(slice(0, size) for size in (3, 128, 5))]
@@ -44,6 +44,6 @@ def test_transformers_reads_the_same_numbers():
 
     blocks, scales = packed(2, 6, 3)
     expected = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales)).float().numpy()
-    tensors = with_unpacked({"w_blocks": blocks, "w_scales": scales})
+    tensors = with_floats({"w_blocks": blocks, "w_scales": scales}, None, np.dtype(np.float32))
     found = tensors["w"][tuple(slice(0, size) for size in tensors["w"].shape)]
     np.testing.assert_array_equal(found.astype(np.float32), expected)

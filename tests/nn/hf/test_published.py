@@ -19,13 +19,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.nn.forward import logits_fn
 from meshwright.nn.hf.adapter import open_tensors
 from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import rows
 from meshwright.spec.hf.published import quantisation_of
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.hf.write import config_from_model
+from tests.logits import logits_fn
 from tests.nn.families import FAMILIES
 
 DATA = Path(__file__).parents[2] / "data" / "published"

@@ -10,11 +10,11 @@ import pytest
 from scipy import stats
 
 from meshwright.batching.limits import SchedulerLimits
-from meshwright.nn.forward import logits_fn
 from meshwright.serve.drawing.drafts import Drafting, ModelDrafter, NgramDrafter
 from meshwright.serve.drawing.sampling import Sampling, as_arrays, draw
 from meshwright.serve.engine import Engine
 from meshwright.serve.request import TokenRequest
+from tests.logits import logits_fn
 from tests.parallel.generate_cases import LLAMA, float_params, likeliest
 from tests.serve.test_engine import (
     NUM_PAGES,

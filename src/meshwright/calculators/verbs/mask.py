@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshwright.algebra.sizes import Number
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_flops, format_seconds
-from meshwright.cost.work.kernels import chip_rates
-from meshwright.cost.work.masked_attention import masked_attention_s
+from meshwright.cost.formulas.accounting import attention_work
+from meshwright.cost.work.kernel_times import PASSES
+from meshwright.cost.work.kernels import ChipRates, chip_rates, partly_hidden
 from meshwright.masks.names import MASKS, SCORES, Rule, example_data, mask_named, score_named, usage
 from meshwright.masks.table import MARKS, CountedTable, counted_table
 from meshwright.masks.user import load_user, table_of_user
@@ -94,10 +96,26 @@ def _facts(given: Given, counted: CountedTable) -> dict[str, Any]:
         "attention_flops_per_s": float(at.attention_flops_per_s / (1 + at.efficiency.head_half / given.head_dim)),
         "kernel_s": float(at.efficiency.kernel_s),
         "predicted": [
-            _row(run, *(float(masked_attention_s(at, run, pairs=n, **sizes)) for n in (all_pairs, table.pairs())))
-            for run in RUNS
+            _row(run, *(float(_seconds(at, run, pairs=n, **sizes)) for n in (all_pairs, table.pairs()))) for run in RUNS
         ],
     }
+
+
+def _seconds(rates: ChipRates, run: str, *, length: int, pairs: Number, heads: int, head_dim: int) -> Number:
+    """Returns the predicted seconds of one sequence of ``length`` positions; ``pairs`` are those in existing blocks,
+    ``run`` is "forward" or "forward + backward".
+
+    4 N H FLOPs a pair, 10 N H more backward, over the rate of attention, beside the traffic of queries, keys, values,
+    results and their cotangents. What a partial block's mask costs is not counted.
+    """
+    work = attention_work(queries=length, keys=length, heads=heads, kv_heads=heads, head_dim=head_dim)
+    work_s, at = 4.0 * pairs * heads * head_dim / rates.attention_flops_per_s, rates.efficiency
+    seconds: Number = 0.0
+    for phase in run.split(" + "):
+        math_s = work_s * PASSES[phase] * (1 + at.head_half / head_dim)
+        moved = work.num_bytes * (2 if phase == "backward" else 1)
+        seconds = seconds + partly_hidden(math_s, moved / rates.hbm_bytes_per_s, at.overlap) + at.kernel_s
+    return seconds
 
 
 def _row(run: str, dense_s: float, blocks_s: float) -> dict[str, Any]:

@@ -37,9 +37,9 @@ class Given(PlanOptions):
 def command(given: Given) -> Answer | None:
     """Run a few steps of a plan file, or of a MODEL planned on the way, and say where their time goes.
 
-    --step prefill runs prompts of the plan's length, --step decode one more token against a full cache. Writes a page,
-    pictures and a timeline that opens in Perfetto. --trace and --hlo read a trace that was taken elsewhere, of the
-    program that the plan compiles to.
+    --step prefill runs prompts of the plan's length, --step decode a server's engine while all its sequences decode.
+    Writes a page, pictures and a timeline that opens in Perfetto. --trace and --hlo read a trace that was taken
+    elsewhere, of the program that the plan compiles to.
     """
     if (given.trace is None) != (given.hlo is None):
         raise InputError("--trace and --hlo go together: the trace names instructions of the HLO's text. Give both.")
@@ -62,13 +62,20 @@ def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: in
     require_devices(chosen)
     import jax
 
+    from meshwright.api.served_step import ServedDecode
     from meshwright.parallel.processes import is_first
     from meshwright.profile.run import record_steps, warmup_steps
+    from meshwright.profile.subjects import Prefill, Subject, Training
     from meshwright.profile.summary import analyse
 
-    step = step_of(setting_of(chosen, storage), chosen.strategy, {})
+    first = warmup or warmup_steps()
+    setting = setting_of(chosen, storage)
+    if chosen.job.kind == "decode":
+        subject: Subject = ServedDecode(setting, chosen.strategy, first + steps)
+    else:
+        kind = Training if chosen.job.trains else Prefill
+        subject = kind(step_of(setting, chosen.strategy, {}), chosen.job)
     if is_first():
-        first = warmup_steps() if warmup is None else warmup
         what = "" if chosen.job.trains else f", {chosen.job.kind}"
         say(
             f"{chosen.model.name} on {chosen.cluster.short_name}{what}: {first} steps to warm up, then {steps} under "
@@ -76,7 +83,7 @@ def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: in
         )
     # one folder each: processes on one machine would write files of the same name
     own = "trace" if is_first() else f"trace-{jax.process_index()}"
-    recording = record_steps(step, chosen.job, folder=folder / own, steps=steps, warmup=warmup)
+    recording = record_steps(subject, folder=folder / own, steps=steps, warmup=first)
     return analyse(chosen, recording.trace, recording.hlo, recording, storage=storage)
 
 
@@ -117,6 +124,8 @@ def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
         )
     if profile.plan.job.trains:
         yield f"attention by the kernel {attention_kernel(profile.plan)}"
+    if profile.host_s is not None:
+        yield f"host: {format_seconds(profile.host_s)} of CPU time a step in the thread that dispatches it"
     for warning in profile.warnings:
         yield warning[:1].lower() + warning[1:].removesuffix(".")
     yield ""
@@ -135,7 +144,7 @@ def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
     yield f"wrote {', '.join(map(str, files))}"
 
 
-OF_PROFILE = ("platform", "step_s", "mfu", "hfu", "flops", "advice", "notes")
+OF_PROFILE = ("platform", "step_s", "host_s", "mfu", "hfu", "flops", "advice", "notes")
 OF_TIMES = ("devices", "communication_s", "hidden_s", "overlap", "ops")
 OF_COMPARISON = ("shares_cores", "terms", "parts", "steps", "classes")
 OF_MEMORY = ("counted", "arguments_bytes", "temporaries_bytes", "live_bytes", "owners")

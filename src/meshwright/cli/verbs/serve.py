@@ -70,6 +70,6 @@ def command(given: Given) -> None:
 
 
 def _prices(engines: "Sequence[Engine]") -> "StepPrices":
-    from meshwright.api.step_prices import step_prices  # a second of imports, once the server answers
+    from meshwright.api.served_step import step_prices  # a second of imports, once the server answers
 
     return step_prices(engines)

@@ -18,7 +18,6 @@ from meshwright.core.files import read_json
 from meshwright.nn.hf.files import DTYPES, Tensors
 from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.gguf import as_folder, open_files
-from meshwright.nn.hf.mxfp4 import with_unpacked
 from meshwright.nn.hf.published import with_floats
 from meshwright.nn.hf.tokenizer import CONFIG
 from meshwright.nn.weights import rows
@@ -127,8 +126,7 @@ def open_tensors(model: Model, folder: Path, adapters: Sequence[Path] = ()) -> I
 
         def opened(place: Path) -> Tensors:
             require_intact(place := as_folder(place))
-            tensors = with_unpacked(stack.enter_context(open_files(place)))
-            return with_floats(tensors, *_quantisation(model, place))
+            return with_floats(stack.enter_context(open_files(place)), *_quantisation(model, place))
 
         places = [base_folder(folder), folder] if model.lora and is_adapter(folder) else [folder]
         found = {name: tensor for place in places for name, tensor in opened(place).items()}

@@ -3,7 +3,8 @@
 A matrix [out, in] is values times scales, from which zero points are taken off first. Values are stored one by one, or
 several in a word of 32 bits: along the inputs (compressed-tensors, GPTQ) or the outputs (AWQ), or as two 4-bit floats
 in a byte (nvfp4, mxfp4). Sources: compressed-tensors 0.20 (compressors), AutoAWQ 0.2.9 (modules/linear/gemm.py),
-AutoGPTQ 0.7 (qlinear_cuda_old.py), transformers 5 (integrations/finegrained_fp8.py).
+AutoGPTQ 0.7 (qlinear_cuda_old.py), transformers 5 (integrations/finegrained_fp8.py); of mxfp4 OCP Microscaling
+Formats 1.0 (2023), section 5.3.
 """
 
 from dataclasses import dataclass, replace
@@ -12,9 +13,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from meshwright.core.errors import InputError
-from meshwright.nn.hf.files import Tensor, Tensors
+from meshwright.nn.hf.files import DTYPES, Tensor, Tensors
 from meshwright.nn.hf.format import Box, StoredPart
-from meshwright.nn.hf.mxfp4 import VALUES
 from meshwright.spec.hf.published import SCALES, Quantisation, Scheme
 
 _VALUES, _ZEROS, _GROUPS = (
@@ -32,6 +32,11 @@ _UNUSED = (
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Output of a word of AWQ -> its four bits, from the lowest."""
 _SCALE_BIAS = 127
+MX_BLOCK, MX_BLOCKS, MX_SCALES = 32, "_blocks", "_scales"
+"""Values that share a scale of mxfp4, and the ends of gpt-oss's tensors."""
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = np.asarray([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)
+"""Four bits of a float (a sign, two of exponent, one of mantissa) -> value."""
 AT_ONCE = 2**17
 """Entries that are unpacked at once: what they need besides is several times what is kept of them."""
 
@@ -242,9 +247,43 @@ class KeptPart(NamedTuple):
         return ((low & 15) | (high << 4)).reshape(*ahead, -1, *behind)
 
 
+@dataclass(frozen=True)
+class PublishedExperts:
+    """gpt-oss's experts, read as [E, in, out] in bf16. ``blocks`` [E, out, in / 32, 16] have two values in a byte, the
+    even one in the low half, times 2 to the power of the scale's byte minus 127; only those of a box are read."""
+
+    blocks: Tensor
+    scales: Tensor
+    dtype: np.dtype = DTYPES["bf16"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, outputs, blocks, _ = self.blocks.shape
+        return experts, blocks * MX_BLOCK, outputs
+
+    def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
+        experts, inputs, outputs = box
+        blocks = slice(inputs.start // MX_BLOCK, -(-inputs.stop // MX_BLOCK))
+        packed = self.blocks[experts, outputs, blocks, slice(0, MX_BLOCK // 2)]
+        scales = self.scales[experts, outputs, blocks]
+        first = inputs.start - blocks.start * MX_BLOCK
+        wide = unpack(packed, scales)[..., first : first + inputs.stop - inputs.start]
+        return wide.transpose(0, 2, 1)
+
+
+def unpack(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Unpacks [..., blocks, 16] bytes with [..., blocks] scales to [..., blocks * 32] in bf16."""
+    values = np.stack([VALUES[packed & 0x0F], VALUES[packed >> 4]], axis=-1)
+    scaled = np.ldexp(values, (scales.astype(np.int32) - _SCALE_BIAS)[..., None, None])
+    return scaled.reshape(*packed.shape[:-2], -1).astype(DTYPES["bf16"])
+
+
 def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.dtype) -> Tensors:
     """Returns the tensors with those of each quantised matrix as one, ``X.weight``. Raises InputError for a part that
     is missing or misshapen, and for narrow matrices of which the config does not say how they are scaled."""
+    experts = [stem for name in tensors if (stem := name.removesuffix(MX_BLOCKS)) + MX_SCALES in tensors]
+    packed = {s: PublishedExperts(tensors[s + MX_BLOCKS], tensors[s + MX_SCALES]) for s in experts}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith((MX_BLOCKS, MX_SCALES))} | packed
     modules: dict[str, dict[str, Tensor]] = {}
     for name in sorted(tensors) if quantisation else ():
         for end in _ENDS:

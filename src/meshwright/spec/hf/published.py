@@ -198,11 +198,8 @@ def _scheme(weights: Mapping[str, Any]) -> Scheme:
     )
 
 
-def _mxfp4(given: Mapping[str, Any]) -> Quantisation:
-    return Quantisation(method="mxfp4", schemes=(("experts", Scheme(dtype="fp4", inputs=32)),))
-
-
-_READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "mxfp4": _mxfp4}
+_MXFP4 = Quantisation(method="mxfp4", schemes=(("experts", Scheme(dtype="fp4", inputs=32)),))
+_READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "mxfp4": lambda given: _MXFP4}
 
 SCALES = (".weight_scale_inv", ".weight_scale", ".scales")
 """Ends of the names of scales."""

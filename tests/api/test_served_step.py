@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.algebra.generation import Storage, derive_phase
-from meshwright.api.step_prices import step_prices
+from meshwright.api.served_step import step_prices
 from meshwright.core.dims import COLLECTIVES
 from meshwright.spec.calibration import save_calibration
 from meshwright.spec.catalogue import load_model

@@ -1,0 +1,94 @@
+"""The step of a server: its prices, and an engine that is profiled while its sequences decode."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import jax
+import numpy as np
+from msgspec.structs import replace
+
+from meshwright.api.rates import rates_for
+from meshwright.batching.limits import SchedulerLimits
+from meshwright.core.errors import CannotRunError, InputError, UserError
+from meshwright.cost.setting import Setting
+from meshwright.nn.weights import init_params
+from meshwright.parallel.generation.packed_step import PackedStep
+from meshwright.profile.memory import Owner
+from meshwright.profile.subjects import held_owners
+from meshwright.serve.engine import Engine
+from meshwright.serve.layout import EngineOptions, with_usual
+from meshwright.serve.request import TokenRequest
+from meshwright.simulate.step_prices import StepPrices
+from meshwright.spec.chip import chip_of_kind
+from meshwright.spec.slices import slice_shapes
+from meshwright.spec.strategy import Strategy
+
+
+def step_prices(engines: Sequence[Engine]) -> StepPrices:
+    """Returns what prices the steps of like engines, with the rates of their devices: those kept of this machine, else
+    the chip's own. Peaks are those of a device of each engine together."""
+    step = engines[0].packed
+    prices = StepPrices(step.model, step.strategy, step.derived)
+    with suppress(UserError):  # a chip that is not catalogued, or whose rates lack a dtype
+        cluster = slice_shapes(chip_of_kind(step.mesh.devices.flat[0].device_kind), step.strategy.num_chips)[0]
+        rates = rates_for(cluster, None, fitted=True, measures=False)
+        if rates or cluster.kind != "host":
+            prices.set_rates(cluster, rates, step.storage)
+            prices.peak_flops_per_s *= len(engines)
+            prices.peak_bytes_per_s *= len(engines)
+    return prices
+
+
+class ServedDecode:
+    """Steps of an engine whose requests all decode and have the job's length after ``num_steps`` of them.
+
+    Each dispatches a step and reads the tokens of the one before, as in a server. Raises InputError for sequences of
+    too few positions, CannotRunError for several processes.
+    """
+
+    def __init__(self, setting: Setting, strategy: Strategy, num_steps: int) -> None:
+        self.job = job = setting.job
+        self.num_tokens = num_steps + 2
+        if jax.process_count() > 1:
+            raise CannotRunError("an engine runs in one process. Profile it in one, or give --step prefill.")
+        if job.seq_len <= self.num_tokens:
+            raise InputError(
+                f"{num_steps} steps need sequences of more than {self.num_tokens} positions, and they have "
+                f"{job.seq_len:,}. Give a longer --seq, or fewer --steps."
+            )
+        cache_dtype, _ = setting.storage.executed
+        self.usual = with_usual(EngineOptions(max_requests=job.batch_seqs), jax.default_backend(), cache_dtype)
+        storage = replace(setting.storage, page_len=self.usual.page_len)
+        self.step = PackedStep(setting.model, strategy, max_len=job.seq_len, max_seqs=job.batch_seqs, storage=storage)
+
+    def begin(self, seed: int) -> None:
+        """Runs random prompts until each has its first token."""
+        limits = SchedulerLimits(
+            policy="interleaved",  # none decodes before all prompts are in the cache
+            max_requests=self.job.batch_seqs,
+            token_budget=self.usual.token_budget,
+            page_len=self.usual.page_len,
+            num_pages=self.step.cache_sizes["Pg"],
+            watermark=0,
+        )
+        self.engine = Engine(self.step, self.step.place(init_params(self.step.model, seed)), limits)
+        size = self.job.batch_seqs, self.job.seq_len - self.num_tokens
+        for prompt in np.random.default_rng(seed).integers(0, self.engine.vocab_size, size).tolist():
+            self.engine.submit(TokenRequest(prompt=tuple(prompt), max_tokens=self.num_tokens))
+        known = set[int]()
+        while len(known) < self.job.batch_seqs:
+            known |= {output.number for output in self.engine.step()}
+
+    def compile(self) -> Any:
+        """Returns the program of a step in which all requests decode."""
+        shapes = (shape for shape in self.engine.shapes() if shape.longest == 1)
+        return self.step.compiled(next(one for one in shapes if one.rows >= self.job.batch_seqs))
+
+    def advance(self, compiled: Any) -> None:
+        """Runs a step of the engine."""
+        self.engine.step()
+
+    def owners(self) -> list[Owner]:
+        """Returns weights and pages with their bytes on one device."""
+        return held_owners(self.step)
