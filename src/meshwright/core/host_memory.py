@@ -11,7 +11,6 @@ from contextlib import contextmanager
 _SETTINGS = {-4: 0, -1: -1, -8: 1}
 # Blocks of 128 kB and more (M_MMAP_THRESHOLD) come from the kernel by themselves, and go back when they are freed.
 _RETURNING = {-4: 65536, -3: 2**17, -1: 2**17}
-_kept: list[bool] = []
 
 
 def keep_freed_memory() -> bool:
@@ -22,20 +21,18 @@ def keep_freed_memory() -> bool:
     (`benchmarks/train_cpu.py`, 2026-11-21). The process keeps as much as its largest step used. Does nothing if the
     environment configures malloc itself, or with another C library.
     """
-    _kept.append(True)
     return _set(_SETTINGS)
 
 
 @contextmanager
 def returning_freed_memory() -> Iterator[None]:
-    """Makes malloc return large blocks when they are freed, for as long as the context lasts. Else those that are freed
+    """Makes malloc return large blocks when they are freed, and keep them after the context. Else those that are freed
     while weights are loaded stay between those that are not: a quarter more than the weights."""
     _set(_RETURNING)
     try:
         yield
     finally:
-        if _kept:
-            keep_freed_memory()
+        keep_freed_memory()
 
 
 def _set(settings: Mapping[int, int]) -> bool:

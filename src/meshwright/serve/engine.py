@@ -296,7 +296,7 @@ class Engine:
         """Compiles every shape, and what draws from it; ``on_shape`` is told how many are done of how many. May run in
         a thread of its own while the engine runs, unless it is batch-invariant."""
         if self._step.batch_invariant:
-            self._decode_sizes = sizes_up_to(ALIKE_ROWS, halves_from=8)
+            self._decode_sizes = sizes_up_to(ALIKE_ROWS, least=2, halves_from=8)
         shapes = self.shapes()
         for number, shape in enumerate(shapes):
             on_shape(number, len(shapes))

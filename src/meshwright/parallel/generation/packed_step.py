@@ -46,10 +46,6 @@ ALIKE_ROWS = 32
 programs for CPUs split the sums of some products by the number of rows, the same way for all rows of a step."""
 
 
-LEAST_ROWS = 2
-"""Rows of a step at least: XLA's programs for CPUs multiply one row ten times more slowly than two."""
-
-
 class PackedShape(NamedTuple):
     """A compiled shape: rows, sequences, rows with logits, and at most how many rows of one sequence."""
 
@@ -401,7 +397,7 @@ class PackedStep(HeldArrays):
         }
 
 
-def sizes_up_to(most: int, *, least: int = LEAST_ROWS, halves_from: int = 0) -> list[int]:
+def sizes_up_to(most: int, *, least: int = 1, halves_from: int = 0) -> list[int]:
     """Returns numbers of rows up to ``most``: powers of two, and if asked also those halfway to the next one."""
     found, size = list[int](), least
     while size < most:
