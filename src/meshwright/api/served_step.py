@@ -43,8 +43,8 @@ def step_prices(engines: Sequence[Engine]) -> StepPrices:
 class ServedDecode:
     """Steps of an engine whose requests all decode and have the job's length after ``num_steps`` of them.
 
-    Each dispatches a step and reads the tokens of the one before, as in a server. Raises InputError for sequences of
-    too few positions, CannotRunError for several processes.
+    Each dispatches a step, reads the tokens of the one before, and waits. Raises InputError for sequences of too few
+    positions, CannotRunError for several processes.
     """
 
     def __init__(self, setting: Setting, strategy: Strategy, num_steps: int) -> None:
@@ -55,7 +55,7 @@ class ServedDecode:
         if job.seq_len <= self.num_tokens:
             raise InputError(
                 f"{num_steps} steps need sequences of more than {self.num_tokens} positions, and they have "
-                f"{job.seq_len:,}. Give a longer --seq, or fewer --steps."
+                f"{job.seq_len:,}. Give a longer --seq, or fewer --steps and --warmup."
             )
         cache_dtype, _ = setting.storage.executed
         self.usual = with_usual(EngineOptions(max_requests=job.batch_seqs), jax.default_backend(), cache_dtype)
@@ -86,8 +86,8 @@ class ServedDecode:
         return self.step.compiled(next(one for one in shapes if one.rows >= self.job.batch_seqs))
 
     def advance(self, compiled: Any) -> None:
-        """Runs a step of the engine."""
-        self.engine.step()
+        """Runs a step of the engine; until it has ended, so that all of it is in one window of the trace."""
+        jax.block_until_ready((self.engine.step(), self.engine._cache))
 
     def owners(self) -> list[Owner]:
         """Returns weights and pages with their bytes on one device."""

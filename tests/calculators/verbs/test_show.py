@@ -3,12 +3,15 @@
 import json
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
 from meshwright.cost.formulas.accounting import forward_flops
 from meshwright.cost.work.ops import model_flops
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import chips
 from meshwright.spec.job import Job
+from tests.nn.hf.gguf_files import write_gguf
+from tests.nn.hf.test_gguf import MODELS, published, random_params
 from tests.nn.hf.test_published import folder_of
 
 
@@ -281,4 +284,19 @@ def test_a_folder_of_quantised_weights(call, tmp_path):
     wide = call("show", str(tmp_path), "--json").json["folder"]
     assert wide["served_bytes"] == 2 * (4608 + 8 * 32 + 3 * 32)
     assert wide["notes"] == ["the fp4 weights have 4-bit floats, for which there is no kernel: served in bf16, 9.22 kB"]
+    assert wide["served_dtype"] == "bf16"
     assert "folder" not in call("show", "llama3-8b", "--json").json
+
+
+def test_a_gguf_file(call, tmp_path):
+    """A planned service reads it as it reads a folder; serving holds float32 only of float32."""
+    model, path = MODELS["llama"], tmp_path / "llama.gguf"
+    params = random_params(model)
+    count = sum(value.size for value in params.values())
+    for kind, dtype, width in ((Kind.F32, "fp32", 4), (Kind.Q8_0, "bf16", 2)):
+        write_gguf(path, model, published(model, params), kind)
+        found = call("show", str(path), "--json").json["folder"]
+        assert (found["served_dtype"], found["served_bytes"]) == (dtype, width * count)
+    assert call("plan", str(path), "--serve", "--on", "v5e:1x1", "--prompt", "32", "--output", "16").code == 0
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
+    call("show", str(path)).assert_refused(2, "is cut short")

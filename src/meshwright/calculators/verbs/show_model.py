@@ -118,18 +118,20 @@ def model_facts(m: Model) -> dict[str, Any]:
 def _folder_facts(m: Model, folder: Path) -> dict[str, Any]:
     """Returns the dtypes and bytes of a folder's tensors, and the bytes of the weights as they are served; training
     reads them in the dtypes of its state."""
-    if is_gguf(folder):
-        served = weight_bytes(m, "", width=2)
-        return {"stored_bytes": stored_bytes(folder), "method": "GGUF", "served_bytes": served, "notes": []}
     by_dtype: dict[str, int] = {}
-    with open_checkpoint(folder) as tensors:
-        for tensor in tensors.values():
-            size = math.prod(tensor.shape) * tensor.dtype.itemsize
-            by_dtype[tensor.dtype.name] = by_dtype.get(tensor.dtype.name, 0) + size
-        weights = folder_weights(m, folder, tensors)
-    served = weight_bytes(replace(m, stored=weights.stored), "", width=2)
-    method = weights.quantisation.method if weights.quantisation else None
-    return {"stored_bytes": by_dtype, "method": method, "served_bytes": served, "notes": list(weights.notes("bf16"))}
+    if of_gguf := is_gguf(folder):
+        by_dtype, weights = stored_bytes(folder), folder_weights(m, folder)
+    else:
+        with open_checkpoint(folder) as tensors:
+            for tensor in tensors.values():
+                size = math.prod(tensor.shape) * tensor.dtype.itemsize
+                by_dtype[tensor.dtype.name] = by_dtype.get(tensor.dtype.name, 0) + size
+            weights = folder_weights(m, folder, tensors)
+    dtype = "fp32" if by_dtype.keys() in ({"float32"}, {"F32"}) else "bf16"
+    served = weight_bytes(replace(m, stored=weights.stored), "", width=int(DTYPE_BYTES[dtype]))
+    method = weights.quantisation.method if weights.quantisation else "GGUF" if of_gguf else None
+    return {"stored_bytes": by_dtype, "method": method, "served_dtype": dtype, "served_bytes": served,
+            "notes": list(weights.notes(dtype))}  # fmt: skip
 
 
 def _flops(m: Model, seq_len: int) -> dict[str, Any]:
@@ -254,7 +256,10 @@ def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
         parts = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in sorted(folder["stored_bytes"].items()))
         total, method = sum(folder["stored_bytes"].values()), folder["method"]
         yield Fact("stored", f"{format_bytes(total)}: {parts}" + (f"; quantised by {method}" if method else ""))
-        yield Fact("serving", f"{format_bytes(folder['served_bytes'])} of weights, in bf16 where not kept narrow")
+        yield Fact(
+            "serving",
+            f"{format_bytes(folder['served_bytes'])} of weights, in {folder['served_dtype']} where not kept narrow",
+        )
         for note in folder["notes"]:
             yield Fact("", note)
         if method:

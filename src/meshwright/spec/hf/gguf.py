@@ -170,6 +170,8 @@ def stored_bytes(path: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for one, after in itertools.zip_longest(tensors, tensors[1:]):
         end = after.start if after and after.file == one.file else one.file.stat().st_size
+        if end <= one.start:
+            raise InputError(f"{one.file} is cut short: it ends before its last tensors. Fetch it again.")
         name = gguf_names()["types"].get(str(one.kind), f"type {one.kind}")
         found[name] = found.get(name, 0) + end - one.start
     return found

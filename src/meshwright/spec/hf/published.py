@@ -14,6 +14,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import read_json
 from meshwright.core.units import format_bytes
+from meshwright.spec.hf.gguf import is_gguf
 from meshwright.spec.model import GROUP, Model, StoredMatrices
 from meshwright.spec.weights import weight_table
 
@@ -261,7 +262,8 @@ class FolderWeights(NamedTuple):
 
 
 def folder_weights(model: Model, folder: Path, names: Collection[str] = ()) -> FolderWeights:
-    """Reads the config.json of a folder with ``names`` of tensors, see `stored_matrices`."""
+    """Reads the config.json of a folder, not of GGUF files, with ``names`` of tensors, see `stored_matrices`."""
     file, base = folder / "config.json", replace(model, lora=None)
-    found = quantisation_of(read_json(file, "Give the folder of a model."), family=model.family, what=str(file))
+    keys = {} if is_gguf(folder) else read_json(file, "Give the folder of a model.")
+    found = quantisation_of(keys, family=model.family, what=str(file))
     return FolderWeights(found, *stored_matrices(base, found, names)) if found else FolderWeights()
