@@ -128,8 +128,8 @@ def test_requests_that_are_too_long_are_refused():
 
 def test_the_steps_of_an_engine_are_timed(monkeypatch):
     clock = EngineClock(
-        decode_rows=(2, 4, 8), chunk_rows=(16, 32), decode_s=(0.004, 0.008, 0.012), chunk_s=(0.02, 0.04), cached_s=0.0,
-        pair_s=0.0,
+        decode_rows=(1, 2, 4, 8), chunk_rows=(16, 32), decode_s=(0.003, 0.004, 0.008, 0.012), chunk_s=(0.02, 0.04),
+        cached_s=0.0, pair_s=0.0,
     )  # fmt: skip
     found = measure_clock(paced_engine(LIMITS, clock, 128, monkeypatch), rounds=1)
     assert (found.decode_rows, found.chunk_rows) == (clock.decode_rows, clock.chunk_rows)
@@ -142,8 +142,8 @@ def test_the_steps_of_an_engine_are_timed(monkeypatch):
 def test_a_paced_engine_is_as_simulated(monkeypatch):
     """The engine, the front end and HTTP are real; only the devices are played."""
     clock = EngineClock(
-        decode_rows=(2, 4, 8), chunk_rows=(16, 32), decode_s=(0.03, 0.035, 0.04), chunk_s=(0.05, 0.08), cached_s=0.0,
-        pair_s=0.0, host_s=0.001,
+        decode_rows=(1, 2, 4, 8), chunk_rows=(16, 32), decode_s=(0.03, 0.03, 0.035, 0.04), chunk_s=(0.05, 0.08),
+        cached_s=0.0, pair_s=0.0, host_s=0.001,
     )  # fmt: skip
     traffic = LoadShape(prompt=uniform(8, 24), output=fixed(16)).traffic(4.0, 40)
 
