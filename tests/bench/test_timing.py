@@ -58,9 +58,9 @@ def test_calls_take_turns_there_and_back():
 
 
 def test_times_are_of_one_round():
-    calls = {"x": Call(run=lambda: time.sleep(0.02), rounds=4)}
-    assert 0.005 <= time_together(calls, budget_of(5), max_repeats=3)[0]["x"].median_s < 0.02
-    assert 0.005 <= sweep_medians(calls, seconds_each=0.0)["x"] < 0.02
+    calls = {"x": Call(run=lambda: time.sleep(0.08), rounds=4)}
+    assert 0.02 <= time_together(calls, budget_of(5), max_repeats=3)[0]["x"].median_s < 0.08
+    assert 0.02 <= sweep_medians(calls, seconds_each=0.0)["x"] < 0.08
 
 
 def test_every_sweep_calls_all():
@@ -73,12 +73,12 @@ def test_arguments_are_made_outside_the_time_and_for_every_repeat():
     given: list[int] = []
 
     def slow(repeat):
-        time.sleep(0.02)
+        time.sleep(0.1)
         return (repeat,)
 
     found, _ = time_together({"x": Call(run=given.append, arguments=slow)}, budget_of(5), max_repeats=3)
     assert given == [0, 1, 2, 3]
-    assert found["x"].median_s < 0.01
+    assert found["x"].median_s < 0.05
 
 
 def test_without_time_a_call_is_not_measured_and_says_so():
@@ -92,14 +92,14 @@ def test_the_seconds_are_kept():
     started = time.perf_counter()
     found, _ = time_together({"x": Call(run=lambda: time.sleep(0.05))}, budget_of(0.4), max_repeats=1000)
     assert MIN_REPEATS <= found["x"].repeats <= 10
-    assert time.perf_counter() - started < 4.0
+    assert time.perf_counter() - started < 20  # a thousand calls take 50 s
 
 
 def test_slow_calls_get_no_more_than_a_little_grace():
     started = time.perf_counter()
     _, why_not = time_together({"x": Call(run=lambda: time.sleep(0.2))}, budget_of(0.1))
     assert why_not == {"x": "no time left"}
-    assert time.perf_counter() - started < 3.0
+    assert time.perf_counter() - started < 6
 
 
 def test_what_cannot_run_leaves_the_others_alone():

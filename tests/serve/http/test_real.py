@@ -73,7 +73,7 @@ from meshwright.serve.http.app import make_app
 from meshwright.serve.http.run import Listening, serve_app
 from tests.serve.http.fake import FakeEngine, served
 
-engine = FakeEngine(delay_s=0.01)
+engine = FakeEngine(delay_s=0.01, max_len=4_000)
 if {fails}:
     step = engine.step
     def fail():
@@ -139,14 +139,14 @@ def test_a_second_signal_ends_at_once(tmp_path):
     path = tmp_path / "socket"
     server = Process(uds=str(path))
     assert server.where == str(path)
-    sock = server.stream(400)
+    sock = server.stream(3000)  # takes 30 s
     server.process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     assert server.process.poll() is None
     server.process.send_signal(signal.SIGTERM)
     start = time.perf_counter()
     assert server.ended() == (0, "ended\n", "")
-    assert time.perf_counter() - start < 2.5
+    assert time.perf_counter() - start < 12
     assert b"[DONE]" not in rest_of(sock)
     assert not path.exists()
 

@@ -66,7 +66,7 @@ async def test_a_slow_reader_stalls_nobody():
         for _ in range(3):
             answer = await b.complete("a", max_tokens=5, stream=True)
             assert streamed_text(answer.text) == "bcdef"
-        assert time.perf_counter() - start < 5
+        assert time.perf_counter() - start < 30  # what stalls does so for ever
         writer.close()
         await b.rest(10)
 
