@@ -28,13 +28,13 @@ def cache_of(model, cluster, axes, **given) -> float:
 
 
 def test_a_slots_heads_fill_tiles_on_tpus():
-    """llama3-8b: 32 layers, 8 kv heads of 128; a tile of int8 has at least 4 rows, of bf16 2."""
+    """llama3-8b: 32 layers, 8 kv heads of 128; a tile of int8 has at least 4 rows, of bf16 2. Heads that are fewer are
+    no dim of the tiles, whose rows are slots then."""
     slots = 32 * 2 * 8 * 1024
     assert cache_of("llama3-8b", "v5e:2x2", {"tensor": 4}) == slots * 2 * 128 * 2
     scales = slots * 2 * 4
-    assert cache_of("llama3-8b", "v5e:2x2", {"tensor": 4}, storage=INT8) == slots * 4 * 128 + scales
+    assert cache_of("llama3-8b", "v5e:2x2", {"tensor": 4}, storage=INT8) == slots * 2 * 128 + scales
     assert cache_of("llama3-8b", "h100:4x1", {"tensor": 4}, storage=INT8) == slots * 2 * 128 + scales
-    # one head of a device is no dim of its tiles, whose rows are slots then
     assert cache_of("llama3-8b", "v5e:2x4", {"tensor": 8}, storage=INT8) == slots * 128 + slots * 4
 
 

@@ -43,12 +43,12 @@ def _layer_caches(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number
 
 
 def _tiles(array: ShardedArray, sizes: OpSizes) -> Number:
-    """Returns the rows of whole tiles over the heads of a slot, which are a tile on TPUs (`nn.cache.cache_layout`)."""
+    """Returns the rows of whole tiles over the heads of a slot, where these are a tile on TPUs: `cache_layout`."""
     if not sizes.tile_rows or len(array.dims) < 4:
         return 1.0
     heads, packed = sizes.local(array)[array.dims[2]], WORD_BYTES / DTYPE_BYTES[array.dtype]
     rows = np.clip(2 ** np.ceil(np.log2(heads)), packed, SUBLANES)
-    return np.where(heads > 1, np.ceil(heads / rows) * rows / heads, 1.0)
+    return np.where(heads >= np.maximum(packed, 2), np.ceil(heads / rows) * rows / heads, 1.0)
 
 
 def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:

@@ -62,13 +62,14 @@ def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], d
     """Returns the order in memory of a device's shard, all layers, of a cache with heads; None for the platform's own.
 
     The slots of a head are together on GPUs, as batched products read them. On TPUs a slot is a tile of heads and
-    widths, which a write replaces, and scales have slots in the lanes. In any other order XLA copies whole caches.
+    widths, which a write replaces, unless its heads do not fill a word of 4 bytes, and scales have slots in the lanes.
+    In any other order XLA copies whole caches.
     """
     on_tpu = platform == "tpu"
     if not dims[2:3] or not dims[2].startswith("K") or not (on_tpu or platform in ("cuda", "rocm")):
         return None
     num_heads, has_widths, packed = shape[3], len(shape) == 5, 4 // int(DTYPE_BYTES[dtype])
-    heads_in_tiles = on_tpu and has_widths and num_heads > 1
+    heads_in_tiles = on_tpu and has_widths and num_heads >= max(2, packed)
     order = (0, 1, 2, 3, 4) if heads_in_tiles else (0, 1, 3, 2, 4)[: len(shape)]
     if not on_tpu:
         return Layout(order)
@@ -127,8 +128,19 @@ def write_position(
     own = positions[:, 0] % slots.total
     if num_slots < slots.total:
         own, _ = own_entries(own, slots.first, num_slots, elsewhere=num_slots)
-    stack = cache.stack.at[cache.layer, rows, own].set(stored(values[:, 0], cache.stack.dtype), mode="drop")
-    return LayerCache(stack, cache.layer)
+    values = values[:, 0]
+    index = (cache.layer, *_by_head((rows, own), values, cache.stack.dtype))
+    return LayerCache(cache.stack.at[index].set(stored(values, cache.stack.dtype), mode="drop"), cache.layer)
+
+
+def _by_head(index: tuple[Any, ...], values: Array, dtype: Any) -> tuple[Any, ...]:
+    """Returns the index of slots for values[R, ...], with heads where they are outside of slots on a TPU, as
+    `cache_layout` says: written one by one, else XLA copies the whole array."""
+    heads, scales = values.shape[1], values.ndim == 2
+    few = LANES // 2 if scales else 4 // dtype.itemsize
+    if default_platform() != "tpu" or not (not scales) < heads < few:
+        return index
+    return (*(one[:, None] for one in index), jnp.arange(heads)[None])
 
 
 def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"], axes: tuple[str, ...] = ()) -> LayerCache:
@@ -139,10 +151,8 @@ def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"], axes:
         page = jnp.where(page % lax.axis_size(axes) == lax.axis_index(axes), page // lax.axis_size(axes), num_pages)
     # past the last page of a layer is past the last of all, not the next layer's first
     page = jnp.minimum(page, num_pages)
-    index: tuple[Any, ...] = (page, slice(None), slot) if cache.heads_first else (page, slot)
-    if default_platform() == "tpu" and cache.stack.ndim == 4 and cache.stack.shape[3] < LANES // 2:
-        # scales of heads, whose slots are in the lanes: written head by head, else XLA copies all scales
-        index = (page[:, None], slot[:, None], jnp.arange(cache.stack.shape[3])[None])
+    by_head = _by_head((page, slot), values, cache.stack.dtype)
+    index: tuple[Any, ...] = (page, slice(None), slot) if cache.heads_first else by_head
     index = index if cache.layer is None else (cache.layer, *index)
     return replace(cache, stack=cache.stack.at[index].set(stored(values, cache.stack.dtype), mode="drop"))
 

@@ -226,8 +226,8 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
     return tuple(_of_heads(one, block) for one in (found, *more))
 
 
-def _heads_first(platform: str, pool: Array) -> bool:
-    return platform != "tpu" or pool.ndim == 3
+def _heads_first(platform: str, pool: Array, kv_heads: int) -> bool:
+    return platform != "tpu" or pool.ndim == 3 or kv_heads < 4 // pool.dtype.itemsize
 
 
 def _in_memory(platform: str, pool: Array) -> Array:
@@ -237,7 +237,7 @@ def _in_memory(platform: str, pool: Array) -> Array:
     """
     if pool.shape[2] == 1:
         return pool[:, :, 0]
-    return jnp.swapaxes(pool, 1, 2) if _heads_first(platform, pool) else pool
+    return jnp.swapaxes(pool, 1, 2) if _heads_first(platform, pool, pool.shape[2]) else pool
 
 
 def _attend(
@@ -260,7 +260,7 @@ def _attend(
         """Returns [lanes, K, slots, width]."""
         found = pool.at[page].get(mode="clip")
         if kv_heads > 1:
-            found = jnp.moveaxis(found, 2 if _heads_first(call.platform, pool) else 3, 1)
+            found = jnp.moveaxis(found, 2 if _heads_first(call.platform, pool, kv_heads) else 3, 1)
         return found.reshape(len(page), kv_heads, slots, -1)
 
     def operand(pool: Array) -> Array:
@@ -480,7 +480,11 @@ def _by_kernel(
         return own[tile], 0, 0
 
     query, head = np.divmod(np.arange(rows), heads)
-    slot, key_head = np.divmod(np.arange(slots * kv_heads), kv_heads)
+    # columns in the order of pages in memory
+    heads_first = _heads_first("tpu", mixed.values, kv_heads)
+    grid = np.indices((num_pages, kv_heads, page_len))
+    number, key_head, slot = (grid if heads_first else np.swapaxes(grid, 2, 3)).reshape(3, -1)
+    slot += number * page_len
     back = np.where((head // (heads // kv_heads))[:, None] == key_head, query[:, None] - slot, UNSEEN).astype(np.int32)
     sinks = jnp.full(heads, LOWEST) if call.sinks is None else call.sinks.astype(jnp.float32)
     begin = jnp.broadcast_to(jnp.tile(sinks, tiles.block)[:, None], (rows, LANE))
@@ -493,12 +497,12 @@ def _by_kernel(
         number = (tiles.chunk[own] + jnp.arange(most) - tiles.starts[own])[:, None] * num_pages
         number = jnp.minimum(number + jnp.arange(num_pages)[None], table.shape[1] - 1)
         found = _in_memory("tpu", scale)[table[tiles.sequence[own][:, None], number]]
-        return (found if kv_heads == 1 else jnp.swapaxes(found, 2, 3)).reshape(most, 1, -1)
+        return (found if kv_heads == 1 or heads_first else jnp.swapaxes(found, 2, 3)).reshape(most, 1, -1)
 
     scaled, scales = mixed.scale is not None, [*(part.scale for part in parts), mixed.scale]
     gathered = [of_tiles(scale) for scale in scales if scale is not None]
     pools = [part.keys for part in parts] + ([] if latent else [mixed.values])
-    pools = [pool.reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
+    pools = [_in_memory("tpu", pool).reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
 
     def kernel(*refs: Any) -> None:
         own, starts, chunk, position, _, _, begin_ref, back_ref, *arrays = refs
