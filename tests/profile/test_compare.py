@@ -36,7 +36,7 @@ PRICED = price_strategy(Setting(MODEL, CLUSTER, JOB, RATES), STRATEGY)
 def test_all_steps_are_in_some_part_and_kind():
     found = Breakdown(PRICED).steps
     assert sum(one.seconds for one in found.values()) == pytest.approx(
-        sum(float(cost.time_s * cost.here) for cost in PRICED.costs.all)
+        sum(float((cost.time_s - cost.launch_s) * cost.here) for cost in PRICED.costs.all)
     )
     assert sum(one.flops for one in found.values()) * CLUSTER.num_chips == pytest.approx(PRICED.estimate.flops)
     assert {part_of_step(one.step) for one in found.values()} >= {

@@ -88,7 +88,8 @@ class PricedOverlap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LabelledStep(msgspec.Struct, frozen=True, kw_only=True):
-    """All executions, in one training step, of the derived steps that carry one label: seconds without overlap, FLOPs.
+    """All executions, in one training step, of the derived steps that carry one label: seconds without overlap and
+    launches, which are overhead of the whole `Partition`, and FLOPs.
 
     ``gathers_weights`` is true for a gather that could run ahead of its pass.
     """
@@ -162,7 +163,7 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
             before = found.get(name)
             found[name] = LabelledStep(
                 step=cost.step,
-                seconds=(before.seconds if before else 0.0) + float(cost.time_s) * here,
+                seconds=(before.seconds if before else 0.0) + float(cost.time_s - cost.launch_s) * here,
                 flops=(before.flops if before else 0.0) + float(cost.flops) * here,
                 gathers_weights=cost.gathers_weights,
             )

@@ -51,6 +51,8 @@ def test_the_parts_of_the_step_are_all_of_it(profiled):
     for table, beside in (("terms", 0.0), ("parts", nothing), ("steps", nothing)):
         known = sum(row["measured_s"] or 0 for row in found[table])
         assert known + beside == pytest.approx(found["step_s_profiled"], rel=1e-6)
+    # CPUs overlap nothing, so the price is whole too
+    assert sum(row["predicted_s"] or 0 for row in found["terms"]) == pytest.approx(found["step_s_predicted"])
 
 
 def test_the_program_does_the_derived_flops(profiled):
@@ -283,6 +285,7 @@ def test_jobs_that_generate_are_not_planned_or_trained(plan_file, call, tmp_path
     [
         (["--steps", "0"], "--steps '0' is below 1. Give a number of at least 1."),
         (["--warmup", "0"], "--warmup '0' is below 1."),
+        (["--out", __file__], "test_profile.py: File exists. Name another file or folder."),
         (["--trace", "x.xplane.pb"], "--trace and --hlo go together"),
         (["--trace", "x.xplane.pb", "--hlo", "none.txt"], "none.txt cannot be read"),
     ],

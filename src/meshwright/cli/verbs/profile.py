@@ -60,6 +60,7 @@ def command(given: Given) -> Answer | None:
 def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int | None) -> "Profile":
     require_runnable(chosen.model)
     require_devices(chosen)
+    folder.mkdir(parents=True, exist_ok=True)
     import jax
 
     from meshwright.api.served_step import ServedDecode
