@@ -110,16 +110,11 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
 def measure_references(calibration: Calibration, num_devices: int) -> list[MeasuredStep]:
     """Runs and profiles the reference steps on all devices."""
     with tempfile.TemporaryDirectory() as folder:
-        running = reference_steps(num_devices, Path(folder))
+        running = [RunningStep(one, num_devices, Path(folder) / one.model.name) for one in REFERENCES]
         for number in range(ROUNDS):
             for step in running:
                 step.profile(number)
     return [step.measured(calibration) for step in running]
-
-
-def reference_steps(num_devices: int, folder: Path) -> list["RunningStep"]:
-    """Returns the reference steps, compiled and warm; their traces are written below ``folder``."""
-    return [RunningStep(one, num_devices, folder / one.model.name) for one in REFERENCES]
 
 
 class RunningStep:

@@ -26,6 +26,7 @@ from meshwright.core.labels import OPTIMIZER
 from meshwright.nn.attention.order import SequenceOrder, zigzag_order
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.context import Context
+from meshwright.nn.experts.balance import FromCounts, without_counts
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.order import after
 from meshwright.nn.quantisation import quantise_params, quantised_base
@@ -37,7 +38,6 @@ from meshwright.parallel.mesh import compiler_options, lower, named_sharding, pa
 from meshwright.parallel.optimizer import Optimizer, plain_optimizer
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
-from meshwright.parallel.routers import FromCounts, without_counts
 from meshwright.parallel.second_labels import second_labels
 from meshwright.spec.model import MASK_DATA, Model, require_runnable
 from meshwright.spec.strategy import Form, Strategy, held_dims, require_runnable_strategy

@@ -15,7 +15,7 @@ from meshwright.verify.expected import active_axes
 class OverlapRow(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of collective over some axes: bytes on the wire per device, and seconds by the price.
 
-    ``overlapped`` maps how collectives run beside compute (`hlo.schedule.Overlap`) to their bytes. Of ``alone_s``,
+    ``overlapped`` maps how collectives run beside compute (`hlo.collectives.Overlap`) to their bytes. Of ``alone_s``,
     which derived collectives take without overlap, the price hides ``hidden_s``.
     """
 

@@ -194,7 +194,7 @@ def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> 
         "finished_per_step": stream.finished_per_step,
         "evicted_per_step": stream.evicted_per_step,
         "prefill_servers": stream.prefill_servers(prefill),
-        "kv_transfer_s": link and serving.kv_transfer_s(cache, num_links=chips, link_bytes_per_s=link),
+        "kv_transfer_s": link and cache / (chips * link),  # section 7.4
         "usd_per_million_input": at.usd_per_million_tokens(given.prompt / prefill),
         "usd_per_million_output": at.usd_per_million_tokens(batch / stream.step_s),
     }

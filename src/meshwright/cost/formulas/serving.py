@@ -19,7 +19,7 @@ from meshwright.spec.cluster import Cluster, make_cluster
 from meshwright.spec.slices import is_offered, slice_shapes
 
 DRAFTS = np.arange(65)
-"""Numbers of drafted tokens among which `best_num_drafts` chooses."""
+"""Numbers of drafted tokens that are compared."""
 
 
 # -- memory ---------------------------------------------------------------------------------------------
@@ -292,11 +292,6 @@ def usd_per_million_tokens(tokens_per_s: Number, *, num_chips: Number, price_usd
     return cost_usd(1e6 / tokens_per_s, num_chips=num_chips, price_usd_per_hour=price_usd_per_hour)
 
 
-def kv_transfer_s(kv_bytes: Number, *, num_links: Number, link_bytes_per_s: Number) -> Number:
-    """Returns the seconds to send a cache from prefill to generation over links at once. Source: section 7.4."""
-    return kv_bytes / (num_links * link_bytes_per_s)
-
-
 # -- speculation and prefixes ---------------------------------------------------------------------------
 
 
@@ -320,11 +315,6 @@ def speculation_speedup(
     while memory binds. Source: Leviathan et al. 2022, theorem 3.8.
     """
     return expected_tokens(acceptance, num_drafts) / (verify_cost + num_drafts * draft_cost)
-
-
-def best_num_drafts(acceptance: float, *, draft_cost: float, verify_cost: Number = 1.0) -> int:
-    """Returns the K of ``DRAFTS`` with the largest `speculation_speedup`; ``verify_cost`` may be an array over them."""
-    return int(np.argmax(speculation_speedup(acceptance, DRAFTS, draft_cost=draft_cost, verify_cost=verify_cost)))
 
 
 def uncached_share(cached_tokens: Number, num_tokens: Number) -> Number:

@@ -13,8 +13,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from meshwright.algebra.derived import Derived
 from meshwright.algebra.ops.route import ROUTING_ROWS
+from meshwright.algebra.rewrites.split_backward import counts_of
 from meshwright.nn.experts.slots import Chosen, RouterScores, expert_numbers
+from meshwright.nn.weights import Params
+from meshwright.spec.model import Model
+
+FromCounts = tuple[Params, Params]
+"""`routing_metrics` by name, and the move [layers, E] of each correction by the name of its buffer."""
 
 RoutingCounts = Float[Array, "*layers Er E"]
 
@@ -82,3 +89,24 @@ def routing_metrics(routing: RoutingCounts, *, experts_per_token: int) -> dict[s
         "load_max_over_mean": jnp.max(load, axis=-1) / jnp.mean(load, axis=-1),
         "dropped_share": 1 - jnp.sum(kept, axis=-1) / num_choices,
     }
+
+
+def without_counts(derived: Derived, grads: Params, model: Model) -> tuple[Params, FromCounts]:
+    """Returns the gradients of weights and, from the counts among ``grads``, metrics of the layers with experts (one
+    kind of layers after the other) and the moves of corrections (none unless the program has a rate).
+
+    The counts are [layers, Er, E] of each kind, under the names of `counts_of`; without any both results are {}.
+    """
+    counts = {name: grads[name] for name in sorted(grads.keys() - derived.shards.keys())}
+    of_weights = {name: grads[name] for name in derived.shards}
+    if not counts:
+        return of_weights, ({}, {})
+    metrics = routing_metrics(jnp.concatenate(list(counts.values())), experts_per_token=model.experts_per_token)
+    moves = {
+        op.inputs[1]: float(rate) * correction_move(counts[name])
+        for steps in derived.blocks
+        for name in counts_of(steps)
+        for op in steps.block.ops
+        if (rate := dict(op.attributes).get("correction_rate"))
+    }
+    return of_weights, (metrics, moves)
