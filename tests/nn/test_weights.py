@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshwright.algebra.transformer import weight_variables
-from meshwright.nn.weights import init_params, param_shapes, rows
+from meshwright.algebra.transformer import rows, weight_variables
+from meshwright.nn.weights import init_params, param_shapes
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.strategy import make_mesh
 from meshwright.spec.weights import num_params

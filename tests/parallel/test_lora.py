@@ -6,10 +6,11 @@ import optax
 import pytest
 from msgspec.structs import replace
 
+from meshwright.algebra.transformer import rows
 from meshwright.nn.hf.adapter import adapted_model
 from meshwright.nn.hf.weights import load_params, save_adapter, source_of
 from meshwright.nn.quantisation import dequantise_params, quantised_base
-from meshwright.nn.weights import Params, rows
+from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.hf.read import model_from_config

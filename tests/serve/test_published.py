@@ -240,7 +240,7 @@ def test_scales_of_outputs_that_generation_sums_are_widened(tmp_path):
     """Decode multiplies queries with the keys' projection of latent attention, over what are its outputs else."""
     config = {"config_groups": {"a": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
-    found = folder_weights(FAMILIES["deepseek_v3"], tmp_path)
+    found = folder_weights(FAMILIES["deepseek_v3"], tmp_path, {})
     assert set(found.wide) == {("fp8", "scales of outputs over which generation sums")}
     assert len({name for name, *_ in found.stored.matrices}) > 8
     assert not any("wk_b" in name for name, *_ in found.stored.matrices)

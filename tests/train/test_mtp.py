@@ -11,10 +11,10 @@ from jax.sharding import SingleDeviceSharding
 from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
+from meshwright.algebra.transformer import rows
 from meshwright.core.digests import SUMS
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.weights import load_params, save_hf
-from meshwright.nn.weights import rows
 from meshwright.parallel.second_labels import second_labels
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.hf.write import config_from_model

@@ -258,3 +258,19 @@ def _repeats(names: tuple[str, ...], length: int) -> int:
     while names[count * length : (count + 1) * length] == names[:length]:
         count += 1
     return count
+
+
+def rows(model: Model) -> dict[str, Weight]:
+    """Returns, for each weight of the program, its row of the weight table, with the layers of that variable only.
+
+    Tied weights appear once.
+    """
+    layers_of = {kind.suffix: kind.layers for kind in layer_kinds(model)}
+    found = {}
+    for name, (weight, _) in weight_variables(model).items():
+        if not weight.layers or name.startswith(ENCODER):
+            found[name] = weight
+            continue
+        of_kind = layers_of[name.removeprefix(local_name(weight))]
+        found[name] = replace(weight, layers=tuple(layer for layer in of_kind if layer in set(weight.layers)))
+    return found

@@ -17,11 +17,11 @@ from meshwright.algebra.generation import WeightDtype, quantised_weights
 from meshwright.algebra.ops.quantised_einsum import has_groups
 from meshwright.algebra.program import Variable
 from meshwright.algebra.steps import Step
-from meshwright.algebra.transformer import transformer
+from meshwright.algebra.transformer import rows, transformer
 from meshwright.nn.contract import spread
 from meshwright.nn.experts.slots import Ragged
 from meshwright.nn.order import after
-from meshwright.nn.weights import STORED_DTYPES, Params, rows
+from meshwright.nn.weights import STORED_DTYPES, Params
 from meshwright.spec.model import Model
 
 Quantised = Mapping[str, tuple[Variable, Variable]]

@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
-from msgspec.structs import replace
 
-from meshwright.algebra.layers import ENCODER
-from meshwright.algebra.transformer import layer_kinds, local_name, weight_variables
+from meshwright.algebra.transformer import local_name, rows
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import held_dims
 from meshwright.spec.weights import Weight
@@ -22,22 +20,6 @@ STORED_DTYPES = {"fp32": jnp.float32, "int8": jnp.int8, "int4": jnp.int4, "fp8":
 
 INIT_STD = 0.02
 _INTO_STREAM = ("wo", "w_down", "experts_w_down", "shared_w_down", "cross_wo", "encoder_wo", "encoder_w_down")
-
-
-def rows(model: Model) -> dict[str, Weight]:
-    """Returns, for each weight of the program, its row of the weight table, with the layers of that variable only.
-
-    Tied weights appear once.
-    """
-    layers_of = {kind.suffix: kind.layers for kind in layer_kinds(model)}
-    found = {}
-    for name, (weight, _) in weight_variables(model).items():
-        if not weight.layers or name.startswith(ENCODER):
-            found[name] = weight
-            continue
-        of_kind = layers_of[name.removeprefix(local_name(weight))]
-        found[name] = replace(weight, layers=tuple(layer for layer in of_kind if layer in set(weight.layers)))
-    return found
 
 
 def stacked_shape(weight: Weight) -> tuple[int, ...]:

@@ -173,7 +173,6 @@ def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> EngineLa
                 f"Plan for this model, or give its folder."
             )
     pool, stored = found.generate, found.stored.storage
-    kept = {dtype for _, dtype, _ in model.stored.matrices} if model.stored else set()
     return EngineLayout(
         pool.strategy,
         max(1, min(pool.num_engines, num_devices // pool.strategy.num_chips)),
@@ -181,7 +180,7 @@ def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> EngineLa
             options,
             max_len=options.max_len or min(found.service.max_len, model.max_positions),
             max_requests=options.max_requests or pool.batch_seqs,
-            weights=options.weights or ("" if kept == {stored.weights} else stored.weights),  # else made anew
+            weights=options.weights or stored.weights,
             # bf16 is planned where it is the weights' own
             cache_dtype=options.cache_dtype or stored.cache_dtype.removeprefix("bf16"),
         ),

@@ -11,8 +11,6 @@ from meshwright.core.digests import require_intact
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, adapted_model, base_folder, is_adapter, model_with_adapters
 from meshwright.nn.hf.beside import files_beside
-from meshwright.nn.hf.files import DTYPES, Tensors
-from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.gguf import as_folder, open_files
 from meshwright.nn.hf.tokenizer import CONFIG, GENERATION, TOKENIZER, end_tokens, read_tokenizer
 from meshwright.spec.hf.published import folder_weights
@@ -90,18 +88,10 @@ def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
     tokenizer = read_tokenizer(file) if file else None
     text = TokenizedText(tokenizer) if tokenizer else NumberedText()
     with open_files(base) as tensors:
-        dtype, weights = _dtype(model, tensors), folder_weights(model, base, tensors)
+        weights = folder_weights(model, base, tensors)
     model = replace(model, stored=weights.stored)
     ends = end_tokens(folder if (folder / GENERATION).is_file() else base, tokenizer)
-    return ModelFolder(folder, model, text, frozenset(ends), dtype, adapters, weights.notes(dtype))
-
-
-def _dtype(model: Model, tensors: Tensors) -> str:
-    """Returns the dtype of the first stored weight; a checkpoint without it is refused when its weights are read."""
-    first = next(stored_parts(model, tensors))
-    if first.tensor not in tensors:
-        return "fp32"
-    return "fp32" if tensors[first.tensor].dtype.itemsize == DTYPES["fp32"].itemsize else "bf16"
+    return ModelFolder(folder, model, text, frozenset(ends), weights.dtype, adapters, weights.notes)
 
 
 MOST_HELD = 8

@@ -12,12 +12,13 @@ import msgspec
 import numpy as np
 from jaxtyping import Array
 
+from meshwright.algebra.transformer import rows
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder
 from meshwright.masks.names import mask_named
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.nn.hf.weights import load_params
-from meshwright.nn.weights import Params, rows
+from meshwright.nn.weights import Params
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
 
 from meshwright.cost.formulas.accounting import forward_flops
 from meshwright.cost.work.ops import model_flops
@@ -288,6 +289,26 @@ def test_a_folder_of_quantised_weights(call, tmp_path):
     assert "folder" not in call("show", "llama3-8b", "--json").json
 
 
+def test_what_no_verb_would_read_is_shown(call, tmp_path):
+    """Parts that are missing, misshapen or not described; the figures are shown all the same."""
+    folder_of("fp8", tmp_path)
+    assert call("show", str(tmp_path), "--json").json["folder"]["refused"] == ""
+    file = tmp_path / "model.safetensors"
+    whole = load_file(file)
+    name = next(one for one in whole if one.endswith("up_proj.weight"))
+    stem = name.removesuffix(".weight")
+    for changed, words in (
+        ({name: whole[name][:-1]}, f"{name}: scales of shape"),
+        ({name: None, f"{stem}.weight_scale": None}, f"the checkpoint lacks {name}"),
+        ({f"{stem}.weight_scale": None}, f"{name} is stored in float8_e4m3fn without scales"),
+        ({"other": whole[name].clone()}, "the checkpoint has other, which"),
+    ):
+        save_file({key: value for key, value in (whole | changed).items() if value is not None}, file)
+        said = call("show", str(tmp_path))
+        assert f"refused by generate, serve and train: {words}" in said.words
+        assert "serving " in said.words
+
+
 def test_a_gguf_file(call, tmp_path):
     """A planned service reads it as it reads a folder; serving holds float32 only of float32."""
     model, path = MODELS["llama"], tmp_path / "llama.gguf"
@@ -297,6 +318,7 @@ def test_a_gguf_file(call, tmp_path):
         write_gguf(path, model, published(model, params), kind)
         found = call("show", str(path), "--json").json["folder"]
         assert (found["served_dtype"], found["served_bytes"]) == (dtype, width * count)
+        assert (found["method"], found["refused"]) == ("GGUF" if kind == Kind.Q8_0 else None, "")
     assert call("plan", str(path), "--serve", "--on", "v5e:1x1", "--prompt", "32", "--output", "16").code == 0
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
     call("show", str(path)).assert_refused(2, "is cut short")

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from meshwright.algebra.transformer import rows
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.hf.adapter import open_tensors
 from meshwright.nn.hf.weights import load_params
-from meshwright.nn.weights import rows
 from meshwright.spec.hf.published import quantisation_of
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.hf.write import config_from_model
@@ -308,7 +308,8 @@ def refused(**config):
 @pytest.mark.parametrize("method", ["bitsandbytes", "quanto", "torchao", "hqq", "aqlm", "eetq", "mxfp4", None, 3])
 def test_other_methods_are_refused_by_name(method):
     said = refused(quant_method=method, load_in_4bit=True)
-    assert said.startswith(f"toy: quantization_config is {method!r}. Only fp8, compressed-tensors, awq, gptq")
+    named = f"is {method!r}" if method else "names no quant_method"
+    assert said.startswith(f"toy: quantization_config {named}. Only fp8, compressed-tensors, awq, gptq")
     assert "or in bf16" in said
 
 
@@ -321,7 +322,9 @@ def test_other_methods_are_refused_by_name(method):
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format='marlin' are not read"),
         ({"quant_method": "gptq", "group_size": 0}, "group_size=0. Write a positive number"),
         ({"quant_method": "gptq", "dynamic": {"+:.*down.*": {"bits": 8}}}, "settings of its own for '+:.*down.*'"),
-        ({"quant_method": "fp8", "weight_block_size": 128}, "quantization_config of fp8 is not understood"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size=128. Write outputs and inputs"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size=[0, 128]. Write outputs"),
+        ({"weight_block_size": [8, 8]}, "quantization_config names no quant_method. Only fp8"),
         ({"quant_method": "compressed-tensors"}, "is not understood (KeyError('config_groups'))"),
         (
             {"config_groups": {}, "sparsity_config": {"format": "sparse-24-bitmask"}},

@@ -14,7 +14,10 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas import accounting
 from meshwright.cost.work.ops import token_flops
-from meshwright.nn.hf.files import open_checkpoint
+from meshwright.nn.hf.files import DTYPES
+from meshwright.nn.hf.format import checked_parts
+from meshwright.nn.hf.gguf import as_folder, open_files
+from meshwright.nn.hf.published import with_floats
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.spec.catalogue import entry, load_model, models
 from meshwright.spec.hf.gguf import is_gguf, stored_bytes
@@ -116,22 +119,23 @@ def model_facts(m: Model) -> dict[str, Any]:
 
 
 def _folder_facts(m: Model, folder: Path) -> dict[str, Any]:
-    """Returns the dtypes and bytes of a folder's tensors, and the bytes of the weights as they are served; training
-    reads them in the dtypes of its state."""
-    by_dtype: dict[str, int] = {}
-    if of_gguf := is_gguf(folder):
-        by_dtype, weights = stored_bytes(folder), folder_weights(m, folder)
-    else:
-        with open_checkpoint(folder) as tensors:
-            for tensor in tensors.values():
-                size = math.prod(tensor.shape) * tensor.dtype.itemsize
-                by_dtype[tensor.dtype.name] = by_dtype.get(tensor.dtype.name, 0) + size
-            weights = folder_weights(m, folder, tensors)
-    dtype = "fp32" if by_dtype.keys() in ({"float32"}, {"F32"}) else "bf16"
-    served = weight_bytes(replace(m, stored=weights.stored), "", width=int(DTYPE_BYTES[dtype]))
-    method = weights.quantisation.method if weights.quantisation else "GGUF" if of_gguf else None
-    return {"stored_bytes": by_dtype, "method": method, "served_dtype": dtype, "served_bytes": served,
-            "notes": list(weights.notes(dtype))}  # fmt: skip
+    """Returns the dtypes and bytes of a folder's tensors, the bytes of the weights as they are served, and why they are
+    refused, "" if they are not; training reads them in the dtypes of its state."""
+    by_dtype, refused = stored_bytes(folder) if (of_gguf := is_gguf(folder)) else {}, ""
+    with open_files(as_folder(folder)) as tensors:
+        for tensor in () if of_gguf else tensors.values():
+            size = math.prod(tensor.shape) * tensor.dtype.itemsize
+            by_dtype[tensor.dtype.name] = by_dtype.get(tensor.dtype.name, 0) + size
+        weights = folder_weights(m, folder, tensors)
+        try:
+            checked_parts(m, with_floats(tensors, weights.quantisation, DTYPES["bf16"]))
+        except InputError as error:
+            refused = str(error)
+    served = weight_bytes(replace(m, stored=weights.stored), "", width=int(DTYPE_BYTES[weights.dtype]))
+    method = "GGUF" if of_gguf and by_dtype.keys() - {"F32", "F16", "BF16"} else None
+    method = weights.quantisation.method if weights.quantisation else method
+    return {"stored_bytes": by_dtype, "method": method, "served_dtype": weights.dtype, "served_bytes": served,
+            "notes": list(weights.notes), "refused": refused}  # fmt: skip
 
 
 def _flops(m: Model, seq_len: int) -> dict[str, Any]:
@@ -260,6 +264,8 @@ def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
             "serving",
             f"{format_bytes(folder['served_bytes'])} of weights, in {folder['served_dtype']} where not kept narrow",
         )
+        if folder["refused"]:
+            yield Fact("refused", f"by generate, serve and train: {folder['refused']}")
         for note in folder["notes"]:
             yield Fact("", note)
         if method:

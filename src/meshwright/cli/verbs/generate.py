@@ -58,12 +58,7 @@ def command(given: Given) -> Answer:
 
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
     live = len(prompts) == 1 and given.form == "text"
-
-    def loaded(line: str) -> None:
-        say(line)
-        if live:
-            click.echo(prompts[0], nl=False)
-
+    ahead = iter(prompts)
     found = generate_text(
         given.what,
         prompts,
@@ -74,11 +69,11 @@ def command(given: Given) -> Answer:
             weights=given.weights,
             cache_dtype="" if given.cache_dtype == "auto" else given.cache_dtype,
         ),
-        on_text=(lambda row, text: click.echo(text, nl=False)) if live else None,
-        on_loaded=loaded,
+        on_text=(lambda row, text: click.echo(next(ahead, "") + text, nl=False)) if live else None,
+        on_loaded=say,
     )
     if live:
-        click.echo()
+        click.echo(next(ahead, ""))
     return answer(found, prompts, sampling, live=live)
 
 

@@ -15,11 +15,12 @@ from meshwright.cli.output import save_to, three_digits
 from meshwright.cli.verbs.plan_words import engine_lines, target_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, format_seconds, parse_count
+from meshwright.nn.hf.gguf import as_folder, open_files
 from meshwright.plan.serving.file import save_service, service_file
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
 from meshwright.plan.serving.service import Service, Speculation, parse_load, parse_target
-from meshwright.plan.serving.storing import stored_dtypes
+from meshwright.plan.serving.storing import STORED, stored_dtypes
 from meshwright.plan.why.setup_changes import changed_setting, parse_what_if
 from meshwright.plan.why.why_not_service import ServiceWhyNot, why_not_service
 from meshwright.report.answer import Answer, Fact, Heading, Paragraph, Piece, Table, TableColumns
@@ -79,10 +80,15 @@ def service_answer(given: Any) -> Answer:
     )
     weights, note = given.weights, ""
     if weights is None and (folder := weights_of(given.model)):
-        weights = folder_weights(model, Path(folder)).dtype or None
-        if weights in ("fp8", "fp4") and weights not in (cluster.chip.peak_flops or {}):
-            weights = None
-        note = f"weights in {weights}, as {given.model} stores them: --weights names others" if weights else ""
+        with open_files(path := as_folder(Path(folder))) as tensors:
+            found = folder_weights(model, path, tensors)
+        if found.dtype == "fp32":
+            note = "the folder is in float32, which serve keeps; this plan is in bf16: convert it with --dtype bf16"
+        if found.stored:
+            model, weights = msgspec.structs.replace(model, stored=found.stored), STORED
+            narrow = ", ".join(dict.fromkeys(dtype for _, dtype, _ in found.stored.matrices))
+            note = f"weights as {given.model} stores them: {narrow} with products in bf16. --weights names others"
+        note = "; ".join(filter(None, (note, *found.notes)))
     asked = (tuple(map(str.strip, text.split(","))) if text is not None else () for text in (weights, given.kv))
     stored = stored_dtypes(*asked, chip=cluster.chip)
     setting = service_setting(model, cluster, rates_for(cluster, given.calibration, fitted=True))

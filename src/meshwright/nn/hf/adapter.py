@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from meshwright.algebra.transformer import rows
 from meshwright.core.digests import require_intact
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import read_json
@@ -20,7 +21,6 @@ from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.gguf import as_folder, open_files
 from meshwright.nn.hf.published import with_floats
 from meshwright.nn.hf.tokenizer import CONFIG
-from meshwright.nn.weights import rows
 from meshwright.spec.hf.published import Quantisation, quantisation_of
 from meshwright.spec.model import LORA_TARGETS, Lora, Model
 from meshwright.spec.weights import adapted, frozen_base, weight_table

@@ -8,17 +8,21 @@ other or interleaved, experts one by one or stacked) is such a box.
 
 import math
 from collections.abc import Callable, Collection, Iterator
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.algebra.transformer import local_name
-from meshwright.nn.hf.files import Tensors
-from meshwright.nn.weights import rows
+from meshwright.algebra.transformer import local_name, rows
+from meshwright.core.errors import InputError
+from meshwright.nn.hf.files import Tensor, Tensors
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, weight_table
 
 Box = tuple[slice, ...]
+
+
+ROWS_AT_ONCE = 4096
 
 
 class StoredDim(NamedTuple):
@@ -159,3 +163,70 @@ def _stored_order(
         model.family == "gpt_oss" and weight.part == "experts"
     )
     return (inputs, outputs) if as_written else (outputs, inputs)
+
+
+# -- what a checkpoint must have ----------------------------------------------------------------------
+
+
+def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
+    """Returns the stored parts by variable and leading indices; raises InputError as `load_params` does."""
+    found: dict[str, dict[tuple[int, ...], StoredPart]] = {}
+    for place in stored_parts(model, tensors):
+        if place.tensor not in tensors:
+            forms = ("_blocks", "_scale_inv", ".qweight", ".SCB")
+            if quantised := next((name for name in tensors if name.endswith(forms)), ""):
+                raise InputError(f"the checkpoint is quantised (it has {quantised}). Give one in bf16, fp16 or fp32.")
+            raise InputError(f"the checkpoint lacks {place.tensor} ({place.variable}). Give one made for this model.")
+        shape = tuple(tensors[place.tensor].shape)
+        if shape != place.shape:
+            needed = f"{model.name} needs {place.shape}. Give the config of these weights."
+            raise InputError(f"{place.tensor} has shape {shape}; {needed}")
+        found.setdefault(place.variable, {})[place.leading] = place
+    _require_all_used(model, tensors, {place.tensor for places in found.values() for place in places.values()})
+    return found
+
+
+IGNORED = ("*.rotary_emb.*inv_freq", "*.e_score_correction_bias")
+"""Tensors that follow from the config, and corrections of routers, which only models with sigmoid routers read."""
+IGNORED_OF = {
+    "gpt2": ("*.attn.bias", "*.attn.masked_bias"),  # the causal mask
+    "gemma3": ("*vision_tower.*", "*multi_modal_projector.*"),
+    "deepseek_v3": ("model.layers.{num_layers}.*",),  # its multi-token prediction layer, if it is not asked for
+}
+"""Tensors of a family that are not weights of its decoder."""
+
+
+def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
+    """Raises InputError for a tensor that the model lacks, or a tied unembedding unlike the embedding."""
+    ignored = [form.format(num_layers=model.num_layers) for form in (*IGNORED, *IGNORED_OF.get(model.family, ()))]
+    copies = {name: variable for variable, name in mtp_copies(model).items()}
+    for name in tensors.keys() - used:
+        is_tied = name.endswith("lm_head.weight") and model.tied_embeddings
+        if variable := "embed" if is_tied else copies.get(name):
+            source = next(place.tensor for place in stored_parts(model, tensors) if place.variable == variable)
+            if not _equal(tensors[name], tensors[source]):
+                advice = "Set tie_word_embeddings to false" if is_tied else "Leave mtp_weight out, or that layer"
+                raise InputError(f"{name} differs from {source}, to which the config ties it. {advice}.")
+            continue
+        box = tuple(slice(0, size) for size in tensors[name].shape)
+        is_zero = name.endswith(".bias") and not tensors[name][box].any()  # AutoGPTQ writes such beside every matrix
+        if not (is_zero or any(fnmatchcase(name, form) for form in ignored)):
+            raise InputError(f"the checkpoint has {name}, which {model.name} has no place for. Give its own config.")
+
+
+def mtp_copies(model: Model) -> dict[str, str]:
+    """Maps embedding and head to their copies, as published, in the layer for tokens after the next."""
+    names = {"embed": "embed_tokens", "unembed": "shared_head.head"}
+    return {
+        v: f"{model.weights_prefix}layers.{at}.{name}.weight" for at in model.mtp_layers for v, name in names.items()
+    }
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors are equal; they are read some rows at a time."""
+    if tuple(one.shape) != tuple(other.shape):
+        return False
+    rows, width = one.shape
+    starts = range(0, rows, ROWS_AT_ONCE)
+    boxes = ((slice(at, min(at + ROWS_AT_ONCE, rows)), slice(0, width)) for at in starts)
+    return all(np.array_equal(one[box], other[box]) for box in boxes)

@@ -174,6 +174,8 @@ class PublishedMatrix:
         exponents = scale.dtype == np.uint8
         wide = np.ldexp(np.float32(1), scale.astype(np.int32) - _SCALE_BIAS) if exponents else scale.astype(np.float32)
         wide = wide / _whole(overall).astype(np.float32).reshape(()) if overall is not None else wide
+        if not np.isfinite(wide).all():
+            raise InputError(f"{self.name} has scales that are not finite numbers. Fetch its files again.")
         return (wide.T if self.transposed else wide).reshape(self.num_groups)
 
     def zero_points(self) -> np.ndarray:

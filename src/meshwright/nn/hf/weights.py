@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,25 +17,23 @@ from msgspec.structs import replace
 
 from meshwright.algebra.generation import quantised_weights
 from meshwright.algebra.program import Variable
-from meshwright.algebra.transformer import local_name
+from meshwright.algebra.transformer import local_name, rows
 from meshwright.core.digests import write_sums
-from meshwright.core.errors import InputError
 from meshwright.core.files import read_json, write_json_whole
 from meshwright.core.host_memory import returning_freed_memory
 from meshwright.nn import quantisation
 from meshwright.nn.hf.adapter import ADAPTER_CONFIG, ADAPTER_MODEL, adapter_config, base_folder, open_tensors
-from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensor, Tensors, write_checkpoint, write_file
-from meshwright.nn.hf.format import Box, StoredPart, stored_parts
+from meshwright.nn.hf.files import DTYPES, INDEX, Entry, Tensors, write_checkpoint, write_file
+from meshwright.nn.hf.format import Box, StoredPart, checked_parts, mtp_copies, stored_parts
 from meshwright.nn.hf.published import KeptPart, PublishedMatrix
 from meshwright.nn.hf.tokenizer import CONFIG
-from meshwright.nn.weights import STORED_DTYPES, Params, param_shapes, rows, stacked_shape
+from meshwright.nn.weights import STORED_DTYPES, Params, param_shapes, stacked_shape
 from meshwright.spec.hf.write import TOKEN_KEYS, config_from_model, text_model
 from meshwright.spec.model import Model
 from meshwright.spec.weights import Weight, adapted, frozen_base
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Maximum size of one file of weights, as in transformers."""
-ROWS_AT_ONCE = 4096
 
 Fetch = Callable[[str, tuple[int, ...]], np.ndarray]
 """(variable, leading indices) -> one layer, or one expert of one layer, on the host."""
@@ -114,73 +111,6 @@ def _kept_parts(
         values.name: {at: KeptPart(part, steps, False, group) for at, part in parts.items()},
         scale.name: {at: KeptPart(part, of_scales, True) for at, part in parts.items()},
     }
-
-
-def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
-    """Returns the stored parts by variable and leading indices; raises InputError as `load_params` does."""
-    found: dict[str, dict[tuple[int, ...], StoredPart]] = {}
-    for place in stored_parts(model, tensors):
-        if place.tensor not in tensors:
-            forms = ("_blocks", "_scale_inv", ".qweight", ".SCB")
-            if quantised := next((name for name in tensors if name.endswith(forms)), ""):
-                raise InputError(f"the checkpoint is quantised (it has {quantised}). Give one in bf16, fp16 or fp32.")
-            raise InputError(f"the checkpoint lacks {place.tensor} ({place.variable}). Give one made for this model.")
-        shape = tuple(tensors[place.tensor].shape)
-        if shape != place.shape:
-            needed = f"{model.name} needs {place.shape}. Give the config of these weights."
-            raise InputError(f"{place.tensor} has shape {shape}; {needed}")
-        found.setdefault(place.variable, {})[place.leading] = place
-    _require_all_used(model, tensors, {place.tensor for places in found.values() for place in places.values()})
-    return found
-
-
-IGNORED = ("*.rotary_emb.*inv_freq", "*.e_score_correction_bias")
-"""Tensors that follow from the config, and corrections of routers, which only models with sigmoid routers read."""
-IGNORED_OF = {
-    "gpt2": ("*.attn.bias", "*.attn.masked_bias"),  # the causal mask
-    "gemma3": ("*vision_tower.*", "*multi_modal_projector.*"),
-    "deepseek_v3": ("model.layers.{num_layers}.*",),  # its multi-token prediction layer, if it is not asked for
-}
-"""Tensors of a family that are not weights of its decoder."""
-
-
-def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
-    """Raises InputError for a tensor that the model lacks, or a tied unembedding unlike the embedding."""
-    ignored = [form.format(num_layers=model.num_layers) for form in (*IGNORED, *IGNORED_OF.get(model.family, ()))]
-    copies = {name: variable for variable, name in _mtp_copies(model).items()}
-    for name in tensors.keys() - used:
-        is_tied = name.endswith("lm_head.weight") and model.tied_embeddings
-        if variable := "embed" if is_tied else copies.get(name):
-            source = next(place.tensor for place in stored_parts(model, tensors) if place.variable == variable)
-            if not _equal(tensors[name], tensors[source]):
-                advice = "Set tie_word_embeddings to false" if is_tied else "Leave mtp_weight out, or that layer"
-                raise InputError(f"{name} differs from {source}, to which the config ties it. {advice}.")
-        elif not any(fnmatchcase(name, form) for form in ignored) and not _is_zero_bias(name, tensors):
-            raise InputError(f"the checkpoint has {name}, which {model.name} has no place for. Give its own config.")
-
-
-def _is_zero_bias(name: str, tensors: Tensors) -> bool:
-    """True for a bias of zeros, which AutoGPTQ writes beside every matrix."""
-    matrix, bias = tensors.get(f"{name.removesuffix('bias')}weight"), tensors[name]
-    return isinstance(matrix, PublishedMatrix) and name.endswith(".bias") and not bias[(slice(0, bias.shape[0]),)].any()
-
-
-def _mtp_copies(model: Model) -> dict[str, str]:
-    """Maps embedding and head to their copies, as published, in the layer for tokens after the next."""
-    names = {"embed": "embed_tokens", "unembed": "shared_head.head"}
-    return {
-        v: f"{model.weights_prefix}layers.{at}.{name}.weight" for at in model.mtp_layers for v, name in names.items()
-    }
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """True if two tensors are equal; they are read some rows at a time."""
-    if tuple(one.shape) != tuple(other.shape):
-        return False
-    rows, width = one.shape
-    starts = range(0, rows, ROWS_AT_ONCE)
-    boxes = ((slice(at, min(at + ROWS_AT_ONCE, rows)), slice(0, width)) for at in starts)
-    return all(np.array_equal(one[box], other[box]) for box in boxes)
 
 
 def _array(
@@ -343,7 +273,7 @@ def merged(model: Model, fetch: Fetch) -> Fetch:
 def hf_entries(model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype]) -> Iterator[Entry]:
     """Yields every tensor of the published layout whose variables are in ``dtypes``; values are made when written."""
     parts: dict[str, list[StoredPart]] = {}
-    copies = _mtp_copies(model)
+    copies = mtp_copies(model)
     for place in stored_parts(model):
         if place.variable in dtypes:
             parts.setdefault(place.tensor, []).append(place)

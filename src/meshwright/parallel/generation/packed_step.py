@@ -26,13 +26,13 @@ from meshwright.algebra.generation import (
 )
 from meshwright.algebra.notation import check
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
-from meshwright.algebra.transformer import weight_variables
+from meshwright.algebra.transformer import rows, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import checked
 from meshwright.nn.attention.platform import platform_of
 from meshwright.nn.contract import FLOATS
 from meshwright.nn.hf.weights import OutputsFirst
-from meshwright.nn.weights import Params, rows
+from meshwright.nn.weights import Params
 from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
 from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.parallel.mesh import compiler_options, device_mesh, lower, partition_spec, shardings, strategy_mesh

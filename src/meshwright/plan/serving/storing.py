@@ -10,7 +10,11 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.spec.chip import Chip
 from meshwright.spec.strategy import Precision
 
-WEIGHT_DTYPES: dict[str, Precision | Literal[""]] = {"bf16": "", "int8": "", "fp8": "fp8", "int4": "", "fp4": "fp4"}
+STORED = "stored"
+"""Weights as a model's folder stores them (`Model.stored`), where that is not in 16 or 32 bits."""
+
+WEIGHT_DTYPES: dict[str, Precision | Literal[""]]
+WEIGHT_DTYPES = {"bf16": "", STORED: "", "int8": "", "fp8": "fp8", "int4": "", "fp4": "fp4"}
 """Dtype of stored weights -> dtype of their products, "" for that of the state: integers are widened."""
 
 SERVED_CACHES: tuple[str, ...] = ("bf16", "fp8", "int8")
@@ -31,7 +35,7 @@ class StoredDtypes(msgspec.Struct, frozen=True):
     @property
     def storage(self) -> Storage:
         """How generation stores these."""
-        weights = "" if self.weights == "bf16" else self.weights
+        weights = "" if self.weights in ("bf16", STORED) else self.weights
         return Storage(cache_dtype=self.cache, weights=weights)  # type: ignore[arg-type]
 
     @property

@@ -84,9 +84,10 @@ def quantisation_of(keys: Mapping[str, Any], *, family: str, what: str) -> Quant
     method = table.get("quant_method", "compressed-tensors" if "config_groups" in table else None)
     reader = _READERS.get(method) if isinstance(method, str) and isinstance(given, Mapping) else None
     if reader is None or (method == "mxfp4" and family != "gpt_oss"):
+        named = f"is {method!r}" if method else "names no quant_method"
         raise InputError(
-            f"{what}: quantization_config is {method!r}. Only {', '.join(_READERS)} (of gpt_oss) is known here. Give "
-            f"the weights in one of these or in bf16, or remove it to plan the shapes alone."
+            f"{what}: quantization_config {named}. Only {', '.join(_READERS)} (of gpt_oss) is known here. Give the "
+            f"weights in one of these or in bf16, or take quantization_config out to plan the shapes alone."
         )
     try:
         return reader(table)
@@ -110,6 +111,14 @@ def _inputs(given: Mapping[str, Any], default: int) -> int:
     return 0 if size in (None, -1) else int(size)
 
 
+def _block(given: Mapping[str, Any], key: str) -> tuple[int, int]:
+    """Returns the outputs and inputs of a block."""
+    found = given[key]
+    if not isinstance(found, list) or len(found) != 2 or not all(type(one) is int and one > 0 for one in found):
+        raise InputError(f"quantization_config has {key}={found!r}. Write outputs and inputs of a block: [128, 128].")
+    return found[0], found[1]
+
+
 def _require(given: Mapping[str, Any], forms: tuple[str, ...], *keys: str) -> None:
     """Raises CannotRunError for a layout of weights, or of their scales, that is not in ``forms``."""
     for key in keys:
@@ -122,7 +131,7 @@ _ACTIVATIONS = "activations in {} are not executed: they stay in the model's dty
 
 
 def _fp8(given: Mapping[str, Any]) -> Quantisation:
-    outputs, inputs = map(int, given.get("weight_block_size") or (0, 0))
+    outputs, inputs = _block(given, "weight_block_size") if given.get("weight_block_size") else (0, 0)
     scheme = Scheme(dtype="fp8", outputs=outputs, inputs=inputs)
     plain = ("lm_head", *(given.get("modules_to_not_convert") or ()))
     notes = (_ACTIVATIONS.format("fp8"),)
@@ -185,7 +194,7 @@ def _scheme(weights: Mapping[str, Any]) -> Scheme:
     strategy = weights.get("strategy") or ("group" if size else "tensor")
     outputs = 0 if strategy == "tensor" else 1
     if strategy == "block":
-        outputs, size = map(int, weights["block_structure"])
+        outputs, size = _block(weights, "block_structure")
     elif "group" not in strategy:
         size = 0
     elif not size:
@@ -238,32 +247,31 @@ def stored_matrices(
 
 
 class FolderWeights(NamedTuple):
-    """What a folder's config says of its weights: how they are quantised, the matrices that generation keeps so, and
-    the numbers of parameters that it widens, by dtype and reason."""
+    """What a folder says of its weights: the dtype of those that are not narrow, how the others are quantised, the
+    matrices that generation keeps so, and the numbers of parameters that it widens, by dtype and reason."""
 
+    dtype: Literal["bf16", "fp32"] = "bf16"
     quantisation: Quantisation | None = None
     stored: StoredMatrices | None = None
     wide: Mapping[tuple[str, str], int] = {}
 
-    def notes(self, dtype: str) -> tuple[str, ...]:
-        """Returns lines on what is not used, and on what is widened to ``dtype``."""
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Lines on what is not used, and on what is widened."""
         why = (
-            f"the {narrow} weights have {why}, for which there is no kernel: served in {dtype}, "
-            f"{format_bytes(count * DTYPE_BYTES[dtype])}"
+            f"the {narrow} weights have {why}, for which there is no kernel: served in {self.dtype}, "
+            f"{format_bytes(count * DTYPE_BYTES[self.dtype])}"
             for (narrow, why), count in self.wide.items()
         )
         return (*(self.quantisation.notes if self.quantisation else ()), *why)
 
-    @property
-    def dtype(self) -> str:
-        """The dtype of all matrices that are kept narrow; "" if there are none, or several."""
-        found = {dtype for _, dtype, _ in self.stored.matrices} if self.stored else set()
-        return found.pop() if len(found) == 1 and not self.wide else ""
 
-
-def folder_weights(model: Model, folder: Path, names: Collection[str] = ()) -> FolderWeights:
-    """Reads the config.json of a folder, not of GGUF files, with ``names`` of tensors, see `stored_matrices`."""
-    file, base = folder / "config.json", replace(model, lora=None)
-    keys = {} if is_gguf(folder) else read_json(file, "Give the folder of a model.")
+def folder_weights(model: Model, folder: Path, tensors: Mapping[str, Any]) -> FolderWeights:
+    """Reads the config.json of a folder, not of GGUF files, beside its ``tensors``, see `stored_matrices`: they are
+    served in float32 where none is in 16 bits."""
+    file, base, of_gguf = folder / "config.json", replace(model, lora=None), is_gguf(folder)
+    keys = {} if of_gguf else read_json(file, "Give the folder of a model.")
     found = quantisation_of(keys, family=model.family, what=str(file))
-    return FolderWeights(found, *stored_matrices(base, found, names)) if found else FolderWeights()
+    names = {one.dtype.name for one in tensors.values()}
+    dtype: Any = "fp32" if "float32" in names and not names & {"bfloat16", "float16"} else "bf16"
+    return FolderWeights(dtype, found, *(stored_matrices(base, found, tensors) if found else ()))

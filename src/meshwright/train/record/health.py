@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import KeyPath
 from jaxtyping import Array
 
-from meshwright.nn.weights import rows
+from meshwright.algebra.transformer import rows
 from meshwright.parallel.optimizer import weight_of
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.model import Model
