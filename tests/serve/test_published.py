@@ -50,7 +50,7 @@ PLAIN = ("embed", "final_norm", "attn_norm", "mlp_norm")
 def logits_after(folder, tokens, axes=None, weights="as they are"):
     """Returns the logits after a prompt as generation computes them, and the weights on its devices."""
     source = open_model(folder)
-    source = source if weights == "as they are" else source.wide()
+    source = source if weights == "as they are" else source.served(weights, "tpu")
     mesh = make_mesh(axes or {})
     step = GenerateStep(
         source.model, Strategy(mesh=mesh, state="fp32"), max_len=16, batch_seqs=2, cache_dtype="fp32", weights=weights
@@ -149,6 +149,9 @@ def test_an_engine_serves_it_and_says_what_is_widened(form, tmp_path):
     opened = open_engine(tmp_path, options, in_background=False)
     said = [line for line in opened.lines if "no kernel" in line]
     assert [line.startswith(WIDE.get(form, "?")) for line in said] == [True] * (form in WIDE)
+    # a CPU would widen int4 in every step
+    assert ("CPUs have no products of narrow weights: served in fp32" in opened.lines) == (form in KEPT)
+    assert all(one.dtype.itemsize > 1 for one in jax.tree.leaves(opened.engine._params))
     prompt = [3, 7, 1, 5]
     (outputs,) = opened.engine.run([TokenRequest(prompt=tuple(prompt), max_tokens=4)])
     tokens = [one.token for one in outputs if one.token is not None]

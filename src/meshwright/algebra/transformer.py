@@ -261,10 +261,8 @@ def _repeats(names: tuple[str, ...], length: int) -> int:
 
 
 def rows(model: Model) -> dict[str, Weight]:
-    """Returns, for each weight of the program, its row of the weight table, with the layers of that variable only.
-
-    Tied weights appear once.
-    """
+    """Returns, for each weight of the program (tied ones appear once), its row of the weight table, with the layers of
+    that variable only."""
     layers_of = {kind.suffix: kind.layers for kind in layer_kinds(model)}
     found = {}
     for name, (weight, _) in weight_variables(model).items():

@@ -177,6 +177,7 @@ def _loaded(
     say: Callable[[str], None],
 ) -> tuple["GenerateStep", dict[str, Any]]:
     """Returns the step for these prompts, and the weights on its devices."""
+    import jax
     import jax.numpy as jnp
 
     from meshwright.nn.hf.weights import load_params
@@ -185,7 +186,7 @@ def _loaded(
     from meshwright.serve.offline.generate import require_prompts
 
     keep_compiled_programs(cache_folder())
-    source = source if options.weights == "as they are" else source.wide()
+    source = source.served("" if options.weights == "as they are" else options.weights, jax.default_backend())
     longest, there, more = max(map(len, prompts)), source.model.max_positions, options.max_tokens
     if longest + more > there:  # beyond its positions the model would not write text
         raise InputError(

@@ -62,9 +62,13 @@ class ModelFolder(NamedTuple):
     adapters: Mapping[str, Path] = {}
     notes: tuple[str, ...] = ()
 
-    def wide(self) -> "ModelFolder":
-        """Returns the same folder, of which every weight is widened as it is loaded."""
-        return self._replace(model=replace(self.model, stored=None), notes=())
+    def served(self, weights: str, platform: str) -> "ModelFolder":
+        """Returns the folder as it is loaded. Every weight is widened if ``weights`` of another dtype are made of them,
+        and on CPUs, whose products would widen narrow ones in every step."""
+        if not weights and not (self.model.stored and platform == "cpu"):
+            return self
+        notes = () if weights else (*self.notes, f"CPUs have no products of narrow weights: served in {self.dtype}")
+        return self._replace(model=replace(self.model, stored=None), notes=notes)
 
 
 def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:

@@ -63,8 +63,8 @@ def open_engine(
     layout = engine_layout(source, options, devices)
     options, strategy = layout.options, layout.strategy
     draft = None if options.draft in ("", NGRAM) else _draft_model(Path(options.draft), source.model)
-    if options.weights:
-        source, draft = source.wide(), draft and draft.wide()
+    source = source.served(options.weights, devices[0].platform)
+    draft = draft and draft.served(options.weights, devices[0].platform)
     storage = _storage(source, draft, options)
     found = _pages(source.model, draft, layout, storage)
     limits = SchedulerLimits(

@@ -86,7 +86,6 @@ def bulk(given: Given) -> Answer:
 
     read_lines(given.prompt_file)  # what cannot be read is said before anything compiles
     opened = open_given(given)
-
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
     usual, said, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out
     assert out is not None
