@@ -2,6 +2,7 @@
 
 import pytest
 
+from meshwright.api.compiling import target_mesh
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
@@ -14,7 +15,6 @@ from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, make_mesh
-from meshwright.verify.compiling import target_mesh
 from meshwright.verify.overlap import compare_overlap
 from tests.verify.compiled import no_cache, proof_of, request_for
 from tests.verify.test_aot import SMALL

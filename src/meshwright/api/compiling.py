@@ -1,26 +1,31 @@
-"""The process that compiles for `verify`: ``python -m meshwright.api.compiling FOLDER``."""
+"""Lowers and compiles a step for `verify` in a process of its own: ``python -m meshwright.api.compiling FOLDER``.
+
+It writes to the folder: ``options.json`` has the options of the compiler. ``lowered`` appears once the step has been
+traced: every sharded dim divides, every type agrees. ``memory.json``, ``module.hlo`` and ``error.json`` follow.
+"""
 
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import msgspec
+from jax.experimental import topologies
+from jax.sharding import Mesh
 
-from meshwright.core.errors import UserError
-from meshwright.core.files import write_json_whole
+from meshwright.core.errors import InputError, UserError
+from meshwright.core.files import write_json_whole, write_text_whole
 from meshwright.cost.setting import Setting
+from meshwright.parallel.mesh import abstract_mesh, device_mesh, in_order
 from meshwright.spec.strategy import Form, Strategy
-from meshwright.verify.request import ERROR, REQUEST, Request
+from meshwright.verify.request import ERROR, LOWERED, MEMORY, MODULE, OPTIONS, REQUEST, Memory, Request
 
 
 def main(folder: Path) -> int:
     """Compiles the request in the folder. Returns the exit code: 0, or 1 after an error, written to ``error.json``."""
-    from meshwright.verify.compiling import compile_request
-
     try:
-        request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
-        compile_request(request, folder, _step)
+        compile_request(msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request), folder)
     except Exception as error:
         kind = "plan" if isinstance(error, UserError) else type(error).__name__
         write_json_whole(folder / ERROR, {"kind": kind, "message": str(error)})
@@ -28,11 +33,51 @@ def main(folder: Path) -> int:
     return 0
 
 
-def _step(request: Request, mesh: Any) -> tuple[Any, tuple[int, ...]]:
-    """Returns the real step of a request and the sizes of its inputs."""
-    job = request.setting.job
+def compile_request(request: Request, folder: Path) -> None:
+    """Lowers the real step and, unless the depth is "lower", compiles it; writes each result to ``folder`` at once."""
+    only_lower, job = request.depth == "lower", request.setting.job
+    mesh = abstract_mesh(request.strategy.mesh) if only_lower else target_mesh(request)
     step = step_of(request.setting, request.strategy, request.settings, mesh=mesh, form=request.form)
-    return step, (job.batch_seqs, job.seq_len) if job.trains else (job.seq_len if job.kind == "prefill" else 0,)
+    sizes = (job.batch_seqs, job.seq_len) if job.trains else (job.seq_len if job.kind == "prefill" else 0,)
+    write_json_whole(folder / OPTIONS, step.compiler)
+    lowered = step.lower(*sizes, platform=request.target.platform if only_lower else "")
+    (folder / LOWERED).touch()
+    if only_lower:
+        return
+    compiled = lowered.compile()
+    found: Any = compiled.memory_analysis()
+    memory = Memory(
+        arguments=found.argument_size_in_bytes,
+        temporaries=found.temp_size_in_bytes,
+        outputs=max(0, found.output_size_in_bytes - found.alias_size_in_bytes),
+        peak=found.peak_memory_in_bytes,
+    )
+    if request.target.platform == "cpu":
+        # the other compilers dump the text; some of libtpu's programs cannot be printed after compilation
+        write_text_whole(folder / MODULE, compiled.as_text() or "")
+    write_json_whole(folder / MEMORY, memory)
+
+
+def target_mesh(request: Request) -> Mesh:
+    """Makes the mesh over the devices of the target, in the order of the plan's placement.
+
+    Only those of a CPU are there. Raises InputError for another number of chips of TPUs than the plan's.
+    """
+    target = request.target
+    if target.platform == "cpu":
+        devices = list(jax.devices("cpu"))
+    else:
+        options = {name: tuple(v) if isinstance(v, list) else v for name, v in target.options.items()}
+        found = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
+        devices = list(found.devices)
+    chips = in_order(devices) if target.platform == "tpu" else sorted(devices, key=lambda device: device.id)
+    if target.platform == "tpu" and len(chips) != target.num_devices:
+        raise InputError(
+            f"{target.topology} has {len(chips)} chips, but the plan has {target.num_devices}. Name the cluster with "
+            f"its shape, such as v5p:4x4x8."
+        )
+    placed = [chips[number] for number in request.order] if request.order else chips
+    return device_mesh(request.strategy.mesh, placed)
 
 
 def step_of(

@@ -2,7 +2,7 @@
 
 from meshwright.accuracy.errors import Comparison
 from meshwright.report.figure import PALETTE, save
-from meshwright.report.plans.accuracy import BAND, SHAPES, accuracy_figure
+from meshwright.report.plans.measured import BAND, SHAPES, accuracy_figure
 from tests.charts import marks
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.report.figure import save
-from meshwright.report.plans.loss import loss_figure
+from meshwright.report.plans.measured import loss_figure
 from tests.charts import marks
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.report.plans.services import WHOLE, services_figure
+from meshwright.report.plans.pareto import WHOLE, services_figure
 from tests.charts import marks, panels, texts
 
 CURVES = {"bf16": [(10.0, 5.0), (20.0, 50.0)], "int8": [(5.0, 8.0), (18.0, 90.0)]}

@@ -91,7 +91,7 @@ def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
     from meshwright.report.arrays.sharding import sharding_figure
     from meshwright.report.bars import memory_figure, step_breakdown_figure
     from meshwright.report.figure import save
-    from meshwright.report.plans.loss import loss_figure
+    from meshwright.report.plans.measured import loss_figure
 
     tokens = [chosen.job.tokens_per_step * (i + 1) for i in range(len(result.losses))]
     rates = chosen.calibration.describe()

@@ -96,7 +96,7 @@ SHOWN_OF_WORST = ("measured", "predicted", "error")
 
 
 def _figure(found: Accuracy, how: str) -> Any:
-    from meshwright.report.plans.accuracy import accuracy_figure
+    from meshwright.report.plans.measured import accuracy_figure
 
     at = found.summary()
     if not at.n:

@@ -25,7 +25,7 @@ from meshwright.plan.why.setup_changes import changed_setting, parse_what_if
 from meshwright.plan.why.why_not_service import ServiceWhyNot, why_not_service
 from meshwright.report.answer import Answer, Fact, Heading, Paragraph, Piece, Table, TableColumns
 from meshwright.report.figure import Figure
-from meshwright.report.plans.services import services_figure
+from meshwright.report.plans.pareto import services_figure
 from meshwright.report.plans.timeline import slots_figure
 from meshwright.simulate.service import service_targets, service_traffic, simulate_service
 from meshwright.spec.catalogue import load_model, weights_of

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.algebra.generation import CacheDtype, Storage, WeightStorage
-from meshwright.api.compiling import step_of
 from meshwright.api.running import require_devices
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, storage_of
 from meshwright.cli.output import or_dash, say
@@ -63,6 +62,7 @@ def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: in
     folder.mkdir(parents=True, exist_ok=True)
     import jax
 
+    from meshwright.api.compiling import step_of
     from meshwright.api.served_step import ServedDecode
     from meshwright.parallel.processes import is_first
     from meshwright.profile.run import record_steps, warmup_steps
