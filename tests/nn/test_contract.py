@@ -1,9 +1,11 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.nn.contract import contract
+from meshwright.nn.contract import Turned, contract
 from tests.nn.arrays import close
 
 SIZES = dict(zip("abcdefghi", (2, 3, 5, 4, 7, 6, 8, 3, 1), strict=True))
@@ -115,3 +117,20 @@ def test_few_rows_of_bfloat16_widen_no_weight(rows, weight, turned):
     equation = f"ab,{weight[::-1] if turned else weight}->ac"
     program = jax.jit(lambda x, w: contract(equation, x, w.T if turned else w)).lower(x, w).compile()
     assert program.memory_analysis().temp_size_in_bytes < w.nbytes
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_few_rows_are_the_right_factor_of_a_matrix_with_outputs_first(rows, dtype):
+    """XLA packs that factor: a weight there would be packed anew in every step. Tables of tied heads are such too."""
+    rng = np.random.default_rng(rows)
+    lhs, weight = (jnp.asarray(rng.normal(size=sizes), dtype) for sizes in ((rows, 4, 16), (4, 16, 3, 32)))
+    turned = Turned(jnp.moveaxis(weight, (2, 3), (0, 1)), 2)
+    expected = np.einsum("rnh,nhke->rke", *(np.asarray(x, np.float64) for x in (lhs, weight)))
+    close(contract("rnh,nhke->rke", lhs, turned, dtype=jnp.float32), expected, 1e-6)
+    close(contract("rnh,kenh->rke", lhs, turned.array, dtype=jnp.float32), expected, 1e-6)
+    np.testing.assert_array_equal(turned.plain, weight)
+    program = jax.jit(lambda x, w: contract("rnh,nhke->rke", x, Turned(w, 2))).lower(lhs, turned.array).compile()
+    found = re.findall(r"f32\[([\d,]+)\]\S* dot\(", program.as_text())
+    if rows > 1:
+        assert [sizes.removeprefix("1,") for sizes in found] == [f"96,{rows}"]

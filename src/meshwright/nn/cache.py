@@ -136,11 +136,10 @@ def write_position(
 def _by_head(index: tuple[Any, ...], values: Array, dtype: Any) -> tuple[Any, ...]:
     """Returns the index of slots for values[R, ...], with heads where they are outside of slots on a TPU, as
     `cache_layout` says: written one by one, else XLA copies the whole array."""
-    heads, scales = values.shape[1], values.ndim == 2
-    few = LANES // 2 if scales else 4 // dtype.itemsize
-    if default_platform() != "tpu" or not (not scales) < heads < few:
+    few = LANES // 2 if values.ndim == 2 else 4 // dtype.itemsize
+    if default_platform() != "tpu" or not (values.ndim != 2) < values.shape[1] < few:
         return index
-    return (*(one[:, None] for one in index), jnp.arange(heads)[None])
+    return (*(one[:, None] for one in index), jnp.arange(values.shape[1])[None])
 
 
 def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"], axes: tuple[str, ...] = ()) -> LayerCache:

@@ -7,6 +7,7 @@ bfloat16, and as a rule none if it is float32. On other platforms XLA's own choi
 """
 
 import math
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,12 +17,33 @@ from jaxtyping import Array
 from meshwright.nn.attention.platform import default_platform
 
 
-def contract(equation: str, lhs: Array, rhs: Array, *, dtype: DTypeLike | None = None) -> Array:
+@dataclass(frozen=True)
+class Turned:
+    """A weight of which the first dims, ``inputs`` of them, are the last ones of its ``array`` in memory."""
+
+    array: Array
+    inputs: int
+
+    @property
+    def plain(self) -> Array:
+        return jnp.moveaxis(self.array, range(-self.inputs, 0), range(self.inputs))
+
+
+def contract(equation: str, lhs: Array, rhs: Array | Turned, *, dtype: DTypeLike | None = None) -> Array:
     """Returns `jnp.einsum` of two arrays; the result and its sums have ``dtype``, by default the operands' own."""
     factors, out = equation.split("->")
     left, right = factors.split(",")
+    if isinstance(rhs, Turned):
+        right, rhs = right[rhs.inputs :] + right[: rhs.inputs], rhs.array
+        equation = f"{left},{right}->{out}"
     shared = "".join(c for c in left if c in right)
     batch = "".join(c for c in shared if c in out)
+    own, new = left.removesuffix(shared), right.removesuffix(shared)
+    if own and new and (own + shared, new + shared, own + new) == (left, right, out) and default_platform() == "cpu":
+        rows, width = math.prod(lhs.shape[: len(own)]), math.prod(lhs.shape[len(own) :])
+        if lhs.dtype == rhs.dtype and lhs.dtype in (jnp.float32, jnp.bfloat16) and 4 * rows <= width:
+            made = _by_outputs(lhs.reshape(rows, width), rhs.reshape(-1, width)).astype(dtype or lhs.dtype)
+            return made.reshape(*lhs.shape[: len(own)], *rhs.shape[: len(new)])
     ahead = batch + shared[len(batch) :]
     first, second = left[len(ahead) :], right[len(ahead) :]
     sums_first_dims = left.startswith(ahead) and right.startswith(ahead) and batch != ahead and first and second
@@ -33,6 +55,18 @@ def contract(equation: str, lhs: Array, rhs: Array, *, dtype: DTypeLike | None =
             return jnp.einsum(equation, *(x.astype(dtype or lhs.dtype) for x in (lhs, rhs)))
         return _narrow_product((left, right, out), lhs, rhs).astype(dtype or lhs.dtype)
     return jnp.einsum(equation, lhs, rhs, preferred_element_type=dtype)
+
+
+def _by_outputs(rows: Array, matrix: Array) -> Array:
+    """Returns few rows [R, D] times a matrix [F, D] as [R, F] in float32. XLA packs the right factor anew in every
+    product, here the rows; of bfloat16 it widens one row."""
+    if len(rows) == 1 and rows.dtype == jnp.float32:
+        return jnp.einsum("RD,FD->RF", rows, matrix)
+    alone, rows = len(rows) == 1, jnp.concatenate([rows, rows]) if len(rows) == 1 else rows
+    rows = lax.optimization_barrier(rows)  # a transposition that is folded into such a product is not executed
+    made = jnp.einsum("ZFD,ZRD->ZFR", matrix[None], rows[None], preferred_element_type=jnp.float32)[0]
+    made = lax.optimization_barrier(made).T  # else XLA turns the factors
+    return made[:1] if alone else made
 
 
 def _narrow_product(letters: tuple[str, str, str], lhs: Array, rhs: Array) -> Array:

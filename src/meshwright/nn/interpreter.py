@@ -19,6 +19,7 @@ from meshwright.algebra.steps import Step
 from meshwright.core.labels import FURTHER_ROUNDS
 from meshwright.nn.collectives import communicate
 from meshwright.nn.context import Context
+from meshwright.nn.contract import Turned
 from meshwright.nn.experts.exchange import in_further_round, move_packed
 from meshwright.nn.experts.slots import Ragged
 from meshwright.nn.ops import local_steps
@@ -153,6 +154,8 @@ def _results(context: Context | Mapping[str, int], step: Step, inputs: list[Arra
     """Runs one step. A round of a ring returns its block unchanged: attention itself sends it on."""
     if isinstance(step.details, Round):
         return (inputs[0],)
+    is_plain = step.is_collective or not kind_of(step).is_einsum
+    inputs = [one.plain if is_plain and isinstance(one, Turned) else one for one in inputs]
     if step.is_collective:
         return (move_packed(step, inputs[0]) if isinstance(inputs[0], Ragged) else communicate(step, inputs[0]),)
     results = local_steps()[step.op](context, step, *inputs)

@@ -119,8 +119,7 @@ def model_facts(m: Model) -> dict[str, Any]:
 
 
 def _folder_facts(m: Model, folder: Path) -> dict[str, Any]:
-    """Returns the dtypes and bytes of a folder's tensors, the bytes of the weights as they are served, and why they are
-    refused, "" if they are not; training reads them in the dtypes of its state."""
+    """Returns the bytes of a folder's tensors by dtype, those of the weights as served, and why refused, or ""."""
     by_dtype, refused = stored_bytes(folder) if (of_gguf := is_gguf(folder)) else {}, ""
     with open_files(as_folder(folder)) as tensors:
         for tensor in () if of_gguf else tensors.values():

@@ -480,7 +480,6 @@ def _by_kernel(
         return own[tile], 0, 0
 
     query, head = np.divmod(np.arange(rows), heads)
-    # columns in the order of pages in memory
     heads_first = _heads_first("tpu", mixed.values, kv_heads)
     grid = np.indices((num_pages, kv_heads, page_len))
     number, key_head, slot = (grid if heads_first else np.swapaxes(grid, 2, 3)).reshape(3, -1)

@@ -165,9 +165,6 @@ def _stored_order(
     return (inputs, outputs) if as_written else (outputs, inputs)
 
 
-# -- what a checkpoint must have ----------------------------------------------------------------------
-
-
 def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
     """Returns the stored parts by variable and leading indices; raises InputError as `load_params` does."""
     found: dict[str, dict[tuple[int, ...], StoredPart]] = {}

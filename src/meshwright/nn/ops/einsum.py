@@ -7,12 +7,12 @@ from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
 from meshwright.nn.context import Context
-from meshwright.nn.contract import contract
+from meshwright.nn.contract import Turned, contract
 from meshwright.nn.experts.products import blocks_of, in_blocks, slot_product, slot_weight_gradient
 from meshwright.nn.experts.slots import Ragged
 
 
-def contract_step(step: Step, lhs: Array, rhs: Array) -> Array:
+def contract_step(step: Step, lhs: Array, rhs: Array | Turned) -> Array:
     """Contracts a step's local blocks; dims of one name are one dim.
 
     A factor of a wider dtype than the other is narrowed first, unless the result is float32.
@@ -20,7 +20,8 @@ def contract_step(step: Step, lhs: Array, rhs: Array) -> Array:
     letters = {d: chr(ord("a") + i) for i, d in enumerate(dict.fromkeys((*step.inputs[0].dims, *step.inputs[1].dims)))}
     left, right, out = ("".join(letters[d] for d in a.dims) for a in (*step.inputs, step.result))
     wide = jnp.float32 if step.result.dtype == "fp32" else None
-    if wide is None and lhs.dtype != rhs.dtype:
+    rhs = rhs.plain if isinstance(rhs, Turned) and rhs.array.dtype != lhs.dtype else rhs
+    if wide is None and not isinstance(rhs, Turned) and lhs.dtype != rhs.dtype:
         narrow = min(lhs.dtype, rhs.dtype, key=lambda dtype: dtype.itemsize)
         lhs, rhs = lhs.astype(narrow), rhs.astype(narrow)
     return contract(f"{left},{right}->{out}", lhs, rhs, dtype=wide)

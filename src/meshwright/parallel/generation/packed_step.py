@@ -30,7 +30,7 @@ from meshwright.algebra.transformer import rows, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import checked
 from meshwright.nn.attention.platform import platform_of
-from meshwright.nn.contract import FLOATS
+from meshwright.nn.contract import FLOATS, Turned
 from meshwright.nn.hf.weights import OutputsFirst
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
@@ -329,8 +329,8 @@ class PackedStep(HeldArrays):
     def run(self, derived: Derived, params: Params, *given: Any, longest: int = 1) -> tuple[Array, Cache]:
         def declared(name: str) -> Any:
             shape = self.param_shardings[name].shard_shape(self.param_shapes[name].shape)
-            own = shape[isinstance(params[name], tuple) :]
-            return jax.tree.map(lambda one: one.T.reshape(own), params[name])
+            own, inputs = shape[isinstance(params[name], tuple) :], self.outputs_first[name]
+            return jax.tree.map(lambda one: Turned(one.reshape(own[inputs:] + own[:inputs]), inputs), params[name])
 
         params = params | {name: declared(name) for name in self.outputs_first}
         return super().run(derived, params, *given, longest=longest)
