@@ -277,15 +277,15 @@ def test_a_folder_of_quantised_weights(call, tmp_path):
         (tmp_path / "model.safetensors").stat().st_size, abs=3000
     )
     assert folder["stored_bytes"]["int32"] == 4608 // 2  # of D=32, F=16, N=2, K=1, H=16
-    # values, a scale for 16 inputs, and V=8 tokens and three norms in bf16
-    assert folder["served_bytes"] == 4608 // 2 + 4608 // 16 * 4 + 2 * (8 * 32 + 3 * 32)
+    # values, a scale for 16 inputs, and V=8 tokens and three norms in float32, as they are stored
+    assert folder["served_bytes"] == 4608 // 2 + 4608 // 16 * 4 + 4 * (8 * 32 + 3 * 32)
     assert (folder["method"], folder["notes"]) == ("compressed-tensors", [])
     assert "quantised by compressed-tensors" in call("show", str(tmp_path)).words
     folder_of("nvfp4", tmp_path)
     wide = call("show", str(tmp_path), "--json").json["folder"]
-    assert wide["served_bytes"] == 2 * (4608 + 8 * 32 + 3 * 32)
-    assert wide["notes"] == ["the fp4 weights have 4-bit floats, for which there is no kernel: served in bf16, 9.22 kB"]
-    assert wide["served_dtype"] == "bf16"
+    assert wide["served_bytes"] == 4 * (4608 + 8 * 32 + 3 * 32)
+    assert wide["notes"] == ["the fp4 weights have 4-bit floats, for which there is no kernel: served in fp32, 18.4 kB"]
+    assert wide["served_dtype"] == "fp32"
     assert "folder" not in call("show", "llama3-8b", "--json").json
 
 

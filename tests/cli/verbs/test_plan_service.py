@@ -289,10 +289,10 @@ def test_the_dtype_of_weights_is_that_of_the_folder(form, on, call, tmp_path):
     given = ("plan", str(folder_of(form, tmp_path)), "--on", on, "--serve", "--prompt", "16", "--output", "16")
     found = call(*given, "--axes", "tensor=1", "--json").json
     assert {plan["weights"] for plan in found["plans"]} == {"stored"}
-    # what is quantised is narrow, the rest is not: as `show` counts it
+    # what is quantised is narrow, the rest is not: as `show` counts it, but V=8 tokens and three norms in bf16
     shown = call("show", str(tmp_path), "--json").json["folder"]
     memory = found["plans"][0]["generate"]["memory"]["weights"]
-    assert memory == pytest.approx(shown["served_bytes"] if on.startswith("h100") else memory)
+    assert memory == pytest.approx(shown["served_bytes"] - 2 * 11 * 32 if on.startswith("h100") else memory)
     assert f"stores them: {form} with products in bf16" in call(*given, "--axes", "tensor=1").words
     other = call(*given, "--axes", "tensor=1", "--weights", "bf16", "--json").json
     assert {plan["weights"] for plan in other["plans"]} == {"bf16"}
