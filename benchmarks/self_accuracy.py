@@ -207,10 +207,11 @@ class Child:
     def measure(self) -> None:
         """Measures the rates outside a step, and compiles the reference steps."""
         from meshwright.bench.machine import measure_machine
-        from meshwright.bench.machine_step import reference_steps
+        from meshwright.bench.machine_step import REFERENCES, RunningStep
 
         self.calibration = measure_machine(self.devices)
-        self.references = reference_steps(self.devices, Path(self.traces.name))
+        traces = Path(self.traces.name)
+        self.references = [RunningStep(one, self.devices, traces / one.model.name) for one in REFERENCES]
 
     def profile(self, number: int) -> None:
         """Profiles the reference steps once more."""

@@ -60,8 +60,9 @@ def test_a_message_says_what_to_write():
         "computes. Remove it if it has no effect. Did you mean 'num_attention_heads'?"
     )
     assert refused("llama", quantization_config={"quant_method": "bitsandbytes"}) == (
-        "toy: quantization_config is 'bitsandbytes'. Only fp8, compressed-tensors, awq, gptq, mxfp4 (of gpt_oss) is known "
-        "here. Give the weights in one of these or in bf16, or take quantization_config out to plan the shapes alone."
+        "toy: quantization_config is 'bitsandbytes'. Only fp8, compressed-tensors, awq, gptq, mxfp4 (of gpt_oss) is "
+        "known here. Give the weights in one of these or in bf16, or take quantization_config out to plan the shapes "
+        "alone."
     )
     assert refused("llama", rope_scaling={"rope_type": "linear", "factor": 2.0, "ramp": 3}).startswith(
         "toy: the key 'ramp' of a llama config is not known"
