@@ -27,6 +27,14 @@ TEXT = """HloModule jit_f, is_scheduled=true, entry_computation_layout={()->()}
   ROOT %slice = f32[1,32]{1,0} dynamic-slice(%p2, %sum, %zero), dynamic_slice_sizes={1,32}
 }
 
+%summed (p3: f32[8,16], p4: f32[8,16]) -> f32[8] {
+  %p3 = f32[8,16]{1,0} parameter(0)
+  %p4 = f32[8,16]{1,0} parameter(1)
+  %both = f32[8,16]{1,0} multiply(%p3, %p4)
+  %none = f32[] constant(0)
+  ROOT %sums = f32[8]{0} reduce(%both, %none), dimensions={1}, to_apply=%add
+}
+
 ENTRY %main (a: f32[8,16], b: f32[16,32], n: s32[]) -> f32[1,32] {
   %a = f32[8,16]{1,0} parameter(0)
   %b = f32[16,32]{1,0:T(8,128)} parameter(1)
@@ -34,6 +42,7 @@ ENTRY %main (a: f32[8,16], b: f32[16,32], n: s32[]) -> f32[1,32] {
   %fusion.1 = f32[8,32]{1,0} fusion(%a, %b), kind=kOutput, calls=%fused
   %gemm = (f32[8,32]{1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", metadata={op_name="layer:backward:dq=einsum/dot" source_file="x.py" source_line=3}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
   %conv = f32[8,32]{1,0} convolution(%a, %b), dim_labels=bf_io->bf, operand_precision={highest,highest}
+  %row = f32[8]{0} fusion(%a, %a), kind=kCustom, calls=%summed, metadata={op_name="layer:forward:k=einsum/reduce_sum"}
   %norm = f32[8,32]{1,0} multiply(%fusion.1, %conv), metadata={op_name="layer:forward:h=rms_norm/mul"}
   %reduce-scatter.1 = f32[1,32]{1,0} reduce-scatter(%norm), dimensions={0}, metadata={op_name="layer:backward:dw=reduce_scatter/x"}
   %all-gather-start.1 = (f32[1,32], /*index=1*/f32[8,32]) all-gather-start(%reduce-scatter.1), dimensions={0}
@@ -68,10 +77,11 @@ def test_bytes_are_those_of_operands_and_result():
 
 
 def test_steps_and_kinds():
-    kinds = {name: PROGRAM.fact(name).kind for name in ("fusion.1", "gemm", "norm", "reduce-scatter.1", "cut")}
+    kinds = {name: PROGRAM.fact(name).kind for name in ("fusion.1", "gemm", "row", "norm", "reduce-scatter.1", "cut")}
     assert kinds == {
         "fusion.1": "contraction",
         "gemm": "contraction",
+        "row": "contraction",  # as products of one row are computed on CPUs
         "norm": "normalisation",
         "reduce-scatter.1": "collective",
         "cut": "copy",

@@ -235,17 +235,12 @@ def copy_workload(kind: CopyKind, array_bytes: int, rounds: int) -> Workload:
 # -- collectives ------------------------------------------------------------------------------------------
 
 
-def _next_device(x: Array, axis: str) -> Array:
-    size = lax.axis_size(axis)
-    return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
-
-
 COLLECTIVE_FUNCTIONS: dict[CollectiveKind, Callable[[Array, str], Array]] = {
     "all_gather": lambda x, axis: lax.all_gather(x, axis, tiled=True),
     "reduce_scatter": lambda x, axis: lax.psum_scatter(x, axis, tiled=True),
     "all_reduce": lax.psum,
     "all_to_all": lambda x, axis: lax.all_to_all(x, axis, split_axis=0, concat_axis=0, tiled=True),
-    "permute": _next_device,
+    "permute": lambda x, axis: lax.pshuffle(x, axis, [lax.axis_size(axis) - 1, *range(lax.axis_size(axis) - 1)]),
 }
 """Collectives over a mesh axis, along the only dim of an array."""
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from meshwright.nn.attention.platform import default_platform
+from meshwright.nn.attention.platform import default_platform, processor
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,18 @@ def contract(equation: str, lhs: Array, rhs: Array | Turned, *, dtype: DTypeLike
 
 def _by_outputs(rows: Array, matrix: Array) -> Array:
     """Returns few rows [R, D] times a matrix [F, D] as [R, F] in float32. XLA packs the right factor anew in every
-    product, here the rows; of bfloat16 it widens one row."""
+    product, here the rows; where the processor has no products of bfloat16, that takes longer for the fewest."""
     if len(rows) == 1 and rows.dtype == jnp.float32:
         return jnp.einsum("RD,FD->RF", rows, matrix)
-    alone, rows = len(rows) == 1, jnp.concatenate([rows, rows]) if len(rows) == 1 else rows
+    if len(rows) == 1:  # as a product XLA would widen the matrix
+        # The rounding, which changes no entry, parts it from the product before; the barrier parts their rows.
+        row, matrix = lax.optimization_barrier((lax.reduce_precision(rows.astype(jnp.float32), 8, 7), matrix))
+        return lax.optimization_barrier(jnp.sum(matrix.astype(jnp.float32) * row, axis=1))[None]
+    if len(rows) < 16 and rows.dtype == jnp.bfloat16 and "bf16" not in processor():
+        return _narrow_product(("RD", "FD", "RF"), rows, matrix)
     rows = lax.optimization_barrier(rows)  # a transposition that is folded into such a product is not executed
     made = jnp.einsum("ZFD,ZRD->ZFR", matrix[None], rows[None], preferred_element_type=jnp.float32)[0]
-    made = lax.optimization_barrier(made).T  # else XLA turns the factors
-    return made[:1] if alone else made
+    return lax.optimization_barrier(made).T  # else XLA turns the factors
 
 
 def _narrow_product(letters: tuple[str, str, str], lhs: Array, rhs: Array) -> Array:

@@ -51,7 +51,8 @@ def class_of(module: Module, one: Instruction, label: StepLabel | None) -> OpCla
     kind = class_of_op(label.op) if label else "elementwise"
     if kind in ("attention", "optimizer"):
         return kind
-    if any(is_product(inner) for inner in module.fused(one)):
+    sums = {"multiply", "reduce"} <= {inner.opcode for inner in module.fused(one)}  # a product of one row
+    if (sums and kind == "contraction") or any(is_product(inner) for inner in module.fused(one)):
         return "contraction"
     if _only_moves(module, one):
         return "copy"

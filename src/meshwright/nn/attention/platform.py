@@ -1,8 +1,11 @@
 """The platform that programs are traced for."""
 
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +28,16 @@ def default_device() -> Any:
 def compute_capability() -> float:
     """Returns that of the NVIDIA GPU that a program is traced for, 0 for other and unknown devices."""
     return float(getattr(default_device(), "compute_capability", None) or 0)
+
+
+@cache
+def processor() -> str:
+    """Returns the features of the processor, which CPU programs are compiled for, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def platform_of(device: jax.Device) -> str:

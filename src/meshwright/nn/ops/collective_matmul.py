@@ -34,6 +34,11 @@ class Factor(NamedTuple):
     value: Array
     axis: int | None
 
+    def part(self, start: Array | int, length: int) -> Array:
+        if self.axis is None:
+            return self.value
+        return lax.dynamic_slice_in_dim(self.value, start, length, axis=self.axis)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockedProduct:
@@ -48,7 +53,7 @@ class BlockedProduct:
 
     def of(self, start: Array | int, length: int, block: Array | None = None) -> Array:
         """Computes the product for ``length`` entries from ``start`` on."""
-        return self.apply(*(block if factor is None else _part(factor, start, length) for factor in self.factors))
+        return self.apply(*(block if factor is None else factor.part(start, length) for factor in self.factors))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +157,6 @@ def _repeat(first: int, end: int, step: Callable[[Any, _Carry], _Carry], state: 
     for number in range(first, end):
         state = step(number, state)
     return state
-
-
-def _part(factor: Factor, start: Array | int, length: int) -> Array:
-    if factor.axis is None:
-        return factor.value
-    return lax.dynamic_slice_in_dim(factor.value, start, length, axis=factor.axis)
 
 
 def _whole(part: Array, product: BlockedProduct, start: Array, size: int) -> Array:

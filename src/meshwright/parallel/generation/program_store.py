@@ -22,6 +22,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 import meshwright
 from meshwright.core.files import write_whole
+from meshwright.nn.attention.platform import processor
 
 
 class ProgramStore:
@@ -38,7 +39,7 @@ class ProgramStore:
             devices[0].platform != "cpu" or (len(devices) == 1 and not jax.config.values["jax_compilation_cache_dir"])
         )
         facts = [
-            *(jax.__version__, jaxlib.__version__, sources(), platform.machine(), _processor()),
+            *(jax.__version__, jaxlib.__version__, sources(), platform.machine(), processor()),
             *(devices[0].device_kind, len(devices)),
             *(str(jax.config.values[name]) for name in ("jax_enable_x64", "jax_default_matmul_precision")),
         ]
@@ -103,12 +104,3 @@ def sources() -> str:
         for one in [path] if path.is_file() else sorted(path.rglob("*.py")):
             digest.update(one.read_bytes())
     return digest.hexdigest()
-
-
-def _processor() -> str:
-    """Returns the features of the processor, which CPU programs are compiled for, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -107,14 +107,11 @@ def _sample(logits: Array, rows: SamplingRows, counts: Any, likeliest: Array) ->
     limited = jnp.any((top_k > 0) | (top_p < 1))
     kept = lax.cond(limited, lambda: kept_tokens(scaled, top_k, top_p), lambda: jnp.ones(scaled.shape, bool))
     kept &= scaled >= scaled.max(axis=-1, keepdims=True) + jnp.log(min_p)[:, None]
-    noise = jax.vmap(_noise, in_axes=(0, 0, 0, None))(seed, number, jnp.asarray(counts), logits.shape[1])
+    fold = jax.vmap(jax.random.fold_in)
+    keys = fold(fold(jax.vmap(jax.random.key)(seed), number), jnp.asarray(counts))
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (logits.shape[1],)))(keys)
     drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
     return jnp.where(temperature > 0, drawn, likeliest)
-
-
-def _noise(seed: Array, number: Array, count: Array, size: int) -> Float[Array, " V"]:
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), count)
-    return jax.random.gumbel(key, (size,))
 
 
 def kept_tokens(logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]) -> Bool[Array, "B V"]:
