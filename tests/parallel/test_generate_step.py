@@ -179,7 +179,8 @@ def test_an_int8_cache_holds_what_a_float_one_holds_but_for_rounding():
     for name in ("cache_k", "cache_v"):
         scale = found[f"{name}_scale"][0, ..., None]
         error = _written((found[name][0].astype(np.float32) * scale - exact[name][0])[None])
-        assert np.all(np.abs(error[0]) <= scale / 2 * (1 + 1e-5)), "the first layer's keys come from the same stream"
+        half = 0.5 + 127 * 2.0**-23  # x / scale and whole * scale are rounded to float32 too
+        assert np.all(np.abs(error[0]) <= half * scale), "the first layer's keys come from the same stream"
         assert np.abs(error).max() > 0
         assert 4 * found[name].nbytes == exact[name].nbytes
 
