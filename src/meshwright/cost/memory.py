@@ -335,16 +335,16 @@ def _copied_weights(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tupl
     """Returns the bytes of second copies of a block's weights: (of all repeats, of one while it runs).
 
     TPUs whose tiles are larger than stored ones copy those of all repeats. CPUs copy a layer's out of the arrays of all
-    layers, which without a loop are there from the forward to the backward pass, and widen 16 bits before the loop.
+    layers, which without a loop are there from the forward to the backward pass, and of all layers in 16 bits before
+    the loop, widened, unless each is gathered in it.
     """
     if sizes.tile_rows > STORED_ROWS:
         return block.repeat * _retiled_bytes(block, derived, sizes), 0.0
     if not (sizes.on_cpus and block.is_layer and _trains(derived)):
         return 0.0, 0.0
-    if sizes.width < DTYPE_BYTES["fp32"]:
-        weights = (derived.declared[name] for name in weights_of(derived, block))
-        return block.repeat * sum(sizes.elements(one) for one in weights) * DTYPE_BYTES["fp32"], 0.0
     alone, own = _written_out(derived, sizes), _retiled_bytes(block, derived, sizes)
+    if sizes.width < DTYPE_BYTES["fp32"]:
+        return block.repeat * own * _widening(sizes), 0.0
     return block.repeat * own * alone, own * (1 - alone)
 
 
