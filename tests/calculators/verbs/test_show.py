@@ -2,15 +2,21 @@
 
 import json
 
+import msgspec
+import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 
+from meshwright.core.units import format_bytes
 from meshwright.cost.formulas.accounting import forward_flops
 from meshwright.cost.work.ops import model_flops
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.chip import chips
+from meshwright.spec.hf.published import folder_weights
+from meshwright.spec.hf.write import config_from_model
 from meshwright.spec.job import Job
+from tests.nn.families import FAMILIES
 from tests.nn.hf.gguf_files import write_gguf
 from tests.nn.hf.test_gguf import MODELS, published, random_params
 from tests.nn.hf.test_published import folder_of
@@ -289,6 +295,18 @@ def test_a_folder_of_quantised_weights(call, tmp_path):
     assert "folder" not in call("show", "llama3-8b", "--json").json
 
 
+def test_experts_of_gpt_oss_are_widened_with_a_line(tmp_path):
+    model = msgspec.structs.replace(FAMILIES["gpt_oss"], d_model=32, d_ff_expert=32)
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_from_model(model) | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    names = [f"model.layers.{at}.mlp.experts.{w}_proj" for at in range(model.num_layers) for w in ("gate_up", "down")]
+    tensors = {f"{name}{end}": np.zeros(1, np.uint8) for name in names for end in ("_blocks", "_scales")}
+    (note,) = folder_weights(model, tmp_path, tensors | {"norm": np.zeros(1, np.float32)}).notes
+    size = format_bytes(4 * model.num_layers * model.num_experts * 3 * 32 * 32)
+    assert note == f"the fp4 weights have 4-bit floats, for which there is no kernel: served in fp32, {size}"
+
+
 def test_what_no_verb_would_read_is_shown(call, tmp_path):
     """Parts that are missing, misshapen or not described; the figures are shown all the same."""
     folder_of("fp8", tmp_path)
@@ -307,6 +325,8 @@ def test_what_no_verb_would_read_is_shown(call, tmp_path):
         said = call("show", str(tmp_path))
         assert f"refused by generate, serve and train: {words}" in said.words
         assert "serving " in said.words
+        planned = call("plan", str(tmp_path), "--serve", "--on", "h100:1x1", "--prompt", "32", "--output", "16")
+        assert f"serve would refuse the folder: {words}" in planned.words
 
 
 def test_a_gguf_file(call, tmp_path):
@@ -319,6 +339,8 @@ def test_a_gguf_file(call, tmp_path):
         found = call("show", str(path), "--json").json["folder"]
         assert (found["served_dtype"], found["served_bytes"]) == (dtype, width * count)
         assert (found["method"], found["refused"]) == ("GGUF" if kind == Kind.Q8_0 else None, "")
+        widened = "the Q8_0 weights have blocks of GGUF, for which there is no kernel: served in bf16"
+        assert [note.rpartition(",")[0] for note in found["notes"]] == [widened] * (kind == Kind.Q8_0)
     assert call("plan", str(path), "--serve", "--on", "v5e:1x1", "--prompt", "32", "--output", "16").code == 0
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
     call("show", str(path)).assert_refused(2, "is cut short")

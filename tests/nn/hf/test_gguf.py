@@ -272,7 +272,11 @@ def test_types_and_tensors_that_are_not_known_are_named(written, tmp_path):
     path.write_bytes(bytes(data))
     with pytest.raises(InputError, match=r"token_embd\.weight is of type 99, which the installed package gguf"):
         load_params(model, path)
-    path.write_bytes(bytes(data).replace(struct.pack("<I", 99), struct.pack("<I", 0), 1).replace(b"ffn_up", b"ffn_ap"))
+    data[at : at + 4] = struct.pack("<I", 0)
+    path.write_bytes(bytes(data[: at + 4]) + struct.pack("<Q", 7) + bytes(data[at + 12 :]))
+    with pytest.raises(InputError, match=r"token_embd\.weight begins at no multiple of 32 bytes\. Fetch it again"):
+        load_params(model, path)
+    path.write_bytes(bytes(data).replace(b"ffn_up", b"ffn_ap"))
     with pytest.raises(InputError, match=r"the checkpoint lacks model\.layers\.0\.mlp\.up_proj\.weight"):
         load_params(model, path)
 
@@ -292,3 +296,9 @@ def test_without_the_package_a_line_says_how_to_install_it(written, monkeypatch)
     assert load_model(path) == model
     with pytest.raises(InputError, match=r"need the package gguf, .* pip install 'meshwright\[gguf\]'"):
         load_params(model, path)
+
+
+def test_blocks_are_widened_with_a_line(written):
+    path, _, _ = written("llama", Kind.Q8_0)
+    (note,) = open_model(path).notes
+    assert note.startswith("the Q8_0 weights have blocks of GGUF, for which there is no kernel: served in bf16, ")

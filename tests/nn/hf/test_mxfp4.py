@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from meshwright.core.errors import InputError
 from meshwright.nn.hf.published import VALUES, unpack, with_floats
 
 
@@ -47,3 +48,10 @@ def test_transformers_reads_the_same_numbers():
     tensors = with_floats({"w_blocks": blocks, "w_scales": scales}, None, np.dtype(np.float32))
     found = tensors["w"][tuple(slice(0, size) for size in tensors["w"].shape)]
     np.testing.assert_array_equal(found.astype(np.float32), expected)
+
+
+@pytest.mark.parametrize(("blocks", "scales"), [((2, 6, 3, 8), (2, 6, 3)), ((2, 6, 3, 16), (2, 6, 2)), ((6, 16), (6,))])
+def test_blocks_without_scales_of_their_shape_are_refused(blocks, scales):
+    tensors = {"w_blocks": np.zeros(blocks, np.uint8), "w_scales": np.zeros(scales, np.uint8)}
+    with pytest.raises(InputError, match=r"w: blocks of shape .* each 16 bytes need a scale. Fetch its files again"):
+        with_floats(tensors, None, np.dtype(np.float32))

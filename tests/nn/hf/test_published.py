@@ -21,8 +21,10 @@ from safetensors.numpy import save_file
 from meshwright.algebra.transformer import rows
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.hf.adapter import open_tensors
+from meshwright.nn.hf.gguf import open_files
+from meshwright.nn.hf.published import with_floats
 from meshwright.nn.hf.weights import load_params
-from meshwright.spec.hf.published import quantisation_of
+from meshwright.spec.hf.published import folder_weights, quantisation_of
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.hf.write import config_from_model
 from tests.logits import logits_fn
@@ -213,7 +215,6 @@ def test_awq_and_gptq_are_read_as_they_are_packed(form, tmp_path):
 
 def test_groups_of_inputs_may_be_listed(tmp_path):
     """compressed-tensors before 0.20 wrote ``weight_g_idx`` for groups in the order of activations."""
-    from meshwright.nn.hf.published import with_floats
     from meshwright.spec.hf.published import Quantisation, Scheme
 
     rng = np.random.default_rng(SEED)
@@ -226,25 +227,46 @@ def test_groups_of_inputs_may_be_listed(tmp_path):
     np.testing.assert_allclose(whole(found["x.weight"]), expected, rtol=1e-6)
 
 
+def test_old_keys_of_awq_are_read():
+    table = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True}
+    assert quantisation_of({"quantization_config": table}, family="llama", what="toy").schemes[0][1].inputs == 64
+    assert "w_bit=3. Only 4 is read" in refused(**table | {"w_bit": 3})
+
+
+def test_scales_in_16_bits_leave_float32_weights_in_float32(tmp_path):
+    write_packed(tmp_path, "awq")
+    model = model_from_config(tmp_path)
+    with open_tensors(model, tmp_path) as tensors:
+        wide = {name: whole(tensor) for name, tensor in tensors.items() if tensor.dtype.itemsize < 4}
+        assert not wide
+    with open_files(tmp_path) as tensors:
+        assert {tensor.dtype.name for tensor in tensors.values()} == {"int32", "float16", "float32"}
+        assert folder_weights(model, tmp_path, tensors).dtype == "fp32"
+
+
 # -- what is refused --------------------------------------------------------------------------------------
 
 
 def broken(folder, form="int4", drop=(), change=lambda tensors: None, **keys):
     """Returns the message for a folder without the tensors ``drop``, with others changed, and keys of its config."""
-    from safetensors.numpy import load_file
-
-    folder_of(form, folder)
-    tensors = load_file(folder / "model.safetensors")
+    with open_files(folder_of(form, folder)) as stored:
+        tensors = {n: whole(tensor) for n, tensor in stored.items() if not n.endswith(tuple(drop) or "?")}
     change(tensors)
-    save_file({n: t for n, t in tensors.items() if not n.endswith(tuple(drop) or "?")}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
-    weights |= keys
-    (folder / "config.json").write_text(json.dumps(config))
+    config["quantization_config"]["config_groups"]["group_0"]["weights"] |= keys
+    quantisation = quantisation_of(config, family="llama", what="toy")
     with pytest.raises(InputError) as caught:
-        load_params(model_from_config(folder), folder, dtype=jnp.float32)
+        with_floats(tensors, quantisation, np.dtype(np.float32))
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def flat(end):
+    return lambda tensors: tensors.update({n: t.reshape(-1) for n, t in tensors.items() if n.endswith(end)})
+
+
+def whole_numbers(end):
+    return lambda tensors: tensors.update({n: t.astype(np.int8) for n, t in tensors.items() if n.endswith(end)})
 
 
 def cut(end, box):
@@ -260,31 +282,49 @@ def cut(end, box):
     [
         (
             {"drop": ["q_proj.weight_scale"]},
-            "q_proj.weight: the checkpoint has no scales of it. Fetch its files again.",
+            "q_proj.weight: the checkpoint has no scales of it. Fetch it and its config",
         ),
+        (
+            {"form": "nvfp4", "drop": ["v_proj.weight_global_scale"]},
+            "v_proj.weight: the checkpoint has no global scale of it. Fetch it",
+        ),
+        ({"actorder": "group"}, "down_proj.weight: the checkpoint has no list of its groups of it"),
         ({"drop": ["q_proj.weight_packed"]}, "q_proj.weight: the checkpoint has no values of it"),
         (
             {"group_size": 8},
-            "scales of shape (32, 1); by quantization_config (32, 16) in groups of 1 outputs x 8 inputs",
+            "scales of shape (32, 1); by quantization_config (32, 16) in int4, groups of 1 outputs x 8 inputs, needs",
         ),
-        ({"num_bits": 8}, "weight_packed has shape (32, 2); weight_shape (32, 16) in int8 needs (32, 4)"),
-        ({"change": cut("o_proj.weight_packed", np.s_[:, :2])}, "o_proj.weight: weight_packed has shape (32, 2)"),
-        ({"symmetric": False}, "has no zero points of it, and quantization_config says that it is not symmetric"),
+        ({"num_bits": 8}, "values of shape (32, 2); by quantization_config (32, 16) in int8, groups of 1"),
+        ({"change": cut("o_proj.weight_packed", np.s_[:, :2])}, "o_proj.weight: values of shape (32, 2)"),
+        ({"change": cut("o_proj.weight_packed", np.s_[0])}, "o_proj.weight: values of shape (4,) are no matrix"),
+        ({"symmetric": False}, "has no zero points of it. Fetch it and its config"),
+        (
+            {"form": "int4-asymmetric", "change": cut("k_proj.weight_zero_point", np.s_[:1])},
+            "k_proj.weight: zero points of shape (1, ",
+        ),
+        ({"form": "fp8-block", "change": flat("q_proj.weight_scale")}, "q_proj.weight: scales of shape (6,)"),
+        ({"form": "fp8", "change": whole_numbers("q_proj.weight_scale")}, "scales in int8 are not floats"),
     ],
 )
 def test_what_is_missing_or_misshapen_is_named(given, says, tmp_path):
     assert says in broken(tmp_path, **given)
 
 
-@pytest.mark.parametrize("change", [lambda index: index + 9, lambda index: index[:-1]])
-def test_groups_that_are_not_there_are_refused(change, tmp_path):
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda index: index + 9, "the list of the groups of its 16 inputs has others than 0 to 1, or than its config"),
+        (lambda index: index[:-1], r"list of groups of shape \(15,\); by quantization_config"),
+    ],
+)
+def test_groups_that_are_not_there_are_refused(change, says, tmp_path):
     from safetensors.numpy import load_file
 
     write_packed(tmp_path, "gptq")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors |= {name: change(index) for name, index in tensors.items() if name.endswith("v_proj.g_idx")}
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(InputError, match=r"v_proj.weight: the list of the groups of its 16 inputs names none of"):
+    with pytest.raises(InputError, match=rf"v_proj.weight: {says}"):
         load_params(model_from_config(tmp_path), tmp_path)
 
 
@@ -325,7 +365,9 @@ def test_other_methods_are_refused_by_name(method):
         ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size=128. Write outputs and inputs"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size=[0, 128]. Write outputs"),
         ({"weight_block_size": [8, 8]}, "quantization_config names no quant_method. Only fp8"),
-        ({"quant_method": "compressed-tensors"}, "is not understood (KeyError('config_groups'))"),
+        ({"quant_method": "compressed-tensors"}, "is not understood (it lacks 'config_groups'). Mend"),
+        ({"config_groups": {"a": {"weights": None}}}, "is not understood (a part has another form). Mend it."),
+        ({"config_groups": {}, "ignore": ["re:((("]}, "is not understood (missing )"),
         (
             {"config_groups": {}, "sparsity_config": {"format": "sparse-24-bitmask"}},
             "format='sparse-24-bitmask' are not read",

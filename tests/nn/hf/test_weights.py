@@ -343,7 +343,7 @@ def test_missing_and_misshapen_tensors_are_named(tensors):
 
 def test_quantised_checkpoints_are_refused(tensors):
     blocks = {"model.embed_tokens.weight": np.zeros((64, 32)), "model.layers.0.mlp.experts.gate_up_proj_blocks": 0}
-    with pytest.raises(InputError, match=r"is quantised \(it has .*_blocks\). Give one in bf16"):
+    with pytest.raises(InputError, match=r"is quantised \(it has .*_blocks\), and no quantization_config"):
         read_params(FAMILIES["gpt_oss"], blocks)
 
 
@@ -352,6 +352,9 @@ def test_folders_without_whole_files_are_refused(tmp_path):
         load_params(LLAMA, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}")
     with pytest.raises(InputError, match=r"model.safetensors is not a whole safetensors file"):
+        load_params(LLAMA, tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1-of-2.safetensors"}}')
+    with pytest.raises(InputError, match=r"model-1-of-2.safetensors is missing, and the index of its folder names it"):
         load_params(LLAMA, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(InputError, match=r"holds no JSON object\. Mend the file, or fetch it again"):

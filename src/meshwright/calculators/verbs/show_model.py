@@ -14,10 +14,8 @@ from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas import accounting
 from meshwright.cost.work.ops import token_flops
-from meshwright.nn.hf.files import DTYPES
-from meshwright.nn.hf.format import checked_parts
 from meshwright.nn.hf.gguf import as_folder, open_files
-from meshwright.nn.hf.published import with_floats
+from meshwright.nn.hf.published import why_refused
 from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
 from meshwright.spec.catalogue import entry, load_model, models
 from meshwright.spec.hf.gguf import is_gguf, stored_bytes
@@ -120,16 +118,13 @@ def model_facts(m: Model) -> dict[str, Any]:
 
 def _folder_facts(m: Model, folder: Path) -> dict[str, Any]:
     """Returns the bytes of a folder's tensors by dtype, those of the weights as served, and why refused, or ""."""
-    by_dtype, refused = stored_bytes(folder) if (of_gguf := is_gguf(folder)) else {}, ""
+    by_dtype = stored_bytes(folder) if (of_gguf := is_gguf(folder)) else {}
     with open_files(as_folder(folder)) as tensors:
         for tensor in () if of_gguf else tensors.values():
             size = math.prod(tensor.shape) * tensor.dtype.itemsize
             by_dtype[tensor.dtype.name] = by_dtype.get(tensor.dtype.name, 0) + size
         weights = folder_weights(m, folder, tensors)
-        try:
-            checked_parts(m, with_floats(tensors, weights.quantisation, DTYPES["bf16"]))
-        except InputError as error:
-            refused = str(error)
+        refused = why_refused(m, tensors, weights.quantisation)
     served = weight_bytes(replace(m, stored=weights.stored), "", width=int(DTYPE_BYTES[weights.dtype]))
     method = "GGUF" if of_gguf and by_dtype.keys() - {"F32", "F16", "BF16"} else None
     method = weights.quantisation.method if weights.quantisation else method

@@ -16,6 +16,7 @@ from meshwright.cli.verbs.plan_words import engine_lines, target_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, format_seconds, parse_count
 from meshwright.nn.hf.gguf import as_folder, open_files
+from meshwright.nn.hf.published import why_refused
 from meshwright.plan.serving.file import save_service, service_file
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
@@ -82,13 +83,14 @@ def service_answer(given: Any) -> Answer:
     if weights is None and (folder := weights_of(given.model)):
         with open_files(path := as_folder(Path(folder))) as tensors:
             found = folder_weights(model, path, tensors)
+            refused = why_refused(model, tensors, found.quantisation)
         if found.dtype == "fp32":
             note = "the folder is in float32, which serve keeps; this plan is in bf16: convert it with --dtype bf16"
         if found.stored:
             model, weights = msgspec.structs.replace(model, stored=found.stored), STORED
             narrow = ", ".join(dict.fromkeys(dtype for _, dtype, _ in found.stored.matrices))
             note = f"weights as {given.model} stores them: {narrow} with products in bf16. --weights names others"
-        note = "; ".join(filter(None, (note, *found.notes)))
+        note = "; ".join(filter(None, (note, *found.notes, refused and f"serve would refuse the folder: {refused}")))
     asked = (tuple(map(str.strip, text.split(","))) if text is not None else () for text in (weights, given.kv))
     stored = stored_dtypes(*asked, chip=cluster.chip)
     setting = service_setting(model, cluster, rates_for(cluster, given.calibration, fitted=True))

@@ -172,7 +172,8 @@ def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, .
         if place.tensor not in tensors:
             forms = ("_blocks", "_scale_inv", ".qweight", ".SCB")
             if quantised := next((name for name in tensors if name.endswith(forms)), ""):
-                raise InputError(f"the checkpoint is quantised (it has {quantised}). Give one in bf16, fp16 or fp32.")
+                raise InputError(f"the checkpoint is quantised (it has {quantised}), and no quantization_config of its "
+                                 f"config.json says how. Add it, or give one in bf16, fp16 or fp32.")  # fmt: skip
             raise InputError(f"the checkpoint lacks {place.tensor} ({place.variable}). Give one made for this model.")
         shape = tuple(tensors[place.tensor].shape)
         if shape != place.shape:

@@ -14,8 +14,9 @@ import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.files import DTYPES, Tensor, Tensors
-from meshwright.nn.hf.format import Box, StoredPart
+from meshwright.nn.hf.format import Box, StoredPart, checked_parts
 from meshwright.spec.hf.published import SCALES, Quantisation, Scheme
+from meshwright.spec.model import Model
 
 _VALUES, _ZEROS, _GROUPS = (
     (".weight_packed", ".qweight", ".weight"),
@@ -160,10 +161,9 @@ class PublishedMatrix:
             return along
         found = _whole(listed).astype(np.int64)
         own, inputs = found[columns], self.num_groups[1]
-        there = found.shape == self.shape[1:] and np.isin(found, range(inputs)).all()
-        if not there or (self.reads != "floats" and not np.array_equal(own, along)):
-            raise InputError(f"{self.name}: the list of the groups of its {self.shape[1]} inputs names none of "
-                             f"{inputs} groups, or other ones than its config. Fetch both again.")  # fmt: skip
+        if not np.isin(found, range(inputs)).all() or (self.reads != "floats" and not np.array_equal(own, along)):
+            raise InputError(f"{self.name}: the list of the groups of its {self.shape[1]} inputs has others than 0 to "
+                             f"{inputs - 1}, or than its config says. Fetch both again.")  # fmt: skip
         return own
 
     def scales(self) -> np.ndarray:
@@ -191,25 +191,40 @@ class PublishedMatrix:
         return ((found + self.quantisation.zeros_less_one) & (2**packing.bits - 1)).astype(np.float32)
 
     def require_whole(self) -> None:
-        """Raises InputError if a part is missing or has another shape than the scheme says."""
-        scale, advice = self.part(*SCALES), "Give the config of these weights."
-        if scale is None or self.part(*_VALUES) is None:
-            missing = "values" if scale is not None else "scales"
-            raise InputError(f"{self.name}: the checkpoint has no {missing} of it. Fetch its files again.")
-        needed = self.num_groups[::-1] if self.transposed else self.num_groups
-        if self.packing and ".weight_shape" in self.tensors:
-            words = self.shape[0], -(-self.shape[1] * self.packing.bits // (8 * self.stored.dtype.itemsize))
-            if tuple(self.stored.shape) != words:
-                raise InputError(f"{self.name}: weight_packed has shape {tuple(self.stored.shape)}; weight_shape "
-                                 f"{self.shape} in {self.scheme.dtype} needs {words}. {advice}")  # fmt: skip
-        if tuple(scale.shape) != needed and (len(scale.shape) > 1 or np.prod(scale.shape) != np.prod(needed)):
-            raise InputError(
-                f"{self.name}: scales of shape {tuple(scale.shape)}; by quantization_config {self.shape} in groups of "
-                f"{self.group[0]} outputs x {self.group[1]} inputs needs {needed}. {advice}"
-            )
-        if not self.scheme.symmetric and self.part(*_ZEROS) is None:
-            raise InputError(f"{self.name}: the checkpoint has no zero points of it, and quantization_config says that "
-                             f"it is not symmetric. {advice}")  # fmt: skip
+        """Raises InputError if a part is missing, or has another shape or dtype than the scheme says."""
+        scale, zeros, listed = self.part(*SCALES), self.part(*_ZEROS), self.part(*_GROUPS)
+        exponents = scale is not None and scale.dtype == np.uint8
+        overall = exponents or ".weight_global_scale" in self.tensors
+        lacks = {
+            "values": self.part(*_VALUES) is None,
+            "scales": scale is None,
+            "global scale": self.scheme.dtype == "fp4" and not overall,
+            "zero points": not self.scheme.symmetric and zeros is None,
+            "list of its groups": not self.scheme.in_order and listed is None,
+        }
+        if missing := [what for what, lacking in lacks.items() if lacking]:
+            raise InputError(f"{self.name}: the checkpoint has no {missing[0]} of it. Fetch it and its config again.")
+        given, advice = self.part(".weight_shape"), "Give the config of these weights."
+        if len(sizes := tuple(self.stored.shape)) != 2 or (given is not None and tuple(given.shape) != (2,)):
+            raise InputError(f"{self.name}: values of shape {sizes} are no matrix. {advice}")
+        assert scale is not None
+        groups, per_word = self.num_groups, 1
+        if self.packing and zeros is not None:
+            per_word = 8 * zeros.dtype.itemsize // self.packing.bits
+        needed = {"scales": (scale, groups), "zero points": (zeros, (-(-groups[0] // per_word), groups[1]))}
+        if self.packing and given is not None:
+            words = -(-self.shape[1] * self.packing.bits // (8 * self.stored.dtype.itemsize))
+            needed["values"] = self.stored, (self.shape[0], words)
+        for what, (tensor, shape) in (needed | {"list of groups": (listed, self.shape[1:])}).items():
+            shape = shape[::-1] if self.transposed else shape
+            if tensor is not None and [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:
+                raise InputError(
+                    f"{self.name}: {what} of shape {tuple(tensor.shape)}; by quantization_config {self.shape} in "
+                    f"{self.scheme.dtype}, groups of {self.group[0]} outputs x {self.group[1]} inputs, needs {shape}. "
+                    f"{advice}"
+                )
+        if scale.dtype.kind in "iub" and not exponents:
+            raise InputError(f"{self.name}: scales in {scale.dtype.name} are not floats. {advice}")
 
 
 def _all(shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -285,6 +300,11 @@ def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.d
     is missing or misshapen, and for narrow matrices of which the config does not say how they are scaled."""
     experts = [stem for name in tensors if (stem := name.removesuffix(MX_BLOCKS)) + MX_SCALES in tensors]
     packed = {s: PublishedExperts(tensors[s + MX_BLOCKS], tensors[s + MX_SCALES]) for s in experts}
+    for stem, pair in packed.items():
+        blocks, scales = tuple(pair.blocks.shape), tuple(pair.scales.shape)
+        if len(blocks) != 4 or blocks != (*scales, MX_BLOCK // 2):
+            raise InputError(f"{stem}: blocks of shape {blocks} and scales of shape {scales}; each {MX_BLOCK // 2} "
+                             f"bytes need a scale. Fetch its files again.")  # fmt: skip
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith((MX_BLOCKS, MX_SCALES))} | packed
     modules: dict[str, dict[str, Tensor]] = {}
     for name in sorted(tensors) if quantisation else ():
@@ -309,3 +329,12 @@ def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.d
             raise InputError(f"{name} is stored in {tensor.dtype.name} without scales. Give a folder with its scales, "
                              f"or in bf16, fp16 or fp32.")  # fmt: skip
     return found
+
+
+def why_refused(model: Model, tensors: Tensors, quantisation: Quantisation | None) -> str:
+    """Returns why the tensors of a folder would be refused, by their names, shapes and dtypes; "" if they are not."""
+    try:
+        checked_parts(model, with_floats(tensors, quantisation, DTYPES["bf16"]))
+    except InputError as error:
+        return str(error)
+    return ""

@@ -131,6 +131,8 @@ class _Reader:
                 raise InputError(f"{self.file} has {name} twice, or with {num_dims} dims. Fetch it again.")
             found[name] = (self.take("Q" * num_dims)[::-1], *self.take("IQ"))
         align = values.get("general.alignment", ALIGNMENT)
+        if wrong := next((name for name, (*_, at) in found.items() if at % align), None):
+            raise InputError(f"{self.file}: {wrong} begins at no multiple of {align} bytes. Fetch it again.")
         first = -(-self.at // align) * align
         return Gguf(
             values, {n: StoredBlocks(shape, kind, self.file, first + at) for n, (shape, kind, at) in found.items()}

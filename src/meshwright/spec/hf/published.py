@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -90,11 +91,16 @@ def quantisation_of(keys: Mapping[str, Any], *, family: str, what: str) -> Quant
             f"weights in one of these or in bf16, or take quantization_config out to plan the shapes alone."
         )
     try:
-        return reader(table)
+        found = reader(table)
+        for pattern in (*found.plain, *(pattern for pattern, _ in found.schemes)):
+            _matches(pattern, "")
+        return found
     except (InputError, CannotRunError) as error:
         raise type(error)(f"{what}: {error}") from None
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"{what}: quantization_config of {method} is not understood ({error!r}). Mend it.") from None
+    except (TypeError, ValueError, KeyError, AttributeError, re.error) as error:
+        other = "a part has another form" if isinstance(error, TypeError | AttributeError) else str(error)
+        why = f"it lacks {error}" if isinstance(error, KeyError) else other
+        raise InputError(f"{what}: quantization_config of {method} is not understood ({why}). Mend it.") from None
 
 
 def _number(given: Mapping[str, Any], key: str, allowed: tuple[int, ...], default: int) -> int:
@@ -140,8 +146,9 @@ def _fp8(given: Mapping[str, Any]) -> Quantisation:
 
 def _awq(given: Mapping[str, Any]) -> Quantisation:
     _require(given, ("gemm",), "version", "format", "checkpoint_format")
-    _number(given, "bits", (4,), 4)
-    scheme = Scheme(dtype="int4", inputs=_inputs(given, 128), symmetric=not given.get("zero_point", True))
+    _number(given, "bits" if "bits" in given else "w_bit", (4,), 4)
+    size = _inputs(given, given.get("q_group_size", 128))
+    scheme = Scheme(dtype="int4", inputs=size, symmetric=not given.get("zero_point", True))
     plain = ("lm_head", *(given.get("modules_to_not_convert") or ()))
     return Quantisation(method="awq", schemes=((EVERY, scheme),), plain=plain)
 
@@ -213,6 +220,8 @@ _READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq":
 
 SCALES = (".weight_scale_inv", ".weight_scale", ".scales")
 """Ends of the names of scales."""
+_BESIDE = (*SCALES, "_scale", "_scales", "_zero_point")
+"""Ends of the names of what is no weight, whose dtype says nothing of theirs."""
 
 
 def stored_matrices(
@@ -226,7 +235,8 @@ def stored_matrices(
             continue
         every = itertools.product(row.layers or (0,), range(model.num_experts if "{expert}" in row.hf_name else 1))
         modules = [row.hf_name.format(layer=at, expert=one).removesuffix(".weight") for at, one in every]
-        plain = [not any(m + end in names for end in SCALES) if names else quantisation.is_plain(m) for m in modules]
+        ends = *SCALES, "_scales"
+        plain = [not any(m + end in names for end in ends) if names else quantisation.is_plain(m) for m in modules]
         schemes = {None if left else quantisation.scheme(m) for m, left in zip(modules, plain, strict=True)}
         if not (some := [scheme for scheme in schemes if scheme]):
             continue
@@ -269,9 +279,13 @@ class FolderWeights(NamedTuple):
 def folder_weights(model: Model, folder: Path, tensors: Mapping[str, Any]) -> FolderWeights:
     """Reads the config.json of a folder, not of GGUF files, beside its ``tensors``, see `stored_matrices`: they are
     served in float32 where none is in 16 bits."""
-    file, base, of_gguf = folder / "config.json", replace(model, lora=None), is_gguf(folder)
-    keys = {} if of_gguf else read_json(file, "Give the folder of a model.")
+    file, base = folder / "config.json", replace(model, lora=None)
+    keys = {} if is_gguf(folder) else read_json(file, "Give the folder of a model.")
     found = quantisation_of(keys, family=model.family, what=str(file))
-    names = {one.dtype.name for one in tensors.values()}
+    names = {one.dtype.name for name, one in tensors.items() if not name.endswith(_BESIDE)}
     dtype: Any = "fp32" if "float32" in names and not names & {"bfloat16", "float16"} else "bf16"
-    return FolderWeights(dtype, found, *(stored_matrices(base, found, tensors) if found else ()))
+    blocks = Counter[tuple[str, str]]()
+    for one in (tensor for tensor in tensors.values() if hasattr(tensor, "kind")):
+        if (kind := one.kind.name) not in ("F32", "F16", "BF16"):
+            blocks[kind, "blocks of GGUF"] += math.prod(one.shape)
+    return FolderWeights(dtype, found, *(stored_matrices(base, found, tensors) if found else (None, blocks)))
