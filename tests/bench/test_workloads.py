@@ -319,5 +319,5 @@ def test_a_device_that_is_not_there_is_named(kind):
 def test_bad_choices_are_refused():
     with pytest.raises(InputError, match=r"'bf61' is no element type of products\. Did you mean 'bf16'"):
         make_bench(jax.devices()[:1], dtypes=["bf61"])
-    with pytest.raises(CannotRunError, match="mesh fsdp=4 has 4 devices and there are 2"):
+    with pytest.raises(CannotRunError, match="fsdp=4 has 4 devices and there are 2"):
         make_bench(jax.devices()[:2], axes={"fsdp": 4})

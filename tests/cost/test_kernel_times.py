@@ -337,5 +337,5 @@ def test_power_limits_blackwell_whatever_its_peak():
 
 
 def test_a_missing_number_is_named():
-    with pytest.raises(InputError, match=r"the kernel numbers lack 'start_s'. Fit them again"):
+    with pytest.raises(InputError, match=r"kernel numbers lack 'start_s'. Fit them again"):
         product_s({"M": 1, "K": 1, "N": 1}, kernel_rates(chip("h100"), {"compute": 1.0}))

@@ -210,7 +210,7 @@ def test_what_is_planned_and_does_not_run(axes, fields, words):
 
 
 def test_slices_are_over_axes_of_the_mesh():
-    with pytest.raises(InputError, match=r"strategy.slice_axes names 'tensr', which is no mesh axis\. Did you mean"):
+    with pytest.raises(InputError, match=r"strategy.slice_axes names 'tensr', no mesh axis\. Did you mean"):
         strategy({}, slice_axes=("tensr",))
 
 

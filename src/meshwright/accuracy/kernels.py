@@ -226,9 +226,7 @@ def _group(choice: Choice, rows: Sequence[Mapping[str, str]], path: Path) -> Ker
                 sizes[letter].append(row[column] if letter == "op" else float(row[column]))
             measured.append(float(row["seconds"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(
-                f"{path}:{row['_line']}: {error}. Each row has the sizes and seconds of a kernel."
-            ) from None
+            raise InputError(f"{path}:{row['_line']}: {error}. Each row has sizes and seconds of a kernel.") from None
         if (
             not all(0 <= sizes[letter][-1] < np.inf for letter in sizes if letter != "op")
             or not 0 < measured[-1] < np.inf

@@ -63,9 +63,7 @@ def make_bench(
     size = math.prod(axes.values())
     if axes and size != len(devices):
         shape = ",".join(f"{axis}={n}" for axis, n in axes.items())
-        raise CannotRunError(
-            f"mesh {shape} has {size} devices and there are {len(devices)}. Give a mesh of {len(devices)}."
-        )
+        raise CannotRunError(f"{shape} has {size} devices and there are {len(devices)}. Give a mesh of {len(devices)}.")
     chosen = tuple(dict.fromkeys(dtypes)) or DEFAULT_DTYPES.get(platform_of(devices[0]), ("fp32",))
     return Bench(devices=tuple(devices), chip=found, dtypes=chosen, axes=axes)
 

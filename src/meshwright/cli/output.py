@@ -42,9 +42,7 @@ def save_to(path: Path, save: Callable[[Path], None]) -> None:
     try:
         save(path)
     except OSError as error:
-        raise InputError(
-            f"cannot write the plan to {path}: {error.strerror}. Name a file in a folder of yours."
-        ) from None
+        raise InputError(f"cannot write the plan to {path}: {error.strerror}. Name a file in your folder.") from None
     say(f"wrote {path}")
 
 

@@ -62,9 +62,7 @@ def read_array(text: str) -> tuple[str, tuple[str, ...], tuple[Axes, ...], Axes,
     for part in re.split(r",(?![^{}]*\})", inner) if inner.strip() else ():
         dim = _DIM.fullmatch(part)
         if dim is None:
-            raise InputError(
-                f"{part.strip()!r} in {text.strip()!r} is not a dim. Write D, D_X, D_XY or D_{{fsdp,tensor}}."
-            )
+            raise InputError(f"{part.strip()!r} in {text.strip()!r} is no dim. Write D, D_X, D_XY, D_{{fsdp,tensor}}.")
         dims.append(dim.group(1))
         axes.append(parse_axes(dim.group(2)) if dim.group(2) else ())
     if name and _DTYPE.fullmatch(name) and name not in DTYPE_BYTES:

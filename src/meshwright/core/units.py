@@ -35,9 +35,7 @@ def parse_count(text: str, *, what: str = "count", least: int = 0, most: float =
     value, suffix = _split(text, what, least, most)
     scale = _BINARY.get(suffix, _DECIMAL.get(suffix))
     if scale is None:
-        raise InputError(
-            f"{what} {text!r} has the unknown suffix {suffix!r}. Use k M G T (1e3..) or Ki Mi Gi (1024..)."
-        )
+        raise InputError(f"{what} {text!r} has an unknown suffix {suffix!r}. Use k M G T (1e3..) or Ki Mi Gi (1024..).")
     scaled = value * scale
     if scaled > most:
         raise InputError(f"{what} {text!r} is larger than {most:g}. Give a smaller number.")

@@ -18,12 +18,14 @@ from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import Strategy
 
 
-class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
-    """One strategy that runs, with its prediction; its setting has the chips that it uses."""
+class InSetting(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """What is planned in a setting."""
 
     setting: Setting
-    strategy: Strategy
-    estimate: Estimate
+
+    @property
+    def model(self) -> Model:
+        return self.setting.model
 
     @property
     def cluster(self) -> Cluster:
@@ -32,6 +34,13 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def job(self) -> Job:
         return self.setting.job
+
+
+class PlannedStrategy(InSetting, frozen=True, kw_only=True):
+    """One strategy that runs, with its prediction; its setting has the chips that it uses."""
+
+    strategy: Strategy
+    estimate: Estimate
 
     @property
     def num_chips(self) -> int:
@@ -52,7 +61,7 @@ class PlannedStrategy(msgspec.Struct, frozen=True, kw_only=True):
         return {"axes": found.pop("mesh"), **found, **more}
 
 
-class PlanResult(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class PlanResult(InSetting, frozen=True, kw_only=True):
     """Strategies, best first, for the job as given.
 
     ``axes``, ``overrides`` and ``choices`` are what the search was given: `why_not` and `what_if` search again with
@@ -60,7 +69,6 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     the fastest strategy per token on all chips, of the batches within a quarter of the wanted one.
     """
 
-    setting: Setting
     strategies: tuple[PlannedStrategy, ...]
     notes: tuple[str, ...]
     shortfall: tuple[str, ...] = ()
@@ -68,18 +76,6 @@ class PlanResult(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     axes: Mapping[str, int] = {}
     overrides: Mapping[str, Any] = {}
     choices: Choices = USUAL
-
-    @property
-    def model(self) -> Model:
-        return self.setting.model
-
-    @property
-    def cluster(self) -> Cluster:
-        return self.setting.cluster
-
-    @property
-    def job(self) -> Job:
-        return self.setting.job
 
     @cached_property
     def overlap(self) -> PricedOverlap:

@@ -111,9 +111,7 @@ class Engine:
         if (limits.max_requests, limits.page_len, limits.num_pages) != there:
             raise InputError(f"the step has {there} slots, positions of a page and pages. Give limits with these.")
         if limits.num_drafts != (drafter.num_drafts if drafter else 0):
-            raise InputError(
-                f"the limits have num_drafts={limits.num_drafts}, which is not the drafter's. Give the same."
-            )
+            raise InputError(f"the limits have num_drafts={limits.num_drafts}, not the drafter's. Give the same.")
         if len(adapters) != storage.adapters:
             raise InputError(f"the step has {storage.adapters} adapters, and {len(adapters)} names are given.")
         if limits.prefix_cache and step.has_rings:

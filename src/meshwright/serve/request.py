@@ -40,9 +40,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.min_tokens < 0 or self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens={self.min_tokens} must be between 0 and max_tokens={self.max_tokens}.")
         if self.grammar and self.min_tokens > (not self.grammar.start().is_accepting()):  # 1 where no text is empty
-            raise InputError(
-                f"min_tokens={self.min_tokens} is given with a grammar, whose texts may be shorter. Give one."
-            )
+            raise InputError(f"min_tokens={self.min_tokens} is beside a grammar, whose texts may be shorter. Give one.")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise InputError(f"logprobs={self.logprobs} must be between 0 and {MOST_LOGPROBS}.")
 

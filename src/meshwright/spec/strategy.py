@@ -247,9 +247,7 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         require_mesh(self.mesh)
         for axis in self.slice_axes:
             if axis not in self.mesh:
-                raise InputError(
-                    f"strategy.slice_axes names {axis!r}, which is no mesh axis.{nearest(axis, self.mesh)}"
-                )
+                raise InputError(f"strategy.slice_axes names {axis!r}, no mesh axis.{nearest(axis, self.mesh)}")
 
     @property
     def num_chips(self) -> int:

@@ -53,7 +53,7 @@ def test_an_array_written_with_an_axis_is_fixed_and_the_carried_one_may_stand_ri
     ("products", "fixed", "message"),
     [
         ((TWO[0], "A[I,J] * D[J,L] -> E[I,L]"), (), "does not take C, the result of the product before"),
-        ((TWO[0], "C[K,I] * D[K,L] -> E[I,L]"), (), "Write the same dims in the same order"),
+        ((TWO[0], "C[K,I] * D[K,L] -> E[I,L]"), (), "Write the same dims in one order"),
         ((TWO[0], "C[I,K] * B[K,L] -> E[I,L]"), (), "array B is used in more than one place"),
         (TWO, ("Z[I,J]",), "is no array of the chain"),
         (TWO, ("D[K_Q,L]",), "uses mesh axis Q, which the mesh lacks"),
@@ -75,7 +75,7 @@ def test_what_is_no_chain(products, fixed, message):
 def test_two_shardings_of_one_array_and_too_many_axes():
     with pytest.raises(InputError, match="Give it one sharding"):
         parse_chain(("A[I,J] * B[J,K] -> C[I_X,K]", "C[I,K_X] * D[K,L] -> E[I,L]"), dims=DIMS, mesh=MESH)
-    with pytest.raises(InputError, match="over at most 3"):
+    with pytest.raises(InputError, match="on at most 3"):
         parse_chain(TWO, dims=DIMS, mesh={"X": 2, "Y": 2, "Z": 2, "Q": 2})
     with pytest.raises(InputError, match="dim L of D"):
         parse_chain(TWO, dims={"I": 8, "J": 8, "K": 8}, mesh=MESH)

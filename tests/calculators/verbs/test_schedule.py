@@ -135,7 +135,7 @@ WRONG = [
     ((*ONE, "--send", "1,2"), "--send '1,2' is more than one time"),
     ((*ONE, "--chunks", "2"), "chunks=2 is not for 1f1b"),
     ((*ONE, "--forward", "1,1,1,2", "--compare"), "with --compare give one time for all devices"),
-    ((*ONE, "--table", "x.txt"), "x.txt has the whole schedule. Leave out its name"),
+    ((*ONE, "--table", "x.txt"), "x.txt has a whole schedule. Leave out its name"),
     (("schedule", "--table", "x.txt"), "x.txt cannot be read (No such file or directory)"),
     (("schedule", "gpipe", "--stages", "1000", "--microbatches", "1000"), "are more than 100,000 rows"),
     (("schedule", "--compare", "--sweep-stages", *SIZES), "--sweep-stages needs the name of a schedule"),

@@ -69,7 +69,7 @@ def test_bad_input_is_one_line(call, args, text):
 
 def test_a_mesh_of_another_size_cannot_run(call):
     said = call("bench", "collectives", "--on", "cpu:2", "--mesh", "fsdp=4")
-    said.assert_refused(3, "mesh fsdp=4 has 4 devices and there are 2")
+    said.assert_refused(3, "fsdp=4 has 4 devices and there are 2")
 
 
 def test_nothing_measured_writes_nothing(call, tmp_path, monkeypatch):

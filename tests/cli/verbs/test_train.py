@@ -173,7 +173,7 @@ def test_the_loop_on_this_machine(measured, rates, tmp_path, capsys, monkeypatch
         (["train", "tiny", *SMALL, "--set", "strategy.remta=block"], 2, "remta"),
         (["train", "tiny", *SMALL, "--data", "/no/such/file"], 2, "/no/such/file"),
         (["train", "missing.toml"], 2, "missing.toml"),
-        (["train"], 2, "train needs a plan file or a model"),
+        (["train"], 2, "train needs a plan or a model"),
         (["train", "tiny", *SMALL, "--resume"], 2, "there is no run of tiny"),
         (["train", "tiny", *SMALL, "--resume", "/no/such/run"], 2, "/no/such/run is not the folder of a run"),
         (["train", "--resume", "/no/such/run"], 2, "/no/such/run is not the folder of a run"),

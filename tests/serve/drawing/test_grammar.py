@@ -164,5 +164,5 @@ def test_forms_that_are_not_valid(reader, kind, form, words):
 
 
 def test_fewest_tokens_and_a_grammar_exclude_each_other(reader):
-    with pytest.raises(InputError, match="min_tokens=3 is given with a grammar"):
+    with pytest.raises(InputError, match="min_tokens=3 is beside a grammar"):
         asked("x", 1, read(reader, "regex", "a*"), min_tokens=3)

@@ -142,7 +142,7 @@ async def test_logprobs():
         ({"structured_outputs": {}}, "structured_outputs is empty"),
         ({"structured_outputs": {"regex": "("}}, "the regex is not valid"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens=2 is given with a grammar"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, "min_tokens=2 is beside a grammar"),
         ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
         (
             {"tool_choice": "required"},

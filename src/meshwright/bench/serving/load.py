@@ -124,9 +124,7 @@ class LoadClient:
             card = msgspec.json.decode(await self._get("/v1/models"))["data"][0]
             name, max_len, vocab_size = card["id"], card.get("max_model_len"), _USUAL_VOCAB
         except (msgspec.DecodeError, KeyError, IndexError, TypeError):
-            raise CannotRunError(
-                f"{self.url}/v1/models is no list of models. Name a server with OpenAI's routes."
-            ) from None
+            raise CannotRunError(f"{self.url}/v1/models lists no models. Name a server with OpenAI's routes.") from None
         with suppress(CannotRunError, msgspec.DecodeError, KeyError, TypeError):
             vocab_size = msgspec.json.decode(await self._get("/tokenizer_info"))["vocab_size"]
         return ServerFacts(name=name, max_len=max_len, vocab_size=vocab_size)

@@ -93,9 +93,7 @@ def parse_chain(
     Raises InputError if the products are no chain, an array is used twice, or a size is missing.
     """
     if (several := sum(size > 1 for size in mesh.values())) > MAX_AXES:
-        raise InputError(
-            f"the mesh has {several} axes above 1; a chain is searched over at most {MAX_AXES}. Merge some."
-        )
+        raise InputError(f"the mesh has {several} axes above 1; a chain is searched on at most {MAX_AXES}. Merge some.")
     products: list[ChainProduct] = []
     kept: dict[str, ShardedArray] = {}
     for text in texts:
@@ -149,9 +147,7 @@ def _whole(array: ShardedArray, kept: dict[str, ShardedArray], dtype: str) -> Sh
 
 def _same_dims(array: ShardedArray, wanted: ShardedArray) -> None:
     if array.dims != wanted.dims:
-        raise InputError(
-            f"{array} and {wanted} are one array with different dims. Write the same dims in the same order."
-        )
+        raise InputError(f"{array} and {wanted} are one array with different dims. Write the same dims in one order.")
 
 
 class Label(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,9 +46,7 @@ def command(given: Given) -> Answer:
     forms = [number_format(name) for name in given.names or LISTED]
     scale = _number(given.scale, "--scale")
     if scale <= 0:
-        raise InputError(
-            f"--scale {given.scale} must be positive. A value is divided by it, stored, and multiplied back."
-        )
+        raise InputError(f"--scale {given.scale} must be positive. Values are divided by it, stored, multiplied back.")
     found: dict[str, Any] = {
         "formats": [format_facts(form) for form in forms],
         "values": [_stored(text, forms, scale) for text in given.values],

@@ -54,9 +54,7 @@ def command(given: Given) -> Answer:
     sizes = given.dims or {}
     if given.attention_of is not None:
         if given.product is not None or sizes or len(swept) > 1:
-            raise InputError(
-                "--attention takes its sizes from the model. Leave PRODUCT and --dims out, --sweep T alone."
-            )
+            raise InputError("--attention takes sizes from the model. Leave PRODUCT and --dims out, --sweep T alone.")
         return attention_answer(given.attention_of, unit, given, swept[0] if swept else None)
     if given.product is None:
         raise InputError("there is no product. Write bf16[B,D] * int8[D,F] -> bf16[B,F], or give --attention MODEL.")

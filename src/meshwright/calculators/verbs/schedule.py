@@ -209,9 +209,7 @@ def _schedule(given: Given) -> Schedule | None:
     if given.table is None:
         return _build(given.name, _sizes(given, given.name), given.chunks) if given.name else None
     if given.name or given.stages or given.microbatches or given.chunks:
-        raise InputError(
-            f"{given.table} has the whole schedule. Leave out its name, --stages, --microbatches, --chunks."
-        )
+        raise InputError(f"{given.table} has a whole schedule. Leave out its name, --stages, --microbatches, --chunks.")
     return read_schedule(given.table)
 
 

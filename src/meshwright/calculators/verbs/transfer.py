@@ -205,9 +205,7 @@ def one_way_rates(legs: tuple[Leg, ...], calibration: Calibration | None = None)
     exercise 3.10.
     """
     if not is_ring(legs):
-        raise InputError(
-            "--one-way needs a ring: one torus axis that wraps around, such as an axis of 16 of v5e:16x16."
-        )
+        raise InputError("--one-way needs a ring: a torus axis that wraps around, such as one of 16 of v5e:16x16.")
     leg, share, hop_s = legs[0], 1.0, legs[0].hop_s
     if calibration is not None:
         share, hop_s = calibration.efficiency.ici, calibration.hop_s.get("ici", hop_s)

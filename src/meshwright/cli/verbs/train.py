@@ -93,9 +93,7 @@ def _plan(given: Given, fields: dict[str, dict[str, Any]]) -> Plan:
         given.what, given.resume = given.resume, NEWEST
     if given.what is None:
         if given.resume in (None, NEWEST):
-            raise InputError(
-                "train needs a plan file or a model. Write: train plan.toml, or train --resume runs/NAME-001."
-            )
+            raise InputError("train needs a plan or a model. Write: train plan.toml, or train --resume runs/NAME-001.")
         run = Path(str(given.resume))
         given.what = str(run / "plan.toml")
         if not Path(given.what).is_file():

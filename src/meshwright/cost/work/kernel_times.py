@@ -103,9 +103,7 @@ class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
 
     def __getitem__(self, name: str) -> float:
         if name not in self.numbers:
-            raise InputError(
-                f"the kernel numbers lack {name!r}. Fit them again: meshwright accuracy --kernels -o FILE."
-            )
+            raise InputError(f"kernel numbers lack {name!r}. Fit them again: meshwright accuracy --kernels -o FILE.")
         return self.numbers[name]
 
     def product_s(self, flops: Number, contracted: Number = np.inf, kernel: str = "compute") -> Number:

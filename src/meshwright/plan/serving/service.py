@@ -64,9 +64,7 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if value is not None and value <= 0:
                 raise InputError(f"service.{name}={shown(value)} must be above 0. Leave it out if it is open.")
         if not 0 <= self.prefix_share < 1:
-            raise InputError(
-                f"service.prefix_share={shown(self.prefix_share)} must be a share, at least 0 and below 1."
-            )
+            raise InputError(f"service.prefix_share={shown(self.prefix_share)} must be a share, from 0 to below 1.")
 
     @property
     def load_words(self) -> str:

@@ -190,9 +190,7 @@ def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
     for change, prime in changes:
         similar = change(changed, prime)
         if not similar:
-            raise InputError(
-                f"no cluster like {cluster.short_name} has {factor:g} times its chips. Give another factor."
-            )
+            raise InputError(f"no cluster like {cluster.short_name} has {factor:g} times its chips. Give another.")
         # with more closed axes, then with a shorter longest axis
         changed = min(similar, key=lambda c: (c.kind == "torus" and -sum(c.wraps), max(c.shape), c.shape))
     return changed

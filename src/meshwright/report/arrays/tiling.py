@@ -41,9 +41,7 @@ def tiling_figure(shape: Shape, *, name: str) -> Figure:
     Raises InputError for an array without tiles.
     """
     if not shape.tiles:
-        raise InputError(
-            f"{name} is {layout_text(shape)}, which has no tiles to draw. Choose an array of a TPU program."
-        )
+        raise InputError(f"{name} is {layout_text(shape)}, which has no tiles to draw. Choose one of a TPU program.")
     plane = _plane(shape)
     waste = 1 - shape.num_bytes / shape.padded_bytes
     numbers, memory = format_bytes(shape.num_bytes), format_bytes(shape.padded_bytes)
