@@ -241,7 +241,7 @@ def test_a_file_that_is_no_model_is_refused_in_one_line(change, message, written
     ("more", "message"),
     [
         ({"head_count": "four"}, "metadata that no model has"),
-        ({"head_count": 0}, "num_attention_heads"),
+        ({"head_count": 0}, r"its metadata lacks llama.attention.head_count, or has 0 there. Fetch it again."),
         ({"block_count": [1, 2]}, "num_hidden_layers is .* Write a whole number"),
         ({"rope_scaling_type": "ntk"}, "rope_type 'ntk' is not known"),
         ({"logit_scale": 0.5}, "the key 'logit_scale' of a llama config is not known, so that its 0.5 may change"),

@@ -200,11 +200,11 @@ def gguf_config(path: Path) -> dict[str, Any]:
 
 def _config(gguf: Gguf, file: Path) -> dict[str, Any]:
     names, (values, tensors) = gguf_names(), gguf
-    arch = str(values.get("general.architecture"))
-    if arch not in names["architectures"]:
-        known = ", ".join(names["architectures"])
-        raise InputError(f"{file}: the architecture {arch!r} is not read from GGUF. Known: {known}.")
+    if (arch := str(values.get("general.architecture"))) not in (known := names["architectures"]):
+        raise InputError(f"{file}: the architecture {arch!r} is not read from GGUF. Known: {', '.join(known)}.")
     given = {n.removeprefix(f"{arch}."): v for n, v in values.items() if n.startswith(f"{arch}.") and v not in (0, "")}
+    if lacks := {"block_count", "embedding_length", "attention.head_count"} - given.keys():
+        raise InputError(f"{file}: its metadata lacks {arch}.{min(lacks)}, or has 0 there. Fetch it again.")
     keys = {key: value for name, value in given.items() if (key := names["keys"].get(name, name))}
     keys |= {key: values[f"tokenizer.ggml.{n}"] for key, n in _TOKENS.items() if f"tokenizer.ggml.{n}" in values}
     keys |= {"model_type": names["architectures"][arch], "tie_word_embeddings": "output.weight" not in tensors}
