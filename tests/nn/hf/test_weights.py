@@ -356,6 +356,9 @@ def test_folders_without_whole_files_are_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1-of-2.safetensors"}}')
     with pytest.raises(InputError, match=r"model-1-of-2.safetensors is missing, and the index of its folder names it"):
         load_params(LLAMA, tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": "{"x" * 300}"}}}}')
+    with pytest.raises(InputError, match=r"File name too long"):
+        load_params(LLAMA, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(InputError, match=r"holds no JSON object\. Mend the file, or fetch it again"):
         load_params(LLAMA, tmp_path)

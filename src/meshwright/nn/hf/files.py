@@ -96,9 +96,9 @@ def open_checkpoint(folder: Path) -> Iterator[dict[str, Tensor]]:
 
 
 def _opened(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"{path} is missing, and the index of its folder names it. Fetch it.")
     try:
+        if not path.is_file():
+            raise InputError(f"{path} is missing, and the index of its folder names it. Fetch it.")
         return safe_open(path, framework="numpy").__enter__()
     except (OSError, SafetensorError) as error:
         raise InputError(f"{path} is not a whole safetensors file ({error}). Fetch or write it again.") from None
