@@ -194,7 +194,7 @@ def take_axes(given: Mapping[str, int] | None, strategy: dict[str, Any]) -> dict
         if axis in axes:
             raise InputError(f"mesh axis {axis} is given in --axes and in --set. Leave one of them out.")
         if not isinstance(size, int) or isinstance(size, bool):
-            raise InputError(f"--set strategy.{axis}={size} is no whole number. Write for example strategy.{axis}=4.")
+            raise InputError(f"--set strategy.{axis}={size} is not a whole number. Write strategy.{axis}=4, say.")
         axes[axis] = size
     return axes
 
