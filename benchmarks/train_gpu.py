@@ -1,158 +1,198 @@
-"""Training steps of llamas of 1B and of 8B dims on one GPU: tokens/s and MFU against the datasheet's dense bf16 peak.
+"""Training steps of llamas of 1B and 8B dims on one GPU, beside the same in torch: the second part of `on_gpu.sh`.
 
-python benchmarks/train_gpu.py                 every case that fits, 10 timed steps each
-python benchmarks/train_gpu.py --case 8b-4096  one case
-python benchmarks/train_gpu.py --tiny          the same program at toy size on any backend, to see that it runs
-python benchmarks/train_gpu.py --json          the figures alone, as JSON
+Contestants are processes of their own, one after the other: `TrainStep`, weights in bf16 and Adam's moments in float32;
+and transformers' Llama under torch.compile with its fused attention and torch's fused AdamW, all in bf16, moments too:
+it moves fewer bytes. Without torch a case has no ratio.
 
-Weights and gradients are bf16, Adam's moments float32, attention is the platform's fused kernel. MFU counts 6 FLOPs per
-matrix parameter and token and 12 B T T N H per layer, the masked half of attention included (How to Scale Your Model,
-section 4); "causal" is the same with half of attention. A case that runs out of memory says so and the others go on.
+MFU is against the datasheet's dense bf16 peak, with 6 FLOPs per matrix parameter and token and 12 B T T N H per layer,
+the masked half of attention included (How to Scale Your Model, section 4); "causal" counts half of attention. Training
+with products in fp8 is planned, not executed, in this version: `kernels` and `bench` have products in fp8 alone.
 """
 
-import argparse
-import datetime
 import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import msgspec
 import numpy as np
-
-from meshwright.cost.work.ops import model_flops
-from meshwright.nn.attention.platform import default_platform
-from meshwright.parallel.train_step import TrainStep
-from meshwright.spec import catalogue
-from meshwright.spec.chip import chip
-from meshwright.spec.job import Job
-from meshwright.spec.model import Model
-from meshwright.spec.strategy import Strategy, make_mesh
-from meshwright.train.optimizers.table import make_optimizer
-from meshwright.train.settings import TrainSettings
-
-CHIPS = ("a100", "h100", "h200", "b200")
-"""Chips of the catalogue whose name is a part of the device's; the peak is the datasheet's, as the catalogue has it."""
+from gpu_part import Part, contestant, model_of, this_chip, torch_llama
 
 STATE = "bf16-adam"
+STEPS, WARM = 10, 3
+GOAL_RATIO, GOAL_MFU = 1.0, 0.5
+MOST_S, MARGIN_S = 120, 15
+"""Seconds of a contestant in a case, compilation included, and by which it may pass the part's."""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A model by its dims, how many layers of it, rows of a batch, and what is kept for the backward pass."""
+    """A model by its dims, how many layers of it, and the rows of a batch."""
 
     name: str
     model: str
     layers: int
     batch_seqs: int
     seq_len: int
-    remat: str
+    remat: str = "none"
 
 
-CASES = (
-    Case("1b-4096", "llama3.2-1b", 16, 8, 4096, "none"),
-    Case("1b-8192", "llama3.2-1b", 16, 4, 8192, "none"),
-    Case("8b-4096", "llama3-8b", 8, 8, 4096, "none"),
-    Case("8b-8192", "llama3-8b", 8, 4, 8192, "none"),
-)
-TINY = tuple(Case(c.name, c.model, 2, 2, 64, c.remat) for c in CASES if c.seq_len == 4096)
+CASES = (Case("1b-4096", "llama3.2-1b", 16, 8, 4096), Case("8b-4096", "llama3-8b", 8, 8, 4096))
+TINY = tuple(msgspec.structs.replace(case, layers=2, batch_seqs=2, seq_len=64) for case in CASES)
 
 
-def model_of(case: Case, *, tiny: bool) -> Model:
-    """The catalogue's model with fewer layers; toy widths with ``tiny``."""
-    model = catalogue.load_model(case.model)
-    narrow: dict[str, Any] = {"d_model": 64, "d_ff": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    return msgspec.structs.replace(model, num_layers=case.layers, **(narrow | {"vocab_size": 512} if tiny else {}))
-
-
-def measure(case: Case, *, steps: int, tiny: bool) -> dict[str, Any]:
-    """Compile time, seconds of each timed step, the losses, and the most memory in use."""
-    model = model_of(case, tiny=tiny)
-    settings = TrainSettings(learning_rate=3e-4, schedule="constant", warmup_steps=0)
-    strategy = Strategy(mesh=make_mesh({}), remat=case.remat, state=STATE)
-    step = TrainStep(model, strategy, optimizer=make_optimizer(model, settings, STATE))
-    state = step.init(0)
+def batches(case: Case, vocab_size: int) -> list[np.ndarray]:
+    """The same random rows for both."""
     rng = np.random.default_rng(0)
+    return [rng.integers(0, vocab_size, (case.batch_seqs, case.seq_len + 1), dtype=np.int32) for _ in range(4)]
 
-    def batch() -> Any:
-        rows = rng.integers(0, model.vocab_size, (case.batch_seqs, case.seq_len + 1), dtype=np.int32)
-        return step.place({"tokens": rows[:, :-1], "labels": rows[:, 1:]})
 
-    batches = [batch() for _ in range(4)]
-    started = time.perf_counter()
-    state, metrics = step.step(state, batches[0])
-    losses = [float(metrics.loss)]
-    first = time.perf_counter() - started
-    seconds = []
-    for number in range(2 + steps):
+# -- the contestants ---------------------------------------------------------------------------------------
+
+
+def timed(step: Callable[[int], float]) -> dict[str, Any]:
+    """Runs steps, each of which returns its loss: seconds of the first, the times of those that count, and losses."""
+    seconds, losses = [], []
+    for number in range(WARM + STEPS):
         started = time.perf_counter()
-        state, metrics = step.step(state, batches[number % len(batches)])
-        losses.append(float(metrics.loss))
+        losses.append(step(number))
         seconds.append(time.perf_counter() - started)
-    in_use = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-    return {"first_step_s": first, "seconds": seconds[2:], "losses": losses, "peak_bytes": in_use}
+    return {"first_step_s": seconds[0], "seconds": seconds[WARM:], "losses": losses}
 
 
-def figures(case: Case, found: dict[str, Any], *, tiny: bool) -> dict[str, Any]:
-    """What is printed of a case."""
-    model = model_of(case, tiny=tiny)
-    job = Job(batch_seqs=case.batch_seqs, seq_len=case.seq_len)
-    step_s = statistics.median(found["seconds"])
-    name = next((name for name in CHIPS if name in jax.devices()[0].device_kind.lower()), None)
-    peak = chip(name).peak_flops["bf16"] if name else None
-    shares = {
-        name: model_flops(model, job, causal=causal) / step_s / peak if peak else None
-        for name, causal in (("mfu", False), ("mfu_causal", True))
-    }
-    rate = job.tokens_per_step / step_s
-    return {"case": case.name, "step_s": step_s, "tokens_per_s": rate, **shares, **found}
+def ours(case: Case, *, tiny: bool) -> dict[str, Any]:
+    """The product's step."""
+    import jax
+
+    from meshwright.parallel.train_step import TrainStep
+    from meshwright.spec.strategy import Strategy, make_mesh
+    from meshwright.train.optimizers.table import make_optimizer
+    from meshwright.train.settings import TrainSettings
+
+    model = model_of(case.model, layers=case.layers, tiny=tiny)
+    settings = TrainSettings(learning_rate=3e-4, schedule="constant", warmup_steps=0)
+    one = TrainStep(
+        model,
+        Strategy(mesh=make_mesh({}), remat=case.remat, state=STATE),
+        optimizer=make_optimizer(model, settings, STATE),
+    )
+    state = one.init(0)
+    given = [one.place({"tokens": rows[:, :-1], "labels": rows[:, 1:]}) for rows in batches(case, model.vocab_size)]
+
+    def step(number: int) -> float:
+        nonlocal state
+        state, metrics = one.step(state, given[number % len(given)])
+        return float(metrics.loss)
+
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+    return timed(step) | {"peak_bytes": peak}
+
+
+def theirs(case: Case, *, tiny: bool) -> dict[str, Any]:
+    """Transformers' Llama under torch.compile; on other devices than GPUs without inductor."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    model, gpu = model_of(case.model, layers=case.layers, tiny=tiny), torch.cuda.is_available()
+    net = torch_llama(model, case.seq_len).train()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-4, fused=gpu)
+    given = [torch.from_numpy(rows).long().to(net.device) for rows in batches(case, model.vocab_size)]
+
+    @torch.compile(backend="inductor" if gpu else "eager")
+    def loss_of(rows: Any) -> Any:
+        logits = net(input_ids=rows[:, :-1], use_cache=False).logits
+        return cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+
+    def step(number: int) -> float:
+        loss = loss_of(given[number % len(given)])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    return timed(step) | {"peak_bytes": torch.cuda.max_memory_allocated() if gpu else 0, "torch": torch.__version__}
+
+
+CONTESTANTS: dict[str, Callable[..., dict[str, Any]]] = {"meshwright": ours, "torch": theirs}
+
+
+# -- beside each other -------------------------------------------------------------------------------------
+
+
+def predicted_bytes(case: Case, *, tiny: bool) -> float:
+    """The memory that the product predicts for the chip."""
+    from meshwright.cost.memory import total_bytes
+    from meshwright.cost.setting import Setting
+    from meshwright.spec.cluster import parse_cluster
+    from meshwright.spec.strategy import Strategy, make_mesh
+
+    model = model_of(case.model, layers=case.layers, tiny=tiny)
+    setting = Setting(model, parse_cluster(f"{this_chip().name}:1"), job_of(case))
+    return float(total_bytes(setting.memory(Strategy(mesh=make_mesh({}), remat=case.remat, state=STATE))))
+
+
+def job_of(case: Case) -> Any:
+    """The case as a job."""
+    from meshwright.spec.job import Job
+
+    return Job(batch_seqs=case.batch_seqs, seq_len=case.seq_len)
 
 
 def main() -> None:
     """Runs the cases one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=[c.name for c in CASES])
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--remat", help="a policy in place of each case's own")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    if default_platform() != "cuda" and not arguments.tiny:
-        raise SystemExit(
-            f"JAX runs on {default_platform()}: an NVIDIA GPU is needed, or --tiny to see the program run."
-        )
-    device = jax.devices()[0]
-    cases = [c for c in (TINY if arguments.tiny else CASES) if not arguments.case or c.name in arguments.case]
-    results = []
-    if not arguments.json:
-        print(f"{datetime.date.today()}, one {device.device_kind}, jax {jax.__version__}, state {STATE}")
-        print(
-            f"{'case':>9} {'layers':>6} {'batch':>11} {'remat':>10} {'step':>9} {'tokens/s':>9} {'MFU':>6} "
-            f"{'causal':>6} {'first':>7} {'peak':>9}"
-        )
-    for case in cases:
-        case = msgspec.structs.replace(case, remat=arguments.remat) if arguments.remat else case
-        try:
-            found = figures(case, measure(case, steps=arguments.steps, tiny=arguments.tiny), tiny=arguments.tiny)
-        except jax.errors.JaxRuntimeError as error:
-            results.append({"case": case.name, "error": str(error).splitlines()[0]})
-            print(f"{case.name:>9}  {results[-1]['error'][:100]}", file=sys.stderr)
-            continue
-        results.append(found)
-        if not arguments.json:
-            show(case, found)
-    if arguments.json:
-        print(json.dumps({"device": device.device_kind, "jax": jax.__version__, "state": STATE, "cases": results}))
 
+    def more(parser: Any) -> None:
+        parser.add_argument("--case", choices=[case.name for case in CASES])
+        parser.add_argument("--contend", choices=CONTESTANTS, help="run one contestant of --case, and print JSON")
 
-def show(case: Case, found: dict[str, Any]) -> None:
-    """One line of the table."""
-    share = ["-" if found[name] is None else f"{found[name]:.1%}" for name in ("mfu", "mfu_causal")]
-    size = f"{case.batch_seqs} x {case.seq_len}"
-    print(f"{case.name:>9} {case.layers:6} {size:>11} {case.remat:>10} {found['step_s'] * 1e3:6.1f} ms", end="")
-    print(f" {found['tokens_per_s']:9,.0f} {share[0]:>6} {share[1]:>6} {found['first_step_s']:5.1f} s", end="")
-    print(f" {found['peak_bytes'] / 1e9:6.1f} GB", flush=True)
+    if "--contend" in sys.argv:
+        found = sys.argv[sys.argv.index("--contend") + 1], sys.argv[sys.argv.index("--case") + 1]
+        tiny = "--tiny" in sys.argv
+        case = next(one for one in (TINY if tiny else CASES) if one.name == found[1])
+        print(json.dumps(CONTESTANTS[found[0]](case, tiny=tiny)))
+        return
+    part = Part("train", "at least 1.00x torch, and 50% MFU", __doc__, more=more)
+    judged: list[tuple[float | None, float]] = []
+
+    def run(case: Case) -> None:
+        from meshwright.cost.work.ops import model_flops
+
+        model, job = model_of(case.model, layers=case.layers, tiny=part.tiny), job_of(case)
+        tiny = ["--tiny"] * part.tiny
+        found = {
+            kind: contestant(
+                __file__, "--case", case.name, "--contend", kind, *tiny, most_s=min(MOST_S, part.left_s + MARGIN_S)
+            )
+            for kind in CONTESTANTS
+        }
+        if "error" in found["meshwright"]:
+            raise RuntimeError(found["meshwright"]["error"])
+        for one in found.values():
+            if "error" not in one:
+                one["step_s"] = statistics.median(one["seconds"])
+                one["tokens_per_s"] = job.tokens_per_step / one["step_s"]
+        mine, other = found["meshwright"], found["torch"]
+        peak = this_chip().peak_flops["bf16"]
+        mfu, causal = (float(model_flops(model, job, causal=c)) / mine["step_s"] / peak for c in (False, True))
+        ratio = other["step_s"] / mine["step_s"] if "step_s" in other else None
+        expected = predicted_bytes(case, tiny=part.tiny)
+        beside = f"{ratio:.2f}x torch ({other['tokens_per_s']:,.0f})" if ratio else f"torch: {other['error']}"
+        judged.append((ratio, mfu))
+        part.keep(
+            f"{case.name}, {model.num_layers} layers, {case.batch_seqs} x {case.seq_len}: "
+            f"{mine['step_s'] * 1e3:.1f} ms, {mine['tokens_per_s']:,.0f} tokens/s, MFU {mfu:.1%} ({causal:.1%} causal)"
+            f"; {beside}; {mine['peak_bytes'] / 1e9:.1f} GB, predicted {expected / 1e9:.1f}",
+            case=case.name, layers=model.num_layers, batch_seqs=case.batch_seqs, seq_len=case.seq_len, ratio=ratio,
+            remat=case.remat, state=STATE, mfu=mfu, mfu_causal=causal, predicted_bytes=expected, **found,
+        )  # fmt: skip
+
+    cases = TINY if part.tiny else CASES
+    part.each([case for case in cases if part.options.case in (None, case.name)], run)
+    ratios, shares = [ratio for ratio, _ in judged if ratio], [mfu for _, mfu in judged]
+    least = f"at least {min(ratios):.2f}x torch" if ratios else "no torch to compare with"
+    met = len(ratios) == len(judged) and min(ratios, default=0) >= GOAL_RATIO and min(shares, default=0) >= GOAL_MFU
+    part.close(f"{least}, MFU {min(shares, default=0):.1%} at least", met)
 
 
 if __name__ == "__main__":
