@@ -133,14 +133,14 @@ def torch_llama(model: Model, length: int) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=model.vocab_size, hidden_size=model.d_model, intermediate_size=model.d_ff,
-        num_hidden_layers=model.num_layers, num_attention_heads=model.num_heads, head_dim=model.head_dim,
-        num_key_value_heads=model.num_kv_heads, tie_word_embeddings=model.tied_embeddings,
-        max_position_embeddings=length, attn_implementation="sdpa",
+    sizes: dict[str, Any] = {
+        "vocab_size": model.vocab_size, "hidden_size": model.d_model, "intermediate_size": model.d_ff,
+        "num_hidden_layers": model.num_layers, "num_attention_heads": model.num_heads, "head_dim": model.head_dim,
+        "num_key_value_heads": model.num_kv_heads, "tie_word_embeddings": model.tied_embeddings,
+        "max_position_embeddings": length, "attn_implementation": "sdpa",
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    )  # fmt: skip
+    }  # fmt: skip
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM(LlamaConfig(**sizes))

@@ -131,10 +131,8 @@ def packed(dtype: str, kv_heads: int, width: int, num: int) -> Both:
         held.append(pools[-1].astype(jnp.float32) * (1 if scale is None else scale[..., None]))
     first = np.cumsum(counts) - counts
     numbers = {"first": first, "counts": counts, "lengths": lengths, "pages": table}
-    call = RaggedCall(
-        scale=width**-0.5, longest=int(counts.max()),
-        **{name: jnp.asarray(x, jnp.int32) for name, x in numbers.items()},
-    )  # fmt: skip
+    fields: dict[str, Any] = {name: jnp.asarray(x, jnp.int32) for name, x in numbers.items()}
+    call = RaggedCall(scale=width**-0.5, longest=int(counts.max()), **fields)
     run = jax.jit(lambda q, k, v, ks, vs: ragged_attention(call, [PagedPart(q, k, ks)], v, vs)[0])
 
     def of_sequence(row: int) -> jax.Array:
@@ -168,11 +166,8 @@ def experts(sizes: list[int], rows: int, width: int, out: int) -> Both:
     def ours(x: jax.Array, dy: jax.Array, w: jax.Array) -> Arrays:
         mine, gradient = Ragged(x, group), Ragged(dy, group)
         blocks = blocks_of(mine, SimpleNamespace(num_experts=len(sizes), experts_per_token=2))  # type: ignore[arg-type]
-        return (
-            slot_product(mine, w, blocks).rows,
-            slot_product(gradient, w, blocks, transposed=True).rows,
-            slot_weight_gradient(mine, gradient, blocks),
-        )
+        made: list[Any] = [slot_product(mine, w, blocks), slot_product(gradient, w, blocks, transposed=True)]
+        return made[0].rows, made[1].rows, slot_weight_gradient(mine, gradient, blocks)
 
     owner = jnp.asarray(np.repeat(np.arange(len(sizes) + 1), [*sizes, rows - spare]))
     chosen = jax.nn.one_hot(owner, len(sizes))
@@ -186,6 +181,7 @@ def experts(sizes: list[int], rows: int, width: int, out: int) -> Both:
 def quantised(dtype: str, rows: int, width: int, out: int) -> Both:
     """A product with a narrow weight."""
     x, w = draw(rows, width, seed=1), draw(width, out, seed=2, dtype=jnp.float32)
+    of_scale: tuple[str, ...]
     if dtype == "int4":
         split = w.reshape(-1, GROUP, out)
         scale, of_scale = absmax_scale(split, (1,), dtype), ("Dg", "F")
