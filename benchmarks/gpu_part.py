@@ -41,7 +41,7 @@ class Part:
         self.name, self.goal, self.options = name, goal, parser.parse_args()
         self.tiny: bool = self.options.tiny
         self.cases: list[dict[str, Any]] = []
-        self._began = time.monotonic()
+        self._began, self._stopped = time.monotonic(), False
         if default_platform() != "cuda" and not self.tiny:
             raise SystemExit(
                 f"JAX runs on {default_platform()}: an NVIDIA GPU is needed, or --tiny to see the program run."
@@ -51,13 +51,13 @@ class Part:
     @property
     def left_s(self) -> float:
         """Seconds in which a case may start."""
-        return float(self.options.seconds) - (time.monotonic() - self._began)
+        return -1.0 if self._stopped else float(self.options.seconds) - (time.monotonic() - self._began)
 
     def keep(self, text: str, **figures: Any) -> dict[str, Any]:
         """Prints a case, and writes all of them."""
-        print(text, flush=True)
         self.cases.append(figures)
         self._write()
+        print(text, flush=True)
         return figures
 
     def each(self, cases: Iterable[Any], run: Callable[[Any], None]) -> None:
@@ -69,6 +69,9 @@ class Part:
                 continue
             try:
                 run(case)
+            except _Stopped:
+                self._stopped = True
+                self.keep(f"{name}: stopped", case=name, error="stopped, or the part ran past its time")
             except Exception as error:
                 why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
                 self.keep(f"{name}: {why[:300]}", case=name, error=why)
@@ -92,8 +95,13 @@ class Part:
         write_text_whole(self.options.out / f"{self.name}.json", json.dumps(found, indent=1) + "\n")
 
 
+class _Stopped(BaseException):
+    """By `timeout` or by Ctrl-C: no exception that a case may catch."""
+
+
 def _stop(signum: int, frame: FrameType | None) -> None:
-    raise TimeoutError("the part ran past its time")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise _Stopped
 
 
 def this_chip() -> Chip:

@@ -157,24 +157,28 @@ def main() -> None:
             **found,
         )  # fmt: skip
 
-    def beside(sequences: int) -> None:
+    def beside(case: Case) -> None:
+        name, _, sequences = case
         most_s = min(MOST_S, part.left_s)
         found = contestant(__file__, *["--tiny"] * part.tiny, "--contend", "torch", str(sequences), most_s=most_s)
         words, ratio = found.get("error", ""), None
         if "seconds" in found:
             ratio = found["seconds"] / own[sequences]
             words = f"{found['seconds'] * 1e3:.2f} ms a token, {ratio:.2f}x ours"
-        name = f"generate, bf16, {sequences} sequences"
         part.keep(f"{name}: {words}", case=name, ratio=ratio, torch=found)
 
+    peers = [Case(f"generate, bf16, {n} sequences", "", n) for n in SEQUENCES]
     for weights in WEIGHTS:
         sequences = SEQUENCES[:2] if part.tiny else SEQUENCES
         part.each([Case(f"{weights or 'bf16'}, {n} sequences", weights, n) for n in sequences], partial(decode, []))
         if not weights:
-            part.each(sequences[:1], beside)
-    part.each(() if part.tiny else SEQUENCES[1:3], beside)
+            part.each(peers[:1], beside)
+    part.each([] if part.tiny else peers[1:3], beside)
     worst = max(judged, default=0.0)
-    part.close(f"at most {worst:.2f}x", len(judged) == len(WEIGHTS) * len(JUDGED) and worst <= GOAL)
+    part.close(
+        f"at most {worst:.2f}x" if judged else "nothing measured",
+        len(judged) == len(WEIGHTS) * len(JUDGED) and worst <= GOAL,
+    )
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def main() -> None:
         part.keep(
             f"{name}: {found.step_s * 1e3:.2f} ms, predicted {found.predicted_step_s * 1e3:.2f}, under the profiler "
             f"{found.profiled_s * 1e3:.2f}; host {(found.host_s or 0) * 1e3:.2f} ms; unaccounted {share:.1%}, of it "
-            f"nothing runs {mean.idle_s / mean.total_s:.1%}",
+            f"idle beyond launches {mean.idle_s / mean.total_s:.1%}",
             case=name, step_s=found.step_s, predicted_s=found.predicted_step_s, profiled_s=found.profiled_s,
             host_s=found.host_s, unaccounted=share, parts=mean.parts, kinds=kinds,
             not_derived={row.name: row.measured_s for row in rows if row.kind == "not derived"},
@@ -72,7 +72,7 @@ def main() -> None:
         jax.clear_caches()
 
     part.each(jobs, run)
-    part.close(f"at most {max(shares, default=1.0):.1%}", max(shares, default=1.0) <= MOST)
+    part.close(f"at most {max(shares):.1%}" if shares else "nothing measured", max(shares, default=1.0) <= MOST)
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def main() -> None:
     ratios, shares = [ratio for ratio, _ in judged if ratio], [mfu for _, mfu in judged]
     least = f"at least {min(ratios):.2f}x torch" if ratios else "no torch to compare with"
     met = len(ratios) == len(judged) and min(ratios, default=0) >= GOAL_RATIO and min(shares, default=0) >= GOAL_MFU
-    part.close(f"{least}, MFU {min(shares, default=0):.1%} at least", met)
+    part.close(f"{least}, MFU {min(shares):.1%} at least" if shares else "nothing measured", met)
 
 
 if __name__ == "__main__":
