@@ -71,7 +71,7 @@ def test_every_part_runs_at_toy_size(tmp_path):
 @pytest.mark.slow
 def test_every_part_runs_where_wheels_are_all_there_is(tmp_path):
     python = shutil.which("python3.12")
-    if not python:
+    if not python or subprocess.run([python, "--version"], capture_output=True).returncode:  # a shim may stand for none
         pytest.skip("there is no Python 3.12")
     there, tree = tmp_path / "there", tmp_path / "tree"
     subprocess.run([python, "-m", "venv", there], check=True)
