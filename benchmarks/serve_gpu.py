@@ -50,9 +50,9 @@ class Served:
         from meshwright.spec.strategy import Strategy, make_mesh
 
         self.tiny, self.model = tiny, model_of("llama3-8b", tiny=tiny)
-        usual = with_usual(EngineOptions(), jax.default_backend(), "bf16")
-        self.storage: Any = Storage(weights=weights, page_len=usual.page_len)  # type: ignore[arg-type]
         self.strategy = Strategy(mesh=make_mesh({}), state=STATE)
+        usual = with_usual(EngineOptions(), jax.default_backend(), "bf16", self.strategy)
+        self.storage: Any = Storage(weights=weights, page_len=usual.page_len)  # type: ignore[arg-type]
         if loads:
             step = self.step(1)
             self.params = step.place(jax.jit(partial(init_params, self.model, 0, dtype=step.dtype))())

@@ -15,15 +15,25 @@ from meshwright.algebra.generation import (
     quantised_weights,
     weight_bytes,
 )
+from meshwright.algebra.notation import local_elements
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.program import Program
+from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.sizes import OpSizes
-from meshwright.algebra.transformer import transformer, weight_variables
+from meshwright.algebra.transformer import layer_dims, transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import kv_cache_bytes
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.model import GROUP, Lora, Model
-from meshwright.spec.strategy import Strategy, cache_assignment, make_mesh, standard_assignment, stationary_assignment
+from meshwright.spec.strategy import (
+    LAYOUTS,
+    Strategy,
+    cache_assignment,
+    held_dims,
+    make_mesh,
+    standard_assignment,
+    stationary_assignment,
+)
 
 LLAMA = load_model("llama3-8b")
 
@@ -334,3 +344,51 @@ def test_weights_in_two_dims_stay_where_they_are():
     assert not any("w_" in line or "wq" in line or "wo" in line for line in layer_moves(strategy))
     with pytest.raises(InputError, match="dispatch needs D whole"):
         derive_phase(load_model("mixtral-8x7b"), "decode", strategy)
+
+
+LAID_OUT = {
+    "prompts": [("llama3-8b", {"tensor": 8}), ("mixtral-8x7b", {"expert": 4, "tensor": 2}),
+                ("deepseek-v3", {"expert": 16, "tensor": 4}), ("gpt-oss-120b", {"expert": 4, "tensor": 2}),
+                ("llama3-405b", {"tensor": 16}), ("llama3-70b", {"context": 4, "tensor": 8}),
+                ("gemma2-27b", {"tensor": 16}), ("qwen3-235b-a22b", {"expert": 8, "tensor": 8})],
+    "sequences": [("llama3-70b", {"context": 4, "tensor": 8}), ("deepseek-v3", {"expert": 16, "context": 4})],
+    "positions": [("llama3-70b", {"context": 4, "tensor": 8}), ("deepseek-v3", {"expert": 16, "context": 4})],
+    "widths": [("llama3-70b", {"context": 2, "tensor": 16})],
+    "gathered": [("llama3-70b", {"context": 4, "tensor": 8}), ("llama3-405b", {"context": 4, "tensor": 4})],
+}  # fmt: skip
+ENGINES = [(layout, *one) for layout, models in LAID_OUT.items() for one in models]
+
+
+def traffic(model, derived, mesh, rows, seqs):
+    """The number of collectives of a step, and the elements of their arrays; ``rows`` are of ``seqs`` sequences."""
+    held = held_dims(model.dims, mesh) | layer_dims(model) | {"C": rows, "Er": 4}
+    packed = any("Q" in variable.dims for variable in derived.program.variables.values())
+    held |= {"B": rows, "T": 1, "O": seqs} if packed else {"B": seqs, "T": rows // seqs}
+    moved = [(step, count) for step, count in derived.steps() if step.is_collective]
+    return sum(count for _, count in moved), sum(c * local_elements(step.full, held, mesh) for step, c in moved)
+
+
+@pytest.mark.parametrize(("layout", "name", "axes"), ENGINES)
+def test_packed_rows_send_no_more_than_steps_of_like_sequences(layout, name, axes):
+    """A sequence stays with the devices that have its pages, and many rows are split as a prompt is."""
+    model, mesh = load_model(name), make_mesh(axes)
+    strategy = replace(Strategy(mesh=mesh, assignment=LAYOUTS[layout]), context_attention="gather")
+    strategy = strategy_of_heads(strategy, model.num_kv_heads)
+    for phase, rows in (("prefill", 64 * 1024), ("decode", 64)):
+        found, wanted = (
+            traffic(model, derived, mesh, rows, 64)
+            for derived in (
+                derive_phase(model, "packed", strategy, Storage(page_len=16), prompts=phase == "prefill"),
+                derive_phase(model, phase, strategy),
+            )
+        )
+        if phase == "prefill" and layout == "positions":
+            # a part of a prompt attends to pages whose slots other devices have: heads are gathered, results summed
+            assert found > wanted
+        elif phase == "prefill" and layout == "sequences" and model.latent_attention:
+            # queries that meet latents are wider than those that meet keys
+            assert found[0] <= wanted[0]
+            assert wanted[1] < found[1] < 1.01 * wanted[1]
+        else:
+            assert found[0] <= wanted[0]
+            assert found[1] <= wanted[1]

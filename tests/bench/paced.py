@@ -28,7 +28,7 @@ class PacedStep:
     """Stands in for a packed step and what draws: a device that runs steps one after the other."""
 
     latest = programs = logits_sharding = None
-    batch_invariant, has_rings, row_parts = False, False, 1
+    batch_invariant, has_rings, num_owners = False, False, 1
 
     def __init__(self, limits: SchedulerLimits, clock: EngineClock, max_len: int) -> None:
         self.clock, self.max_len, self.max_seqs = clock, max_len, limits.max_requests
@@ -39,6 +39,9 @@ class PacedStep:
 
     def with_rings(self, rows, *_):
         return rows
+
+    def row_parts(self, longest):
+        return 1
 
     def init_cache(self):
         return None

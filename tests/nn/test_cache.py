@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshwright.algebra.notation import parse_array
 from meshwright.algebra.ops.cached_attention import CachedAttention
 from meshwright.nn.activations import capped
 from meshwright.nn.cache import (
@@ -142,7 +143,8 @@ def test_drafts_are_attended_as_if_they_came_one_by_one(latent):
     """Up to three new positions of each sequence, packed rows; pages of a layer that is not the first."""
     rng = np.random.default_rng(0)
     context = SimpleNamespace(model=SimpleNamespace(attention_scale=0.3, qk_nope_head_dim=0), longest=3)
-    step = SimpleNamespace(details=CachedAttention(packed=True, window=9), more=(), inputs=())
+    arrays = tuple(map(parse_array, ("q[B,T,N,H]", "k[Pg,Pl,K,H]")))
+    step = SimpleNamespace(details=CachedAttention(packed=True, window=9), more=(), inputs=arrays)
     heads = () if latent else (2,)
     widths = (6, 3) if latent else (6, 5)
     caches = [

@@ -1,6 +1,7 @@
 """Packed rows of several sequences, in chunks and one by one: the logits of the forward pass, in any split."""
 
 import itertools
+import math
 import time
 
 import jax
@@ -15,8 +16,8 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn import cache
 from meshwright.nn.quantisation import stored_params
-from meshwright.parallel.generation.packed_step import NO_SLOT, PackedRows, PackedShape, PackedStep, ring_pages
-from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
+from meshwright.parallel.generation.packed_step import PackedRows, PackedShape, PackedStep, ring_pages, slots_of
+from meshwright.spec.strategy import GENERATION_RULES, LAYOUTS, Strategy, make_mesh
 from tests.parallel.generate_cases import (
     FAMILIES,
     LLAMA,
@@ -29,7 +30,7 @@ from tests.parallel.generate_cases import (
 )
 from tests.tier import sampled
 
-PAGE_LEN, NUM_SEQS = 4, 3
+PAGE_LEN, NUM_SEQS, NUM_PAGES = 4, 3, 40
 WINDOWED = ("mistral", "gpt_oss", "gemma3")
 STEPS = (
     [(0, 0, 7), (1, 0, 1)],
@@ -42,44 +43,64 @@ STEPS = (
 
 def packed_step(model, axes=None, layout="prompts", **options):
     strategy = Strategy(mesh=make_mesh(axes or {}), state=options.pop("state", "fp32"), assignment=LAYOUTS[layout])
-    storage = Storage(page_len=PAGE_LEN, **{"num_pages": 40, "cache_dtype": "fp32", **options})
-    return PackedStep(model, strategy, max_len=MAX_LEN, max_seqs=NUM_SEQS, storage=storage)
+    owners = math.prod(
+        (axes or {}).get(axis, 1) for axis in LAYOUTS[layout].get("cache", GENERATION_RULES["cache"])["B"]
+    )
+    storage = Storage(page_len=PAGE_LEN, **{"num_pages": NUM_PAGES, "cache_dtype": "fp32", **options})
+    step = PackedStep(model, strategy, max_len=MAX_LEN, max_seqs=-(-NUM_SEQS // owners) * owners, storage=storage)
+    assert step.num_owners == owners
+    return step
 
 
-def packed(step, parts, rows, pages, size):
-    """The arrays of a step of ``size`` rows and as many sequences; unused slots are beyond the pool."""
-    found = {name: np.zeros(size, np.int32) for name in PackedRows._fields if name != "pages"}
-    found["slots"] += 40 * PAGE_LEN
-    found["sources"] -= 1
-    table, at = np.zeros((size, pages.shape[1]), np.int32), 0
-    for number, (sequence, start, end) in enumerate(parts):
-        positions, here = np.arange(start, end), slice(at, at + end - start)
-        table[number] = pages[sequence]
-        found["tokens"][here], found["positions"][here] = rows[sequence, start:end], positions
-        found["slots"][here] = pages[sequence][positions // PAGE_LEN] * PAGE_LEN + positions % PAGE_LEN
-        found["first"][number], found["counts"][number], found["lengths"][number] = at, end - start, end
-        at += end - start
-        found["last"][number] = at - 1
-    return PackedRows(**found, pages=table)
+def place_of(step, sequence):
+    """The owner of a sequence, and its slot."""
+    owner, place = sequence % step.num_owners, sequence // step.num_owners
+    return owner, owner * (step.max_seqs // step.num_owners) + place
+
+
+def pages_of(step):
+    """The pages of each sequence, among those of its owner, in no order."""
+    each, random = NUM_PAGES // step.num_owners, np.random.default_rng(3)
+    free = [owner * each + random.permutation(each) for owner in range(step.num_owners)]
+    return np.array([free[s % len(free)][s // len(free) * 6 :][:6] for s in range(NUM_SEQS)])
+
+
+def packed(step, parts, rows, pages, size, longest=1):
+    """The arrays of a step of ``size`` rows, and as many sequences, of each owner, and where its parts have logits."""
+    owners, last = [], {}
+    for owner in range(step.num_owners):
+        own = [part for part in parts if part[0] % step.num_owners == owner]
+        last |= {part: owner * size + at for at, part in enumerate(own)}
+        counts = np.array([end - start for _, start, end in own], int)
+        whose = np.repeat(np.arange(len(own)), counts)
+        positions = np.concatenate([np.arange(start, end) for _, start, end in own] or [np.zeros(0, int)])
+        tokens = np.concatenate([rows[s, start:end] for s, start, end in own] or [np.zeros(0, int)])
+        table = pages[[s for s, *_ in own]]
+        found = PackedRows(
+            tokens=tokens,
+            sources=np.full(len(tokens), -1),
+            positions=positions,
+            slots=slots_of(positions, table, whose, PAGE_LEN),
+            first=np.cumsum(counts) - counts,
+            counts=counts,
+            lengths=np.array([end for *_, end in own], int),
+            pages=table,
+            last=np.cumsum(counts) - 1,
+        )
+        owners.append(step.with_rings(found, [place_of(step, s)[1] for s, *_ in own], whose))
+    shape = PackedShape(*[size * step.num_owners] * 3, longest)
+    return PackedRows.joined(owners, shape), [last[part] for part in parts]
 
 
 def run(step, params):
-    """The logits of each part of `STEPS`, [parts, V]; pages in no order."""
-    placed, cache, rows = step.place(params), step.init_cache(), rows_of(step.model)
-    pages = np.random.default_rng(3).permutation(40)[: NUM_SEQS * 6].reshape(NUM_SEQS, 6)
+    """The logits of each part of `STEPS`, [parts, V]."""
+    placed, cache, rows, pages = step.place(params), step.init_cache(), rows_of(step.model), pages_of(step)
     found = []
     for parts in STEPS:
-        size = 16 if any(end - start > 1 for _, start, end in parts) else 4
-        longest = 16 if size == 16 else 1
-        given = packed(step, parts, rows, pages, size)
-        if step.has_rings:
-            owner, num_rows = np.repeat(np.arange(size), given.counts), given.counts.sum()
-            own = [*(sequence for sequence, *_ in parts), *[0] * (size - len(parts))]
-            ringed = step.with_rings(given._replace(positions=given.positions[:num_rows]), own, owner)
-            given = given._replace(window_slots=np.full(size, NO_SLOT, np.int32), window_pages=ringed.window_pages)
-            given.window_slots[:num_rows] = ringed.window_slots
-        logits, cache = step.step(placed, cache, jnp.zeros(NUM_SEQS, jnp.int32), given, longest)
-        found.append(np.asarray(logits)[: len(parts)])
+        size, longest = (16, 16) if any(end - start > 1 for _, start, end in parts) else (4, 1)
+        given, last = packed(step, parts, rows, pages, size, longest)
+        logits, cache = step.step(placed, cache, jnp.zeros(step.max_seqs, jnp.int32), given, longest)
+        found.append(np.asarray(logits)[last])
     return np.concatenate(found)
 
 
@@ -105,7 +126,7 @@ def test_layers_with_a_window_keep_their_window(name):
     step = packed_step(model, ring_pages=ring)
     assert step.has_rings
     shapes = {row.shape[0] for row in step.table}
-    assert shapes == ({NUM_SEQS * ring} if name == "mistral" else {40, NUM_SEQS * ring})
+    assert shapes == ({NUM_SEQS * ring} if name == "mistral" else {NUM_PAGES, NUM_SEQS * ring})
     params = float_params(model)
     assert_close(run(step, params), reference(model, params))
 
@@ -214,8 +235,7 @@ def test_a_larger_pool_takes_no_longer(num_kv_heads, dtype, state):
     steps = [packed_step(model, num_pages=pages, cache_dtype=dtype, state=state) for pages in (256, 8192)]
     given = [(step.place(float_params(model)), step.init_cache()) for step in steps]
     pages = np.arange(NUM_SEQS * 6).reshape(NUM_SEQS, 6)
-    rows = packed(steps[0], [(0, 9, 10), (1, 9, 10), (2, 9, 10)], rows_of(model), pages, 4)
-    rows = rows._replace(slots=np.where(rows.slots < 40 * PAGE_LEN, rows.slots, NO_SLOT))
+    rows, _ = packed(steps[0], [(0, 9, 10), (1, 9, 10), (2, 9, 10)], rows_of(model), pages, 4)
     seconds, latest = [[], []], jnp.zeros(NUM_SEQS, jnp.int32)
     for _ in range(200):
         for number, step in enumerate(steps):
@@ -295,7 +315,7 @@ def test_the_weights_of_a_device_have_the_bytes_that_are_declared(dtype):
 def test_tokens_come_from_the_devices_where_a_row_says_so():
     params, step = float_params(LLAMA), packed_step(LLAMA)
     rows, pages = rows_of(LLAMA), np.arange(6)[None]
-    given = packed(step, [(0, 0, 1)], rows, pages, 2)
+    given, _ = packed(step, [(0, 0, 1)], rows, pages, 2)
     latest = jnp.asarray([0, 0, int(rows[0, 0])], jnp.int32)
     placed = step.place(params)
     plain, _ = step.step(placed, step.init_cache(), latest, given, 1)

@@ -19,16 +19,19 @@ class CheckedStep:
     """Stands in for a packed step and what draws; a slot of the pool that is written has one owner, who reads it."""
 
     has_rings = False
-    latest, logits_sharding, unrolled, max_len, max_seqs, row_parts = None, None, True, MAX_LEN, SLOTS, 1
+    latest, logits_sharding, unrolled, max_len = None, None, True, MAX_LEN
 
-    def __init__(self, num_pages: int, batch_invariant: bool) -> None:
+    def __init__(self, num_pages: int, batch_invariant: bool, num_owners: int = 1) -> None:
         self.storage, self.model = SimpleNamespace(page_len=PAGE_LEN, adapters=0), SimpleNamespace(vocab_size=50)
         self.cache_sizes = {"Pg": num_pages, "Bp": MAX_LEN // PAGE_LEN}
-        self.row_parts = 1 if batch_invariant else 3
+        self.num_owners, self.max_seqs, self.num_pages = num_owners, SLOTS * num_owners, num_pages
         self.batch_invariant, self.programs = batch_invariant, ProgramStore(None, None)
         self.written = np.full(num_pages * PAGE_LEN, -1)
         self.tokens = np.full(num_pages * PAGE_LEN, -1)
-        self.drawn = np.zeros(SLOTS + 1, int)
+        self.drawn = np.zeros(self.max_seqs + 1, int)
+
+    def row_parts(self, longest: int) -> int:
+        return 1 if self.batch_invariant else 3 * self.num_owners
 
     def with_rings(self, rows, *_):
         return rows
@@ -37,14 +40,22 @@ class CheckedStep:
         return None
 
     def step(self, params, cache, latest, rows, longest):
-        assert len(rows.tokens) % self.row_parts == 0
+        num_rows, num_seqs, num_last = len(rows.tokens), len(rows.first), len(rows.last)
+        assert not any(size % self.row_parts(longest) for size in (num_rows, num_seqs if longest == 1 else 0))
         real = rows.slots < len(self.written)
         slots = rows.slots[real]
         assert len(set(slots.tolist())) == len(slots)  # no two rows write one slot
         self.written[slots] = rows.positions[real]
         self.tokens[slots] = np.where(rows.sources >= 0, self.drawn[rows.sources], rows.tokens)[real]
-        for first, count, length, pages in zip(rows.first, rows.counts, rows.lengths, rows.pages, strict=True):
+        owner_of_row = np.arange(num_rows) * self.num_owners // num_rows
+        np.testing.assert_array_equal(slots // PAGE_LEN * self.num_owners // self.num_pages, owner_of_row[real])
+        assert (owner_of_row[rows.last] == np.arange(num_last) * self.num_owners // num_last).all()
+        for number, (first, count, length, pages) in enumerate(
+            zip(rows.first, rows.counts, rows.lengths, rows.pages, strict=True)
+        ):
             if count:
+                assert count <= longest
+                assert set(owner_of_row[first : first + count]) == {number * self.num_owners // num_seqs}
                 at = np.arange(length)
                 held = self.written[pages[at // PAGE_LEN] * PAGE_LEN + at % PAGE_LEN]
                 np.testing.assert_array_equal(held, at)  # every position that is read was written there
@@ -103,23 +114,26 @@ class SomeDrafts:
 
 def assert_all_there(engine: Engine) -> None:
     """Each page is free, idle in the tree, or a request's; counts agree."""
-    pool = engine._pages
-    idle = [node.page for node in pool._idle_nodes]
-    shared = {node.page for nodes in pool._held.values() for node in nodes}
+    pools = [owner.pages for owner in engine._owners]
+    idle = [node.page for pool in pools for node in pool._idle_nodes]
+    shared = {node.page for pool in pools for nodes in pool._held.values() for node in nodes}
     own = [page for live in engine._live.values() for page in live.pages[live.num_shared :]]
     assert len(own) == len(set(own))
-    assert sorted([*pool.free, *idle, *shared, *own]) == list(range(engine.limits.num_pages))
-    assert len(pool.free) >= pool.num_free
+    free = [page for pool in pools for page in pool.free]
+    assert sorted([*free, *idle, *shared, *own]) == list(range(engine.limits.num_pages))
+    assert all(len(pool.free) >= pool.num_free for pool in pools)
     for live in engine._live.values():
         known = np.arange(min(live.computed, len(live.tokens)))
         slots = np.array(live.pages, int)[known // PAGE_LEN] * PAGE_LEN + known % PAGE_LEN
         assert engine._step.tokens[slots].tolist() == live.tokens[: len(known)]
     seen = engine.snapshot()
     assert sorted(one.page for one in seen.tree if one.page >= 0) == sorted({*idle, *shared})
-    assert sum(one.page < 0 for one in seen.tree) == len(pool._on_host) <= pool.num_on_host
-    assert all(node.copy is not None and not node.users for node in pool._on_host)
-    assert not pool._leaving
-    assert not pool._coming
+    assert sum(one.page < 0 for one in seen.tree) == sum(len(pool._on_host) for pool in pools)
+    for pool in pools:
+        assert len(pool._on_host) <= pool.num_on_host
+        assert all(node.copy is not None and not node.users for node in pool._on_host)
+        assert not pool._leaving
+        assert not pool._coming
     assert sorted({page for pages in seen.requests.values() for page in pages} - {*idle, *shared}) == sorted(own)
     assert all(len(one.tokens) == PAGE_LEN for one in seen.tree)
     assert all(one.parent is None or one.parent < number for number, one in enumerate(seen.tree))
@@ -131,18 +145,25 @@ def test_no_page_is_lost_or_given_twice(seed, monkeypatch):
     run(seed, monkeypatch)
 
 
-def run(seed: int, monkeypatch) -> int:
+@pytest.mark.parametrize("num_owners", [2, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_owners_have_rows_pages_and_logits_in_shares_of_their_own(seed, num_owners, monkeypatch):
+    run(seed, monkeypatch, num_owners)
+
+
+def run(seed: int, monkeypatch, num_owners: int = 1) -> int:
     """Runs a random schedule and returns the tokens that came back from the host."""
     rng = random.Random(seed)
     num_drafts = (0, 0, 1, 3)[seed % 4]
     num_pages = rng.choice([10, 11, 13, 20]) + (num_drafts > 0)  # for the drafts of the longest request
-    invariant = rng.random() < 0.4
-    step = CheckedStep(num_pages, invariant)
+    invariant = rng.random() < 0.4 and num_owners == 1
+    num_pages *= num_owners
+    step = CheckedStep(num_pages, invariant, num_owners)
     monkeypatch.setattr("meshwright.serve.engine.TokenDrawer", lambda *_: step)
     monkeypatch.setattr("meshwright.serve.engine.HostPages", lambda *_: CheckedHost(step))
     limits = SchedulerLimits(
-        max_requests=SLOTS,
-        token_budget=min(rng.choice([5, 7, 16]) * (1 + num_drafts), 32),
+        max_requests=SLOTS * num_owners,
+        token_budget=min(rng.choice([5, 7, 16]) * (1 + num_drafts), 32) * num_owners,
         page_len=PAGE_LEN,
         num_pages=num_pages,
         watermark=rng.choice([0.0, 0.1]),
@@ -151,7 +172,7 @@ def run(seed: int, monkeypatch) -> int:
         policy="chunked" if invariant or num_drafts else rng.choice(["chunked", "interleaved"]),
     )
     drafter = SomeDrafts(num_drafts, rng) if num_drafts else None
-    engine = Engine(step, {}, limits, drafter=drafter, host_cache_bytes=(0, 0, 1, 3, 30)[seed % 5])
+    engine = Engine(step, {}, limits, drafter=drafter, host_cache_bytes=(0, 0, 1, 3, 30)[seed % 5] * num_owners)
     beginnings = [[rng.randrange(50) for _ in range(30)] for _ in range(3)]
     numbers = []
     for _ in range(150):

@@ -102,7 +102,7 @@ def test_a_step_lasts_from_its_dispatch_or_the_end_of_the_step_before():
     times, planned = SummedSteps(clock), next(planned_of([(4, 2)]))
 
     def dispatched():
-        return held_step(planned, clock.at, decoded=0, rows=8, outputs=1)
+        return held_step([planned], clock.at, decoded=0, rows=8, outputs=1)
 
     first = dispatched()
     clock.at += 1.0
@@ -122,9 +122,9 @@ def test_a_step_lasts_from_its_dispatch_or_the_end_of_the_step_before():
 def test_another_thread_keeps_what_it_has_copied():
     clock = Clock()
     times, planned = SummedSteps(clock), next(planned_of([(4, 2)]))
-    times.read(held_step(planned, clock.at, decoded=0, rows=8, outputs=1))
+    times.read(held_step([planned], clock.at, decoded=0, rows=8, outputs=1))
     copied = dict(times.sums)
-    times.read(held_step(planned, clock.at, decoded=0, rows=8, outputs=1))
+    times.read(held_step([planned], clock.at, decoded=0, rows=8, outputs=1))
     assert copied[("mixed", 8)].steps == 1
     assert times.sums[("mixed", 8)].steps == 2
 
@@ -152,5 +152,5 @@ def test_adding_a_step_takes_microseconds():
     times, steps = SummedSteps(clock), list(planned_of(PROMPTS * 20))
     with took() as cpu:
         for planned in steps:
-            times.read(held_step(planned, clock(), decoded=len(planned.decode), rows=8, outputs=1))
+            times.read(held_step([planned], clock(), decoded=len(planned.decode), rows=8, outputs=1))
     assert cpu.yardsticks / len(steps) < 5e-4  # a yardstick is 0.1 s; about 4e-5

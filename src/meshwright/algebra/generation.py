@@ -149,13 +149,17 @@ def derive_phase(
     strategy: Strategy,
     storage: Storage = AS_WRITTEN,
     axes: tuple[str, ...] | None = None,
+    *,
+    prompts: bool = False,
 ) -> Derived:
-    """Returns the step of a phase; ``axes`` stay in it whatever their sizes. The strategy says if it repeats heads."""
+    """Returns the step of a phase; ``axes`` stay in it whatever their sizes. The strategy says if it repeats heads. A
+    packed step has ``prompts`` if its sequences have several rows."""
     if phase == "packed" and not storage.page_len:
         raise InputError("a packed step has its caches in pages. Give a page_len, such as 16.")
     program = generation_program(without_mtp(model), phase, storage)
-    for_rows = {"prefill": lambda given: given, "decode": one_position, "packed": packed_rows}[phase]
-    return derive_forward(program, for_rows(strategy), axes)
+    if phase == "packed":
+        strategy = packed_rows(strategy, prompts=prompts)
+    return derive_forward(program, one_position(strategy) if phase == "decode" else strategy, axes)
 
 
 def job_strategy(job: Job, strategy: Strategy) -> Strategy:
@@ -187,20 +191,29 @@ def one_position(strategy: Strategy) -> Strategy:
     return replace(strategy, assignment=assignment)
 
 
-def packed_rows(strategy: Strategy) -> Strategy:
+def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:
     """Returns the strategy for packed rows.
 
-    Axes that split sequences split rows, and so do those that split the positions of prompts before they are embedded.
-    Pages are on the devices of all these axes, and of those that split positions of caches: any page on any device, as
-    attention sums over devices. Numbers of rows, sequences and pages are whole.
+    A sequence belongs to the devices of one place on the axes that split the sequences of caches: its rows, its pages
+    and its rows with logits are there. Axes that split positions of caches split the slots of every page. In steps
+    with ``prompts``, whose rows are many, rows are split as the positions of prompts are, over further axes.
     """
-    roles, prompts = GENERATION_RULES | strategy.assignment, strategy.rules("input").get("T", ())
-    split = {role: _merged(roles[role].get("B", ()), prompts) for role in ("activation", "input")}
-    pages = _merged(roles["cache"]["B"], roles["cache"].get("S", ()), split["activation"])
-    with_rows = {role: {**roles[role], "B": axes} for role, axes in split.items()}
-    cache = {**{dim: axes for dim, axes in roles["cache"].items() if dim not in ("B", "S")}, "Pg": pages}
-    whole: dict[str, Rules] = {"position": {}, "output": {}, "cache": cache}
-    return one_position(replace(strategy, assignment=roles | with_rows | whole))
+    roles = GENERATION_RULES | strategy.assignment
+    owners, output = roles["cache"].get("B", ()), roles["output"].get("B", ())
+    split = {role: roles[role].get("B", ()) for role in ("activation", "input", "position")}
+    changed: dict[str, Rules] = {
+        "position": {"B": split["position"], "Q": owners, "O": output},
+        "output": {"O": output},
+        "cache": {
+            **{dim: axes for dim, axes in roles["cache"].items() if dim not in ("B", "S")},
+            "Pg": owners,
+            "Pl": roles["cache"].get("S", ()),
+        },
+    }
+    for role in ("activation", "input"):
+        rows = _merged(split[role], roles[role].get("T", ()) if prompts else ())
+        changed[role] = {**roles[role], "B": rows, "O": split[role]}
+    return one_position(replace(strategy, assignment=roles | changed))
 
 
 def _merged(*several: tuple[str, ...]) -> tuple[str, ...]:

@@ -58,7 +58,8 @@ class ServedDecode:
                 f"{job.seq_len:,}. Give a longer --seq, or fewer --steps and --warmup."
             )
         cache_dtype, _ = setting.storage.executed
-        self.usual = with_usual(EngineOptions(max_requests=job.batch_seqs), jax.default_backend(), cache_dtype)
+        wanted = EngineOptions(max_requests=job.batch_seqs)
+        self.usual = with_usual(wanted, jax.default_backend(), cache_dtype, strategy)
         storage = replace(setting.storage, page_len=self.usual.page_len)
         self.step = PackedStep(setting.model, strategy, max_len=job.seq_len, max_seqs=job.batch_seqs, storage=storage)
 

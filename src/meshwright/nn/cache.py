@@ -18,8 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from meshwright.algebra.sizes import LANES, SUBLANES
 from meshwright.core.dims import DTYPE_BYTES
+from meshwright.core.notation import Axes
 from meshwright.nn.attention.platform import default_platform
-from meshwright.nn.attention.ragged import FAR
 from meshwright.nn.collectives import first_index, own_entries
 from meshwright.nn.contract import FLOATS
 
@@ -142,30 +142,24 @@ def _by_head(index: tuple[Any, ...], values: Array, dtype: Any) -> tuple[Any, ..
     return (*(one[:, None] for one in index), jnp.arange(values.shape[1])[None])
 
 
-def write_slots(cache: LayerCache, values: Array, slots: Int[Array, " R"], axes: tuple[str, ...] = ()) -> LayerCache:
-    """Writes values[R, ...] into slots of a layer's pages, counted through, see `own_pages`; others are dropped."""
+def write_slots(
+    cache: LayerCache, values: Array, slots: Int[Array, " R"], pages: Axes = (), of_page: Axes = ()
+) -> LayerCache:
+    """Writes values[R, ...] into slots of a layer's pages, counted through those of all devices: axes ``pages`` split
+    the pages, ``of_page`` the slots of each. Slots of other devices are dropped."""
     num_pages, page_len = cache.page_sizes
-    page, slot = slots // page_len, slots % page_len
-    if axes:
-        page = jnp.where(page % lax.axis_size(axes) == lax.axis_index(axes), page // lax.axis_size(axes), num_pages)
+    whole = page_len * (lax.axis_size(of_page) if of_page else 1)
+    page, slot = slots // whole - first_index(pages, num_pages), slots % whole - first_index(of_page, page_len)
+    if pages:
+        page = jnp.where(page < 0, num_pages, page)
+    if of_page:
+        page = jnp.where((slot < 0) | (slot >= page_len), num_pages, page)
     # past the last page of a layer is past the last of all, not the next layer's first
     page = jnp.minimum(page, num_pages)
     by_head = _by_head((page, slot), values, cache.stack.dtype)
     index: tuple[Any, ...] = (page, slice(None), slot) if cache.heads_first else by_head
     index = index if cache.layer is None else (cache.layer, *index)
     return replace(cache, stack=cache.stack.at[index].set(stored(values, cache.stack.dtype), mode="drop"))
-
-
-def own_pages(pages: Pages, page_len: int, axes: tuple[str, ...]) -> tuple[Pages, Pages]:
-    """Returns the pages of each sequence that this device has, by their numbers here, and the first position of each.
-
-    Of n devices the one of rank r has the pages p with p mod n = r, so that few sequences too are on all devices.
-    """
-    num_ranks = lax.axis_size(axes)
-    own = pages % num_ranks == lax.axis_index(axes)
-    order = jnp.argsort(~own, axis=1, stable=True)
-    found, here = (jnp.take_along_axis(each, order, axis=1) for each in (pages // num_ranks, own))
-    return found, jnp.where(here, order.astype(pages.dtype) * page_len, FAR)
 
 
 def held_positions(last: Int[Array, " B"], num_slots: int, slots: OwnSlots | None = None) -> Int[Array, "B S"]:

@@ -8,8 +8,9 @@ Requests with a grammar need the masks of their next tokens: the step is dispatc
 tokens are drawn. An engine that drafts reads a step before it plans the next one.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from msgspec.structs import replace
 
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.request import ActiveRequest, GenerationRequest
-from meshwright.batching.scheduler import EngineStep, Scheduler
+from meshwright.batching.scheduler import EngineStep
 from meshwright.core.errors import InputError, nearest
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.host_pages import HostPages
@@ -33,7 +34,8 @@ from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drafts import Drafter, Drafting
 from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjusts
 from meshwright.serve.drawing.grammar import MaskedRow, TokenMasks
-from meshwright.serve.prefix_tree import CacheSnapshot, PrefixTree
+from meshwright.serve.live import Live, SequenceOwner
+from meshwright.serve.prefix_tree import CacheSnapshot, tree_pages
 from meshwright.serve.request import MOST_LOGPROBS, EngineState, Finish, TokenEngine, TokenOutput, TokenRequest
 from meshwright.serve.step_sums import HeldStep, StepKey, StepSums, SummedSteps, held_step
 
@@ -47,42 +49,31 @@ def run_requests(engine: TokenEngine, requests: Sequence[TokenRequest]) -> list[
     return list(found.values())
 
 
-class _Live:
-    """A request in the engine: its known tokens, those that are in the cache, and its place.
-
-    ``produced`` counts tokens drawn, of which the last one or two may not have been read.
-    """
-
-    def __init__(self, number: int, request: TokenRequest, active: ActiveRequest) -> None:
-        self.number, self.request, self.active = number, request, active
-        self.tokens = list(request.prompt)
-        self.computed = self.produced = 0
-        self.slot, self.admitted_s = -1, 0.0
-        self.num_hit = self.num_shared = 0  # tokens that the prefix tree had; pages that it has, the first ones
-        self.pages: list[int] = []
-        self.answer = request.grammar.start() if request.grammar else None
-        self.drafts: list[int] = []  # of the step that is dispatched
-        self.prompt_logprobs: list[Any] = []
-        self.is_closed = self.is_done = False  # its output is complete; the scheduler has let it go
-
-    @property
-    def output(self) -> list[int]:
-        """Tokens after the prompt that have been read."""
-        return self.tokens[len(self.request.prompt) :]
-
-
 class _Expected(NamedTuple):
     """A row with logits of a dispatched step: whose it is; ``target`` is the next token of the prompt, for its
     log-probability, or -1 where the drawn token follows; ``draft`` is the token of the row after it, which counts only
     if this row draws that token."""
 
-    live: _Live
+    live: Live
     target: int = -1
     draft: int | None = None
 
 
-class _Dispatched(NamedTuple):
+_Part = tuple[Live, int, int, list[int]]
+"""Whose rows, the positions from here to there, and the drafts that the last of these are."""
+
+
+class _OwnRows(NamedTuple):
+    """The rows of an owner, to whose part each belongs, and those with logits."""
+
+    rows: PackedRows
+    whose: np.ndarray
     expected: list[_Expected]
+    outputs: list[OutputRow]
+
+
+class _Dispatched(NamedTuple):
+    expected: list[_Expected | None]
     drawn: Drawn
     held: HeldStep
 
@@ -126,22 +117,21 @@ class Engine:
                 f"host_cache_bytes={host_cache_bytes:,.0f} is for pages of shared prompts, "
                 f"{self._host_pages.page_bytes:,} bytes each. Give room for one at least, and keep the prefix cache on."
             )
-        self._pages = PrefixTree(limits.num_pages, limits.page_len, num_on_host)
-        self._scheduler = Scheduler(limits, self._pages)
+        count = step.num_owners
+        self._owners = [SequenceOwner(limits, number, count, num_on_host) for number in range(count)]
         self._drawer = TokenDrawer(step.max_seqs, self.vocab_size, step.logits_sharding, step.programs)
         self._drafter, self._masks = drafter, TokenMasks(self.vocab_size)
-        self._live: dict[int, _Live] = {}
-        self._free_slots = list(range(step.max_seqs))[::-1]
+        self._live: dict[int, Live] = {}
         self._table = np.zeros((step.max_seqs, step.cache_sizes["Bp"]), np.int32)
         self._dispatched: _Dispatched | None = None
         self._following: _Dispatched | None = None
         self._outputs: list[TokenOutput] = []
-        self._ended: list[_Live] = []
+        self._ended: list[Live] = []
         self._clear_counts()
         self._times = SummedSteps()
         most = {
             "chunked": limits.token_budget,
-            "interleaved": max(limits.token_budget, step.max_len),
+            "interleaved": max(limits.token_budget, count * step.max_len),
             "static": step.max_seqs * step.max_len,
         }[limits.policy]
         batch_invariant = step.batch_invariant
@@ -153,8 +143,8 @@ class Engine:
         self._decode_sizes = [ALIKE_ROWS]  # batch-invariant, until `warm_up` has found more
         if not batch_invariant:
             decoding = step.max_seqs * (1 + limits.num_drafts)
-            self._decode_sizes = _whole(sizes_up_to(decoding, halves_from=8), step.row_parts)
-        self._chunk_sizes = [] if batch_invariant else _whole(sizes_up_to(most, least=16), step.row_parts)
+            self._decode_sizes = _whole(sizes_up_to(decoding, halves_from=8), step.row_parts(1))
+        self._chunk_sizes = [] if batch_invariant else _whole(sizes_up_to(most, least=16 * count), step.row_parts(2))
 
     def _clear_counts(self) -> None:
         self._number = self._num_steps = self._num_preempted = self._num_looked = self._num_hit = 0
@@ -174,9 +164,15 @@ class Engine:
             prefix=number if shares else None,
             prefix_len=prompt if shares else 0,
         )
-        live = self._live[number] = _Live(number, request, self._scheduler.submit(counted))
+        adapter = self._adapters[request.adapter]
+        owner = (
+            min(self._owners, key=lambda one: one.order(request.prompt, adapter))
+            if self._owners[1:]
+            else self._owners[0]
+        )
+        live = self._live[number] = Live(number, request, owner, owner.scheduler.submit(counted))
         if shares:
-            self._pages.enter(number, request.prompt, live.pages, self._adapters[request.adapter])
+            owner.pages.enter(number, request.prompt, live.pages, adapter)
         self._number += 1
         return number
 
@@ -212,17 +208,18 @@ class Engine:
         if self._drafter:
             self._read()
             self._close_ended()
-        planned = self._scheduler.plan()
-        for active in planned.preempted:
+        planned = [owner.scheduler.plan() for owner in self._owners]
+        for active in (active for one in planned for active in one.preempted):
             self._num_preempted += 1
             live = self._live[active.request.number]
             self._vacate(live)
             if active.request.prefix is not None:  # what it has written so far is known when it comes back
-                self._pages.enter(live.number, live.tokens, live.pages, self._adapters[live.request.adapter])
+                live.owner.pages.enter(live.number, live.tokens, live.pages, self._adapters[live.request.adapter])
                 active.request = replace(active.request, prefix_len=len(live.tokens))
         if self._host_pages:
-            self._cache = self._host_pages.move(self._cache, *self._pages.moves())
-        self._following = self._dispatch(planned) if planned.repeats else None
+            out, back = zip(*(owner.pages.moves() for owner in self._owners), strict=True)
+            self._cache = self._host_pages.move(self._cache, *(dict(ChainMap(*some)) for some in (out, back)))
+        self._following = self._dispatch(planned) if any(one.repeats for one in planned) else None
 
     def read(self) -> list[TokenOutput]:
         """Returns what the step before the dispatched one made."""
@@ -235,7 +232,7 @@ class Engine:
     def num_known(self, request: TokenRequest) -> int:
         """Returns the tokens of a request's prompt that the prefix cache has."""
         adapter = self._adapters.get(request.adapter, -1)
-        return self._pages.num_known(request.prompt, adapter) * self.limits.page_len
+        return max(owner.pages.num_known(request.prompt, adapter) for owner in self._owners) * self.limits.page_len
 
     @property
     def has_work(self) -> bool:
@@ -245,9 +242,9 @@ class Engine:
     def state(self) -> EngineState:
         """Returns what runs and waits, and the pages in use."""
         return EngineState(
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
-            pages_used=self.limits.num_pages - self._pages.room,
+            running=sum(len(owner.scheduler.running) for owner in self._owners),
+            waiting=sum(len(owner.scheduler.waiting) for owner in self._owners),
+            pages_used=self.limits.num_pages - sum(owner.pages.room for owner in self._owners),
             num_pages=self.limits.num_pages,
             preemptions=self._num_preempted,
             prefix_queries=self._num_looked,
@@ -255,7 +252,7 @@ class Engine:
             steps=self._num_steps,
             drafted=self._num_drafted,
             accepted=self._num_accepted,
-            host_hits=self._pages.num_came * self.limits.page_len,
+            host_hits=sum(owner.pages.num_came for owner in self._owners) * self.limits.page_len,
             sums=self._times.sums,
         )
 
@@ -272,7 +269,7 @@ class Engine:
             page_len=self.limits.page_len,
             requests={live.number: tuple(live.pages) for live in running},
             lengths={live.number: live.computed for live in running},
-            tree=self._pages.tree_pages(),
+            tree=tree_pages(*(owner.pages for owner in self._owners)),
         )
 
     def run(self, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
@@ -286,7 +283,8 @@ class Engine:
         rows, for log-probabilities of prompts."""
         decode = [PackedShape(size, size, size, 1) for size in self._decode_sizes]
         sequences = (min(self.limits.max_requests, rows) for rows in self._chunk_sizes)
-        chunks = [PackedShape(rows, most, most, rows) for rows, most in zip(self._chunk_sizes, sequences, strict=True)]
+        each, count = zip(self._chunk_sizes, sequences, strict=True), len(self._owners)
+        chunks = [PackedShape(rows, most, most, rows // count) for rows, most in each]
         scoring = [shape._replace(outputs=shape.rows) for shape in chunks if shape.outputs < shape.rows]
         return [*chunks[:1], *decode, *chunks[1:], *scoring]
 
@@ -349,59 +347,72 @@ class Engine:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def _dispatch(self, planned: EngineStep) -> _Dispatched | None:
-        parts: list[tuple[_Live, int, int]] = []  # whose, the positions from here to there
+    def _dispatch(self, planned: Sequence[EngineStep]) -> _Dispatched | None:
         start_s, drafted = self._times.now(), self._num_drafted
-        for active in planned.admitted:
-            live = self._live[active.request.number]
-            if live.admitted_s and (live.request.echo or live.produced > len(live.output)):
-                self._read()  # what was drawn before a preemption is prefilled again
-            live.prompt_logprobs = []
-            live.slot, live.admitted_s = self._free_slots.pop(), live.admitted_s or start_s
-            live.computed = active.cached
-            live.pages += self._pages.admitted(live.number)
-            live.num_shared = len(live.pages)
-            self._table[live.slot, : len(live.pages)] = live.pages
-            if active.request.prefix is not None and not live.produced:
-                live.num_hit = active.cached
-                self._num_looked += len(live.request.prompt)
-                self._num_hit += active.cached
-            self._drawer.enter(live.slot, live.request, live.output)
-            if self._drafter and not adjusts(live.request):
-                self._drafter.enter(live.slot, live.request, live.output)
+        for active in (active for one in planned for active in one.admitted):
+            self._admit(active, start_s)
         # under "static" requests that have ended keep their slots
-        known = (self._live.get(active.request.number) for active in planned.decode)
-        decoding = [live for live in known if live is not None and not live.is_done]
-        self._draft(decoding)
-        parts += [(live, live.computed, live.computed + 1 + len(live.drafts)) for live in decoding]
-        for active, count in planned.prefill:
-            live = self._live[active.request.number]
-            parts.append((live, live.computed, live.computed + count))
-        if not parts:
-            self._scheduler.commit(planned)
+        known = [[self._live.get(active.request.number) for active in one.decode] for one in planned]
+        decoding = [[live for live in own if live is not None and not live.is_done] for own in known]
+        self._draft([live for own in decoding for live in own])
+        parts = list[list[_Part]]()
+        for own, one in zip(decoding, planned, strict=True):
+            parts.append([(live, live.computed, live.computed + 1 + len(live.drafts), live.drafts) for live in own])
+            for active, count in one.prefill:
+                live = self._live[active.request.number]
+                parts[-1].append((live, live.computed, live.computed + count, []))
+        if not any(parts):
+            self._commit(planned)
             return None
-        rows, expected, outputs, longest = self._rows(parts, len(decoding))
-        decoded = len(decoding) + self._num_drafted - drafted
-        held = held_step(planned, start_s, decoded=decoded, rows=len(rows.tokens), outputs=len(expected))
+        num_decoding = sum(map(len, decoding))
+        rows, expected, outputs, longest = self._rows(parts, alone=num_decoding == sum(map(len, parts)))
+        decoded, num_outputs = num_decoding + self._num_drafted - drafted, sum(one is not None for one in expected)
+        held = held_step(planned, start_s, decoded=decoded, rows=len(rows.tokens), outputs=num_outputs)
         logits, self._cache = self._step.step(self._params, self._cache, self._drawer.latest, rows, longest)
-        if self._drafter and planned.prefill:
-            self._drafter.follow(rows, longest, {live.slot: end for live, _, end in parts})
+        if self._drafter and any(one.prefill for one in planned):
+            self._drafter.follow(rows, longest, {live.slot: end for own in parts for live, _, end, _ in own})
         allowed = self._allowed(expected, len(rows.last))
         adjusted = allowed is not None or any(
-            adjusts(one.live.request) or one.live.request.logprobs is not None for one in expected
+            adjusts(one.live.request) or one.live.request.logprobs is not None for one in expected if one
         )
         drawn = self._drawer.draw(logits, outputs, adjusted=adjusted, allowed=allowed)
         self._num_steps += 1
-        prefilled, ended = self._scheduler.commit(planned)
-        for active in prefilled:
-            self._live[active.request.number].num_shared = self._pages.num_shared(active.request.number)
-        for active in ended:
+        for active in self._commit(planned):
             if ending := self._live.get(active.request.number):
                 ending.is_done = True
                 self._vacate(ending)
         return _Dispatched(expected, drawn, held)
 
-    def _draft(self, decoding: Sequence[_Live]) -> None:
+    def _admit(self, active: ActiveRequest, now_s: float) -> None:
+        """Gives a request a slot, and the pages that the tree has of its prompt."""
+        live = self._live[active.request.number]
+        if live.admitted_s and (live.request.echo or live.produced > len(live.output)):
+            self._read()  # what was drawn before a preemption is prefilled again
+        live.prompt_logprobs = []
+        live.slot, live.admitted_s = live.owner.free_slots.pop(), live.admitted_s or now_s
+        live.computed = active.cached
+        live.pages += live.owner.pages.admitted(live.number)
+        live.num_shared = len(live.pages)
+        self._table[live.slot, : len(live.pages)] = live.pages
+        if active.request.prefix is not None and not live.produced:
+            live.num_hit = active.cached
+            self._num_looked += len(live.request.prompt)
+            self._num_hit += active.cached
+        self._drawer.enter(live.slot, live.request, live.output)
+        if self._drafter and not adjusts(live.request):
+            self._drafter.enter(live.slot, live.request, live.output)
+
+    def _commit(self, planned: Sequence[EngineStep]) -> list[ActiveRequest]:
+        """Counts a step of each owner, and returns the requests that have all their tokens."""
+        ended = list[ActiveRequest]()
+        for owner, one in zip(self._owners, planned, strict=True):
+            prefilled, own = owner.scheduler.commit(one)
+            for active in prefilled:
+                self._live[active.request.number].num_shared = owner.pages.num_shared(active.request.number)
+            ended += own
+        return ended
+
+    def _draft(self, decoding: Sequence[Live]) -> None:
         """Gives requests that decode the drafts of the next step, with their pages."""
         asked = list[Drafting]()
         for live in decoding:
@@ -415,32 +426,51 @@ class Engine:
                 self._live[one.number].drafts = drafts
                 self._num_drafted += len(drafts)
 
-    def _allowed(self, expected: Sequence[_Expected], size: int) -> np.ndarray | None:
+    def _allowed(self, expected: Sequence[_Expected | None], size: int) -> np.ndarray | None:
         """Returns the masks of ``size`` rows with logits once the step before is read, None if no row has a grammar."""
-        if not any(one.live.answer for one in expected):
+        if not any(one and one.live.answer for one in expected):
             return None
         self._read()
-        masked = list[MaskedRow]()
+        masked, before = list[MaskedRow](), None
         for row, one in enumerate(expected):
-            is_first = row == 0 or expected[row - 1].live is not one.live
-            if one.live.answer and one.target < 0 and is_first and not one.live.is_closed:
+            if one and one.live.answer and one.target < 0 and one.live is not before and not one.live.is_closed:
                 masked.append(MaskedRow(row, one.live.answer, one.live.drafts))
+            before = one and one.live
         return self._masks.of(size, masked)
 
     def _rows(
-        self, parts: Sequence[tuple[_Live, int, int]], num_decoding: int
-    ) -> tuple[PackedRows, list[_Expected], list[OutputRow], int]:
-        """Returns the arrays of a step, the rows with logits, and the longest part that its shape allows."""
-        counts = np.array([end - start for _, start, end in parts], np.int32)
-        ends = np.array([end for _, _, end in parts], np.int32)
+        self, parts: Sequence[Sequence[_Part]], *, alone: bool
+    ) -> tuple[PackedRows, list[_Expected | None], list[OutputRow], int]:
+        """Returns the arrays of a step of each owner's parts, the rows with logits, and the longest part that its shape
+        allows; ``alone`` if each row is to be a sequence of its own."""
+        every, count = [self._own_rows(own) for own in parts], len(parts)
+        most = max(len(one.whose) for one in every) * count
+        if alone or self._step.batch_invariant:
+            size = _fitting(self._decode_sizes, most)
+            shape = PackedShape(size, size, size, 1)
+        else:
+            size, most_outputs = _fitting(self._chunk_sizes, most), max(len(one.outputs) for one in every) * count
+            most = min(self.limits.max_requests, size)
+            shape = PackedShape(size, most, most if most_outputs <= most else size, size // count)
+        rows = [one.rows.each_alone(one.whose) if shape.longest == 1 else one.rows for one in every]
+        expected, outputs = list[_Expected | None](), list[OutputRow]()
+        for number, one in enumerate(every):
+            between = shape.outputs // count * number - len(outputs)  # rows of the owner before that draw nothing
+            expected += [*[None] * between, *one.expected]
+            outputs += [*[OutputRow(self.limits.max_requests, 0)] * between, *one.outputs]
+        return PackedRows.joined(rows, shape), expected, outputs, shape.longest
+
+    def _own_rows(self, parts: Sequence[_Part]) -> _OwnRows:
+        """Returns the rows of one owner's parts."""
+        counts = np.array([end - start for _, start, end, _ in parts], np.int32)
+        ends = np.array([end for _, _, end, _ in parts], np.int32)
         num_rows, first = int(counts.sum()), np.cumsum(counts) - counts
-        owner = np.repeat(np.arange(len(parts)), counts)
-        positions = np.arange(num_rows) - first[owner] + (ends - counts)[owner]
+        whose = np.repeat(np.arange(len(parts)), counts)
+        positions = np.arange(num_rows) - first[whose] + (ends - counts)[whose]
         tokens, sources = list[int](), list[int]()
         expected, outputs, last = list[_Expected](), list[OutputRow](), list[int]()
-        for number, (live, start, end) in enumerate(parts):
+        for (live, start, end, drafts), row in zip(parts, first.tolist(), strict=True):
             self._take_pages(live, end)
-            drafts, row = live.drafts if number < num_decoding else [], int(first[number])
             known = live.tokens[start:end] + drafts
             sources += [-1] * (end - start) if known else [live.slot]  # else the devices alone know the token
             tokens += known or [0]
@@ -457,26 +487,19 @@ class Engine:
                 outputs += [OutputRow(live.slot, live.produced + at) for at in range(len(following))]
                 last += range(row + end - start - len(following), row + end - start)
                 live.produced += 1
-        own, page_len = [live.slot for live, _, _ in parts], self.limits.page_len
+        own, page_len = [live.slot for live, *_ in parts], self.limits.page_len
         tables = self._table[own]
-        slots = slots_of(positions, tables, owner, page_len)
+        slots = slots_of(positions, tables, whose, page_len)
         rows = PackedRows(tokens, sources, positions, slots, first, counts, ends, tables, last)
         if self._step.storage.adapters:
-            rows = rows._replace(adapters=np.array([self._adapters[live.request.adapter] for live, *_ in parts])[owner])
-        rows = self._step.with_rings(rows, own, owner)
-        if num_decoding == len(parts) or self._step.batch_invariant:
-            size = _fitting(self._decode_sizes, num_rows)
-            rows, shape = rows.each_alone(owner), PackedShape(size, size, size, 1)
-        else:
-            size = _fitting(self._chunk_sizes, num_rows)
-            most = min(self.limits.max_requests, size)
-            shape = PackedShape(size, most, most if len(last) <= most else size, size)
-        return rows.padded(shape), expected, outputs, shape.longest
+            adapters = [self._adapters[live.request.adapter] for live, *_ in parts]
+            rows = rows._replace(adapters=np.array(adapters, np.int32)[whose])
+        return _OwnRows(self._step.with_rings(rows, own, whose), whose, expected, outputs)
 
-    def _take_pages(self, live: _Live, end: int) -> None:
+    def _take_pages(self, live: Live, end: int) -> None:
         """Gives a request the pages of its first ``end`` positions. The scheduler has counted them."""
         while len(live.pages) * self.limits.page_len < end:
-            page = self._pages.free.pop()
+            page = live.owner.pages.free.pop()
             self._table[live.slot, len(live.pages)] = page
             live.pages.append(page)
 
@@ -488,9 +511,10 @@ class Engine:
         drawn = drawn.on_host()
         self._times.read(held)
         wrong, more = set[int](), dict[int, int]()  # requests with a wrong draft, and tokens of right ones
-        for row, (live, target, draft) in enumerate(expected):
-            if live.is_closed or live.number in wrong:
+        for row, one in enumerate(expected):
+            if one is None or one.live.is_closed or one.live.number in wrong:
                 continue
+            live, target, draft = one
             request, token = live.request, int(drawn.token[row])
             if target >= 0:
                 live.prompt_logprobs.append(drawn.logprob_of(row, target, request.logprobs or 0))
@@ -524,9 +548,9 @@ class Engine:
             if not live.is_closed:
                 live.produced += count
                 live.computed += count
-                self._scheduler.accept(live.active, count)
+                live.owner.scheduler.accept(live.active, count)
 
-    def _found(self, live: _Live, token: int) -> tuple[bool, Finish | None]:
+    def _found(self, live: Live, token: int) -> tuple[bool, Finish | None]:
         """Returns whether a request's output has a token that was drawn, and whether and why it ends there."""
         request, num_before = live.request, len(live.tokens) - len(live.request.prompt)
         has_one = request.max_tokens > 0
@@ -545,23 +569,23 @@ class Engine:
             self._close(live)
         self._ended.clear()
 
-    def _close(self, live: _Live) -> None:
+    def _close(self, live: Live) -> None:
         """Forgets a request, and takes it from the scheduler if that still has it."""
         live.is_closed = True
         del self._live[live.number]
         if not live.is_done:
-            self._scheduler.stop(live.active)
+            live.owner.scheduler.stop(live.active)
             self._vacate(live)
-        self._pages.leave(live.number)
+        live.owner.pages.leave(live.number)
         if self._drafter:
             self._drafter.leave(live.number)
 
-    def _vacate(self, live: _Live) -> None:
+    def _vacate(self, live: Live) -> None:
         """Frees the slot and the pages of a request, of which full ones stay in the tree. Steps that are dispatched
         already write there before others do."""
         if live.slot >= 0:
-            self._free_slots.append(live.slot)
-            self._pages.release(live.number, live.pages, live.tokens[: live.computed])
+            live.owner.free_slots.append(live.slot)
+            live.owner.pages.release(live.number, live.pages, live.tokens[: live.computed])
         live.pages.clear()
         live.slot, live.computed, live.num_shared = -1, 0, 0
 

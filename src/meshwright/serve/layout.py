@@ -16,17 +16,18 @@ from meshwright.parallel.generation.packed_step import ALIKE_ROWS
 from meshwright.parallel.mesh import in_order
 from meshwright.serve.model_folder import ModelFolder
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh, mesh_words
+from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh, mesh_words, sequence_shards
 
 
 class EngineOptions(Checked, frozen=True, kw_only=True):
     """How a folder is served; 0 and "" stand for a value that suits the devices.
 
     ``max_len``: positions of a request, at most the model's. ``max_requests``: requests that run at once, by default
-    256, 32 on CPUs. ``token_budget``: rows of a step, by default 2,048, 256 on CPUs. ``page_len``: positions of a
-    page, by default 32 on CPUs, 128 on TPUs, 16 on GPUs. ``cache_bytes`` of each device hold pages: by default 90% of
-    what the weights leave of an accelerator's memory, or half of a machine's free memory, but no more than all
-    requests need at their longest. ``host_cache_bytes`` of the host hold pages of prompts that lost their room.
+    256, 32 on CPUs. ``token_budget``: rows of a step, by default 2,048, 256 on CPUs, for each place with requests of
+    its own. ``page_len``: positions of a page, by default 32 on CPUs, 128 on TPUs, 16 on GPUs, on each device that has
+    part of it. ``cache_bytes`` of each device hold pages: by default 90% of what the weights leave of an accelerator's
+    memory, or half of a machine's free memory, but no more than all requests need at their longest.
+    ``host_cache_bytes`` of the host hold pages of prompts that lost their room.
     ``weights`` are stored in "int8", "fp8", "int4" or as they are (""). ``plan`` is a file of `plan --serve`, which
     says the mesh, and what is not given of these. ``mesh`` has an engine for each of ``data``; by default see
     `usual_mesh`, on the first ``num_devices`` (0: all). ``prefix_cache``: see `batching.limits.SchedulerLimits`.
@@ -111,19 +112,30 @@ def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence
             f"{found.words}: {needed} devices are needed, and there are {len(devices)}. Plan for these, use smaller "
             f"axes, or emulate them: --on cpu:{needed}."
         )
-    return found._replace(strategy=strategy, options=with_usual(found.options, devices[0].platform, source.dtype))
+    return found._replace(
+        strategy=strategy, options=with_usual(found.options, devices[0].platform, source.dtype, strategy)
+    )
 
 
-def with_usual(options: EngineOptions, platform: str, dtype: str) -> EngineOptions:
-    """Returns options with what suits a platform and weights in place of 0 and ""."""
+def with_usual(options: EngineOptions, platform: str, dtype: str, strategy: Strategy) -> EngineOptions:
+    """Returns options with what suits a platform, weights and a strategy in place of 0 and "".
+
+    Raises InputError for requests that do not divide over the places that have sequences of their own.
+    """
+    owners = sequence_shards(strategy)
+    if options.max_requests % owners:
+        raise InputError(
+            f"max_requests={options.max_requests} must divide over the {owners} places of {mesh_words(strategy.mesh)} "
+            f"that have requests of their own. Give a multiple of {owners}."
+        )
     on_cpu, each = platform == "cpu", 1 + options.drafts
     most, rows = (ALIKE_ROWS // each, ALIKE_ROWS) if options.batch_invariant else (32, 256) if on_cpu else (256, 2048)
-    max_requests = options.max_requests or most
+    max_requests = options.max_requests or -(-most // owners) * owners
     return msgspec.structs.replace(
         options,
         max_requests=max_requests,
-        token_budget=options.token_budget or max(rows, max_requests * each),
-        page_len=options.page_len or PAGE_LENS.get(platform, 16),
+        token_budget=options.token_budget or max(rows * owners, max_requests * each),
+        page_len=options.page_len or PAGE_LENS.get(platform, 16) * sequence_shards(strategy, "S"),
         cache_dtype=options.cache_dtype or dtype,
     )
 

@@ -24,7 +24,7 @@ from meshwright.core.units import counted, format_bytes
 from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.packed_step import PackedStep, ring_pages
-from meshwright.parallel.mesh import in_order
+from meshwright.parallel.mesh import device_mesh, in_order
 from meshwright.serve.drawing.drafts import Drafter, ModelDrafter, NgramDrafter
 from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
@@ -87,7 +87,8 @@ def open_engine(
     steps, each = [step], strategy.num_chips
     if layout.num_engines > 1:
         ordered = in_order(devices) or devices
-        steps = [step.on(ordered[number * each : (number + 1) * each]) for number in range(layout.num_engines)]
+        own = (ordered[number * each : (number + 1) * each] for number in range(layout.num_engines))
+        steps = [step.on(device_mesh(strategy.mesh, some)) for some in own]
     engines = [_engine(source, draft, layout, own, limits) for own in steps]
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
     if in_background and engine.is_compiled and not options.batch_invariant:
@@ -124,7 +125,7 @@ def _engine(
         alone = Strategy(mesh=make_mesh({}), state=layout.strategy.state)
         storage = replace(step.storage, adapters=0)
         small = PackedStep(draft.model, alone, max_len=step.max_len, max_seqs=step.max_seqs, storage=storage)
-        small = small.on(list(step.mesh.devices.flat[:1]))
+        small = small.on(device_mesh(alone.mesh, list(step.mesh.devices.flat[:1])))
         drafter = ModelDrafter(small, _loaded(draft, small), options.num_drafts)
     adapters, host_bytes = tuple(source.adapters), options.host_cache_bytes / layout.num_engines
     return Engine(step, params, limits, drafter=drafter, adapters=adapters, host_cache_bytes=host_bytes)
@@ -217,11 +218,11 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
     declared = derive_phase(model, "packed", strategy, one).declared
     spread = product(strategy.mesh[axis] for axis in declared[table[0].name].axes_of("Pg"))
     # bytes of a page on each of the devices over which pages are spread: a device has one of so many; and of all rings
-    own = [(row, row.num_bytes / product(strategy.mesh[a] for a in declared[row.name].spread)) for row in table]
+    held = [(row, row.num_bytes / product(strategy.mesh[a] for a in declared[row.name].spread)) for row in table]
     if draft:  # on one of the devices, with all its pages
-        own += [(row, row.num_bytes) for row in cache_table(draft.model, storage=replace(one, adapters=0), **sizes)]
-    page_bytes = sum(size for row, size in own if row.shape[0] == 1)
-    ring_bytes = sum(size for row, size in own if row.shape[0] > 1)
+        held += [(row, row.num_bytes) for row in cache_table(draft.model, storage=replace(one, adapters=0), **sizes)]
+    page_bytes = sum(size for row, size in held if row.shape[0] == 1)
+    ring_bytes = sum(size for row, size in held if row.shape[0] > 1)
     there, limited_by = (options.cache_bytes, "cache_bytes")
     if not options.cache_bytes:
         there, limited_by = _free_bytes(model, layout, declared, storage)
@@ -231,6 +232,7 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
     each = -(-(longest + options.drafts) // page_len)
     wanted = -(-options.max_requests * each // spread) * spread
     most = int(there // page_bytes) // spread * spread if page_bytes else wanted * (there >= 0)
+    own = most // spread  # pages that one request may have
     if options.max_requests > max(most, 256):
         raise InputError(
             f"max_requests={options.max_requests:,}, and each needs one of {most:,} pages at least. Give a smaller "
@@ -238,16 +240,16 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
         )
     requests = counted(options.max_requests, "request")
     if wanted <= most:
-        held = wanted * page_bytes + ring_bytes
-        return _FoundPages(wanted, longest, held, f"{requests} of {longest:,} positions")
-    if most < 1 or (options.max_len and most < each):
+        taken = wanted * page_bytes + ring_bytes
+        return _FoundPages(wanted, longest, taken, f"{requests} of {longest:,} positions")
+    if own < 1 or (options.max_len and own < each):
         raise InputError(
-            f"{format_bytes(there)} ({limited_by}) hold {most:,} pages of {page_len} positions; one request of "
-            f"{longest:,} positions needs {each:,}, {format_bytes(each * page_bytes)}. Give a smaller max_len, more "
-            f"cache_bytes, or a cache in int8."
+            f"{format_bytes(there)} ({limited_by}) hold {own:,} pages of {page_len} positions; one request of "
+            f"{longest:,} positions needs {each:,}, {format_bytes(each * spread * page_bytes)}. Give a smaller "
+            f"max_len, more cache_bytes, or a cache in int8."
         )
-    held = most * page_bytes + ring_bytes
-    return _FoundPages(most, min(longest, most * page_len - options.drafts), held, limited_by)
+    taken = most * page_bytes + ring_bytes
+    return _FoundPages(most, min(longest, own * page_len - options.drafts), taken, limited_by)
 
 
 def _free_bytes(

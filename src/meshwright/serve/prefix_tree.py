@@ -55,18 +55,18 @@ class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 class PrefixTree(PagePool):
     """A pool that numbers its pages. A prefix is the number of a request: `enter` says what its prompt is.
 
-    ``free`` are the numbers of pages that nobody has. The scheduler takes pages by count, and the engine then pops as
-    many numbers. The host has room for ``num_on_host`` more.
+    ``free`` are the numbers of pages that nobody has, of those from ``first`` on. The scheduler takes pages by count,
+    and the engine then pops as many numbers. The host has room for ``num_on_host`` more.
     """
 
-    def __init__(self, num_pages: int, page_len: int, num_on_host: int = 0) -> None:
+    def __init__(self, num_pages: int, page_len: int, num_on_host: int = 0, first: int = 0) -> None:
         super().__init__(num_pages)
         self.page_len, self.num_on_host = page_len, num_on_host
         self.num_came = 0  # pages that came back from the host
         self._leaving: dict[PrefixNode, int] = {}
         self._coming: list[PrefixNode] = []
         self._on_host: OrderedDict[PrefixNode, None] = OrderedDict()
-        self.free = list(range(num_pages))[::-1]
+        self.free = list(range(first, first + num_pages))[::-1]
         self.roots: dict[int, PrefixNode] = {}  # by adapter, whose keys and values are its own
         self._roots: dict[int, PrefixNode] = {}  # by request
         self._blocks: dict[int, list[tuple[int, ...]]] = {}
@@ -197,16 +197,6 @@ class PrefixTree(PagePool):
         self.num_came += len(coming)
         return leaving, coming
 
-    def tree_pages(self) -> tuple[TreePage, ...]:
-        """Returns the pages of the tree, each after its parent and before its next sibling."""
-        found, below = list[TreePage](), list[tuple[int | None, PrefixNode]]()
-        below += [(None, child) for root in self.roots.values() for child in reversed(root.children.values())]
-        while below:
-            parent, node = below.pop()
-            found.append(TreePage(parent=parent, tokens=node.tokens, page=node.page, users=node.users))
-            below += [(len(found) - 1, child) for child in reversed(node.children.values())]
-        return tuple(found)
-
     def _found(self, prefix: int | None) -> Iterator[PrefixNode]:
         """Yields the nodes of a request's prompt that the tree has, from the root on."""
         if prefix is None or prefix not in self._blocks:
@@ -218,3 +208,15 @@ class PrefixTree(PagePool):
                 return
             yield found
             node = found
+
+
+def tree_pages(*trees: PrefixTree) -> tuple[TreePage, ...]:
+    """Returns the pages of trees, each after its parent and before its next sibling."""
+    found, below = list[TreePage](), list[tuple[int | None, PrefixNode]]()
+    roots = [root for tree in reversed(trees) for root in tree.roots.values()]
+    below += [(None, child) for root in roots for child in reversed(root.children.values())]
+    while below:
+        parent, node = below.pop()
+        found.append(TreePage(parent=parent, tokens=node.tokens, page=node.page, users=node.users))
+        below += [(len(found) - 1, child) for child in reversed(node.children.values())]
+    return tuple(found)

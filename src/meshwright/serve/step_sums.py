@@ -1,7 +1,7 @@
 """Sums over an engine's steps of what they held and how long they took, for each kind of step."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import add
 from typing import NamedTuple
 
@@ -32,11 +32,13 @@ HeldStep = tuple[StepKey, float, tuple[float, ...]]
 """The key of a dispatched step, when it was dispatched, and what it holds, as the last fields of `StepSums`."""
 
 
-def held_step(planned: EngineStep, start_s: float, *, decoded: int, rows: int, outputs: int) -> HeldStep:
-    """Returns a planned step with the rows that decode, those of its compiled shape, and those with logits."""
-    tokens, cached = planned.prefill_tokens, planned.cached_tokens
-    positions = cached + decoded + sum([active.cached + num for active, num in planned.prefill])
-    held = decoded, cached, tokens, tokens * (planned.prefill_past + 1), positions, outputs
+def held_step(planned: Sequence[EngineStep], start_s: float, *, decoded: int, rows: int, outputs: int) -> HeldStep:
+    """Returns what owners of sequences have planned as a step, with the rows that decode, those of its compiled shape,
+    and those with logits."""
+    tokens, cached = sum([one.prefill_tokens for one in planned]), sum([one.cached_tokens for one in planned])
+    pairs = sum([one.prefill_tokens * (one.prefill_past + 1) for one in planned])
+    positions = cached + decoded + sum([active.cached + num for one in planned for active, num in one.prefill])
+    held = decoded, cached, tokens, pairs, positions, outputs
     return ("mixed" if tokens else "decode", rows), start_s, held
 
 

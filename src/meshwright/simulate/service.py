@@ -16,12 +16,11 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.ops import is_attention
-from meshwright.plan.serving.fleet import sequence_shards
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Strategy
+from meshwright.spec.strategy import Strategy, sequence_shards
 
 PAGE_LEN = 16
 """Positions of a page, as in vLLM."""

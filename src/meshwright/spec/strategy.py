@@ -313,6 +313,12 @@ class Strategy(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.assignment.get(role, self.assignment.get(fallback, GENERATION_RULES.get(role, {})))
 
 
+def sequence_shards(strategy: Strategy, dim: str = "B") -> int:
+    """Returns the number of places over which the cached sequences of an engine are split; with ``dim`` S, the devices
+    over which the positions of each are."""
+    return math.prod(strategy.mesh[axis] for axis in strategy.rules("cache").get(dim, ()))
+
+
 Software = Literal["compiled", "captured", "captured-layers", "served", "eager", "eager-in-turn", "eager-2021"]
 """How the step runs: "compiled" as one program; "eager" kernel by kernel from a host that stays ahead, with fused
 attention and overlapped communication; "eager-in-turn" without overlap; "eager-2021" also without fused attention.

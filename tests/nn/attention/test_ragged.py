@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.nn import cache
 from meshwright.nn.attention import ragged
-from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
-from meshwright.nn.cache import LayerCache, cache_layout, own_pages, write_position, write_slots
+from meshwright.nn.attention.ragged import PagedPart, RaggedCall, SpreadSlots, ragged_attention
+from meshwright.nn.cache import LayerCache, cache_layout, write_position, write_slots
 from meshwright.nn.quantisation import absmax_scale, quantise
 from meshwright.spec.cluster import parse_cluster
 from meshwright.verify.targets import target_of
@@ -139,28 +139,31 @@ DECODE, CHUNKS = [(300, 1), (7, 1), (0, 0), (129, 1)], [(300, 3), (7, 1), (40, 0
 SINKS = {"softcap": 0.7, "sinks": np.linspace(-1, 2, 4).astype(np.float32)}
 
 
-@pytest.mark.parametrize(("platform", "window"), sampled([("cpu", 150), ("cuda", None)], ("cpu", 150)))
-def test_pages_that_are_spread_over_devices_are_attended_in_parts(platform, window):
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(ragged, "_by_kernel", functools.partial(ragged._by_kernel, interpret=True))
+
+
+@pytest.mark.parametrize(
+    ("platform", "window"), sampled([("cpu", 150), ("cuda", None), ("tpu", 150)], ("cpu", 150), ("tpu", 150))
+)
+def test_pages_whose_slots_are_spread_over_devices_are_attended_in_parts(platform, window, interpreted):
     """Largest scores and sums of each device make a whole of the parts; sinks count once."""
-    case = Case(CHUNKS, 16, SINKS | {"window": window}, "int8")
+    case = Case(CHUNKS, 15, SINKS | {"window": window}, "int8")
     call, parts, values, value_scale = drawn(case)
-    spread = jax.vmap(lambda _: own_pages(call.pages, case.page_len, ("devices",)), axis_name="devices")
     found = []
-    for rank, (pages, starts) in enumerate(zip(*spread(jnp.arange(3)), strict=True)):
+    for rank in range(3):
         sinks = call.sinks if rank == 1 else jnp.full_like(call.sinks, -jnp.inf)
-        given = dataclasses.replace(call, pages=pages, starts=starts, sinks=sinks, platform=platform)
-        here = [PagedPart(p.queries, p.keys[rank::3], p.scale[rank::3]) for p in parts]
-        rest = values[rank::3], value_scale[rank::3]
+        spread = SpreadSlots(jnp.int32(rank * 5), 15)
+        given = dataclasses.replace(call, spread=spread, sinks=sinks, platform=platform)
+        own = slice(rank * 5, rank * 5 + 5)
+        here = [PagedPart(p.queries, p.keys[:, own], p.scale[:, own]) for p in parts]
+        rest = values[:, own], value_scale[:, own]
         found.append(jax.jit(lambda: ragged_attention(given, here, *rest))())  # noqa: B023
     out, peak, total = (np.stack(rows) for rows in zip(*found, strict=True))
     share = total * np.exp(peak - peak.max(0))
     whole = (out * (share / share.sum(0))[..., None]).sum(0)
     close(whole, plain(case, call, parts, values, value_scale), 3e-6)
-
-
-@pytest.fixture
-def interpreted(monkeypatch):
-    monkeypatch.setattr(ragged, "_by_kernel", functools.partial(ragged._by_kernel, interpret=True))
 
 
 @pytest.mark.parametrize(

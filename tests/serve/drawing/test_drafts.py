@@ -94,11 +94,11 @@ def test_tokens_are_those_without_drafts(step, small, params, kind, temperature)
 def test_a_preempted_request_drafts_again(step, params):
     expected = [likeliest(LLAMA, params, prompt, NUM_TOKENS) for prompt in PROMPTS]
     engine = drafting_engine(step, params, ModelDrafter(step, step.place(params), 2), watermark=0.0)
-    taken = [engine._pages.free.pop() for _ in range(14)]
-    engine._pages.take(14)
+    taken = [engine._owners[0].pages.free.pop() for _ in range(14)]
+    engine._owners[0].pages.take(14)
     found = engine.run(list(map(request, PROMPTS)))
-    engine._pages.free += taken
-    engine._pages.give(14)
+    engine._owners[0].pages.free += taken
+    engine._owners[0].pages.give(14)
     assert list(map(tokens_of, found)) == expected
     assert engine.state().preemptions > 0
     assert_whole(engine)

@@ -1,7 +1,7 @@
 """Writes keys or values of new positions into a cache, in place.
 
 A cache[B,S,K,H] stays on its devices; of a cache split over S each device writes the positions that it has, and of a
-pool of pages[Pg,Pl,K,H] the pages.
+pool of pages[Pg,Pl,K,H] the slots.
 """
 
 import msgspec
@@ -9,7 +9,7 @@ import msgspec
 from meshwright.algebra.kinds import OpKind, StepKind
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
-from meshwright.algebra.tape import Tape, require_whole
+from meshwright.algebra.tape import Tape
 
 
 class CacheWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,11 +22,9 @@ class CacheWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 def forward(tape: Tape) -> None:
     """Writes ``cache_write(cache[B,S,..], values[B,T,..], where)`` on the cache's devices: ``where`` is the last index
-    of each prompt, or the positions. Packed rows have slots there, and reach the devices of all pages."""
+    of each prompt, or the positions; of packed rows the slots."""
     (cache, values, where), details = tape.inputs, tape.details(CacheWrite)
-    if details.packed:
-        require_whole(cache, "Pl", tape.op.kind)
-    rows = {"B": () if details.packed else cache.axes_of("B")}
+    rows = {"B": cache.axes[0]}
     here = tape.move(values, values.resharded({"T": ()}).like(cache).resharded(rows))
     tape.run("cache_write", (cache, here, tape.move(where, where.resharded(rows))), tape.out, details=details)
 

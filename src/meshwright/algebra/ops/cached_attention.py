@@ -28,19 +28,20 @@ def forward(tape: Tape) -> None:
     """Moves the queries to the devices of their cache, attends, and reshards the result for the product after it.
 
     Devices that split a cache over sequences beyond the batch of the queries exchange heads for sequences by
-    all-to-all. Devices that split its positions gather the heads of queries, and each attends to its own positions:
-    results are scaled by each device's share of the sum of exponentials, and summed. So do those that split the pages
-    of packed rows, which also gather the rows.
+    all-to-all. Packed rows that further axes split stay so. Devices that split the positions of a cache, or the slots
+    of its pages, gather the heads of queries, and each attends to its own positions: results are scaled by each
+    device's share of the sum of exponentials, and summed.
     """
     (first, *others), details = tape.inputs, tape.details(CachedAttention)
     cache = next(array for array in others if array.dims[1:2] in (("S",), ("Pl",)))
-    rows, apart = ((), cache.axes[0]) if details.packed else (cache.axes[0], cache.axes_of("S"))
+    rows, apart = cache.axes[0], cache.axes[1]
     # a latent (B S Rkv) has no heads: every device has all of it
     kept = tuple(axis for axis in first.axes_of("N") if axis not in (*rows, *apart))
     for array in others:
         if len(array.dims) == 4 and array.dims[:2] == cache.dims[:2] and array.axes[2] != kept:
             raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
-    queries = first.resharded({"B": rows, "N": kept})
+    further = tuple(axis for axis in first.axes_of("B") if axis not in (*rows, *apart))
+    queries = first.resharded({"B": rows + further, "N": kept})
     inputs = tuple(tape.move(array, array.like(queries)) for array in tape.inputs)
     result = tape.out.like(queries)
     if not apart:
@@ -72,14 +73,14 @@ def slots_kept(slots: Number, window: int | None) -> Number:
 def slots_met(step: Step, sizes: OpSizes) -> Number:
     """Returns the slots of one sequence that attention reads on a device: those of all its pages, or of its row in the
     cache."""
-    if step.details.packed:
-        return sizes.dims["Bp"] * sizes.dims["Pl"]
-    return slots_kept(sizes.dims["S"], step.details.window) / product(sizes.mesh[axis] for axis in split_slots(step))
+    slots = sizes.dims["Bp"] * sizes.dims["Pl"] if step.details.packed else sizes.dims["S"]
+    kept = slots if step.details.packed else slots_kept(slots, step.details.window)
+    return kept / product(sizes.mesh[axis] for axis in split_slots(step))
 
 
 def split_slots(step: Step) -> Axes:
-    """Returns the mesh axes that split the positions of the cache that a step reads or writes, or its pages."""
-    return next((array.axes_of(dim) for array in step.inputs for dim in ("S", "Pg") if dim in array.dims), ())
+    """Returns the mesh axes that split the positions of the cache that a step reads or writes, or its pages' slots."""
+    return next((array.axes_of(dim) for array in step.inputs for dim in ("S", "Pl") if dim in array.dims), ())
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:

@@ -44,9 +44,6 @@ LN2, NO_PEAK = math.log(2.0), -(2.0**22)
 LANE = 128
 """Entries of a row of registers on a TPU."""
 
-FAR = 2**30
-"""A position that no query reaches."""
-
 UNSEEN = -(2**30)
 """A distance, from a query to a slot, that no mask admits."""
 
@@ -76,8 +73,7 @@ class RaggedCall:
     Sequence b has ``lengths[b]`` positions, p in slot p mod Pl of page ``pages[b, p // Pl]``. Its queries are the rows
     ``first[b]`` to ``first[b] + counts[b] - 1`` and have its last positions. A query sees positions that are not later
     and, with a window, fewer than ``window`` back. ``longest`` is at least the largest count. ``sinks`` are an
-    additional logit per head. With ``starts`` a sequence has some of its pages here: those of the table, which have the
-    positions from these on, rising, and `FAR` where no page is.
+    additional logit per head. Of pages that are ``spread`` over devices this one has some slots.
     """
 
     scale: float
@@ -88,11 +84,19 @@ class RaggedCall:
     counts: Int[Array, " B"]
     lengths: Int[Array, " B"]
     pages: Int[Array, "B Bp"]
-    starts: Int[Array, "B Bp"] | None = None
+    spread: "SpreadSlots | None" = None
     longest: int
     platform: str = field(default_factory=default_platform)
     heads_first: bool = False
     """On CPUs, that pools are views of arrays [Pg, K, Pl, ...], as a CPU multiplies them without transposing."""
+
+
+@dataclass(frozen=True)
+class SpreadSlots:
+    """The slots of every page that a device has: those from ``first`` on, of ``page_len`` on all devices."""
+
+    first: Int[Array, ""] | int
+    page_len: int
 
 
 RaggedRows = tuple[Array, ...]
@@ -105,11 +109,11 @@ def ragged_attention(
     """Returns the values[Pg, Pl, K, Hv], weighted by the softmax of the sum of the parts; 0 in rows of no sequence.
 
     Products are in the dtype of the queries, scores and sums in float32. Largest scores and sums of exponentials follow
-    if a sequence has some of its pages here.
+    if pages are spread over devices.
     """
     rows, heads = parts[0].queries.shape[:2]
     out: RaggedRows = (jnp.zeros((rows, heads, values.shape[-1]), parts[0].queries.dtype),)
-    if call.starts is not None:
+    if call.spread:
         out += (jnp.full((rows, heads), NO_PEAK * LN2, jnp.float32), jnp.ones((rows, heads), jnp.float32))
     mixed = PagedValues(values, value_scale)
     on_cpu = call.platform == "cpu"
@@ -127,7 +131,8 @@ def ragged_attention(
 
 class _Tiles(NamedTuple):
     """The list of tiles: block i has tiles ``starts[i]`` to ``ends[i] - 1``, on chunks of pages from ``chunk[i]`` on,
-    and the rows of its sequence from ``row[i]`` on. The first blocks exist; one without pages here has no tile."""
+    and the rows of its sequence from ``row[i]`` on. The first blocks exist. Tiles have ``num_pages`` pages; a page has
+    ``page_len`` slots here and ``span`` on all devices."""
 
     sequence: Int[Array, " M"]
     row: Int[Array, " M"]
@@ -138,6 +143,17 @@ class _Tiles(NamedTuple):
     block: int
     num_pages: int
     page_len: int
+    span: int
+
+    @property
+    def positions(self) -> int:
+        """Positions of a tile on all devices."""
+        return self.num_pages * self.span
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Positions of a tile's slots here, after that of the first of them."""
+        return (np.arange(self.num_pages)[:, None] * self.span + np.arange(self.page_len)).ravel()
 
 
 def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles:
@@ -145,7 +161,8 @@ def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles
     num_seqs, table = call.pages.shape
     least = CPU_TILE_SLOTS[block > 1] if call.platform == "cpu" else TILE_SLOTS
     num_pages = min(table, -(-least // page_len))
-    slots = num_pages * page_len
+    span = call.spread.page_len if call.spread else page_len
+    positions = num_pages * span
     counts = jnp.where((call.counts == 1) == (block == 1), call.counts, 0)
     until = jnp.cumsum(-(-counts // block))
     own = jnp.arange(num_rows // block + (min(num_seqs, num_rows) if block > 1 else 0), dtype=jnp.int32)
@@ -157,24 +174,15 @@ def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles
     at = length - counts[sequence] + row
     last = jnp.minimum(at + block, length) - 1
     seen = jnp.zeros_like(at) if call.window is None else jnp.maximum(at - call.window + 1, 0)
-    chunk, chunks = seen // slots, last // slots + 1
-    if call.starts is not None:
-        starts = call.starts[sequence]
-        chunk = jnp.sum(starts + page_len <= seen[:, None], axis=1, dtype=chunk.dtype) // num_pages
-        chunks = -(-jnp.sum(starts <= last[:, None], axis=1, dtype=chunk.dtype) // num_pages)
+    chunk, chunks = seen // positions, last // positions + 1
     ends = jnp.cumsum(jnp.where(exists, chunks - chunk, 0))
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
-    return _Tiles(sequence, row, chunk, starts, ends, exists, block, num_pages, page_len)
+    return _Tiles(sequence, row, chunk, starts, ends, exists, block, num_pages, page_len, span)
 
 
-def _slot_positions(call: RaggedCall, tiles: _Tiles, sequence: Array, index: Array) -> Array:
-    """Returns the positions [M, slots] of the slots of chunks ``index`` of the pages of sequences."""
-    slots = tiles.num_pages * tiles.page_len
-    if call.starts is None:
-        return index[:, None] * slots + jnp.arange(slots, dtype=jnp.int32)[None]
-    number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
-    starts = call.starts.at[sequence[:, None], number].get(mode="fill", fill_value=FAR)
-    return (starts[:, :, None] + jnp.arange(tiles.page_len, dtype=jnp.int32)[None, None]).reshape(len(index), slots)
+def _first_positions(call: RaggedCall, tiles: _Tiles, index: Array) -> Array:
+    """Returns the positions [M] of the first slots here of chunks ``index`` of the pages of sequences."""
+    return index * tiles.positions + (call.spread.first if call.spread else 0)
 
 
 def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed: PagedValues) -> RaggedRows:
@@ -222,7 +230,7 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
         sums = sums * jnp.exp(peak - top)[..., None]
         total, peak = total * jnp.exp(peak - top) + jnp.exp(sinks - top), top
     found = sums / jnp.where(total > 0, total, 1.0)[..., None]
-    more = () if call.starts is None else (peak, total)
+    more = (peak, total) if call.spread else ()
     return tuple(_of_heads(one, block) for one in (found, *more))
 
 
@@ -282,7 +290,7 @@ def _attend(
     first, *more = map(product, parts, read_keys)
     scores = capped(call.scale * sum(more, start=first), call.softcap)
     # positions of slots, and of queries
-    slot = _slot_positions(call, tiles, sequence, index)
+    slot = _first_positions(call, tiles, index)[:, None] + tiles.offsets[None]
     position = row + (call.lengths - call.counts - call.first)[sequence][:, None]
     back = position[:, :, None] - slot[:, None]
     seen = (back >= 0) & (exists & (tile < tiles.ends[-1])[:, None])[:, :, None]
@@ -351,14 +359,11 @@ def _by_turns(
     place = jnp.searchsorted(tiles.ends, tile, side="right").astype(jnp.int32)
     own = jnp.minimum(place, num_blocks - 1)
     sequence, index = tiles.sequence[own], tiles.chunk[own] + tile - tiles.starts[own]
-    ahead = ((call.lengths - call.counts)[sequence] + tiles.row[own] - index * slots)[:, None]
-    if call.starts is not None:
-        regular = index[:, None] * slots + jnp.arange(slots)[None]
-        ahead = ahead + regular - _slot_positions(call, tiles, sequence, index)
+    ahead = ((call.lengths - call.counts)[sequence] + tiles.row[own] - _first_positions(call, tiles, index))[:, None]
     number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
     page = jnp.clip(call.pages.at[sequence[:, None], number].get(mode="clip"), 0, len(mixed.values) - 1)
     known = place, ahead, page
-    back = ((jnp.arange(block * group) // group)[:, None] - jnp.arange(slots)[None])[None]
+    back = ((np.arange(block * group, dtype=np.int32) // group)[:, None] - tiles.offsets.astype(np.int32)[None])[None]
 
     def read(pool: Array, page: Array) -> Array:
         """Returns [lanes, K, slots, width] of whole pages, which are copied as such before they are transposed."""
@@ -416,7 +421,7 @@ def _by_turns(
             sums = sums * _two_to(peak - top)[..., None]
             total, peak = total * _two_to(peak - top) + jnp.exp(sinks - top * LN2), top
         found = sums / jnp.where(total > 0, total, 1.0)[..., None]
-        more = () if call.starts is None else (peak * LN2, total)
+        more = (peak * LN2, total) if call.spread else ()
         return _with_blocks(call, tiles, blocks, tuple(_of_heads(one, block) for one in (found, *more)), out)
 
     if block == 1:
@@ -445,7 +450,7 @@ def _kernel_takes(call: RaggedCall, tiles: _Tiles, num_heads: int) -> bool:
     """True on TPUs for few rows, pages that are not tiny and tables that fit scalar memory."""
     small = tiles.block * num_heads <= MOST_ROWS and tiles.num_pages <= MOST_PAGES
     scalars = call.pages.size + len(tiles.starts) * -(-call.pages.shape[1] // tiles.num_pages)
-    return call.platform == "tpu" and call.starts is None and small and 4 * scalars <= SCALAR_BYTES
+    return call.platform == "tpu" and small and 4 * scalars <= SCALAR_BYTES
 
 
 def _by_kernel(
@@ -459,12 +464,13 @@ def _by_kernel(
     page_len, kv_heads, width = mixed.values.shape[1:]
     num_pages, num_blocks = tiles.num_pages, len(tiles.starts)
     heads, dtype = parts[0].queries.shape[1], parts[0].queries.dtype
-    rows, slots = tiles.block * heads, num_pages * page_len
+    rows = tiles.block * heads
     most = num_blocks * -(-call.pages.shape[1] // num_pages)
     own = jnp.minimum(jnp.searchsorted(tiles.ends, jnp.arange(most), side="right"), num_blocks - 1)
     # a tile's last pages may be beyond the table, and entries without a page may be any number
     table = jnp.clip(call.pages, 0, len(mixed.values) - 1)
-    scalars = [own, tiles.starts, tiles.chunk, (call.lengths - call.counts)[tiles.sequence] + tiles.row]
+    position = (call.lengths - call.counts)[tiles.sequence] + tiles.row - (call.spread.first if call.spread else 0)
+    scalars = [own, tiles.starts, tiles.chunk, position]
     scalars = [x.astype(jnp.int32) for x in (*scalars, tiles.sequence * table.shape[1], table.reshape(-1))]
 
     def page(number: int) -> Any:
@@ -483,10 +489,10 @@ def _by_kernel(
     heads_first = _heads_first("tpu", mixed.values, kv_heads)
     grid = np.indices((num_pages, kv_heads, page_len))
     number, key_head, slot = (grid if heads_first else np.swapaxes(grid, 2, 3)).reshape(3, -1)
-    slot += number * page_len
+    slot += number * tiles.span
     back = np.where((head // (heads // kv_heads))[:, None] == key_head, query[:, None] - slot, UNSEEN).astype(np.int32)
     sinks = jnp.full(heads, LOWEST) if call.sinks is None else call.sinks.astype(jnp.float32)
-    begin = jnp.broadcast_to(jnp.tile(sinks, tiles.block)[:, None], (rows, LANE))
+    begin = jnp.broadcast_to(jnp.tile(jnp.maximum(sinks, LOWEST), tiles.block)[:, None], (rows, LANE))
     index, _ = _rows(call, tiles, jnp.arange(num_blocks))
     queries = [part.queries.at[index].get(mode="clip").reshape(num_blocks, rows, -1) for part in parts]
     latent = mixed.values is parts[0].keys
@@ -506,14 +512,15 @@ def _by_kernel(
     def kernel(*refs: Any) -> None:
         own, starts, chunk, position, _, _, begin_ref, back_ref, *arrays = refs
         query_refs, scale_refs = arrays[: len(parts)], arrays[len(parts) :][: len(gathered)]
-        *page_refs, out_ref, peak_ref, total_ref, sums_ref = arrays[len(parts) + len(gathered) :]
+        *page_refs, peak_ref, total_ref, sums_ref = arrays[len(parts) + len(gathered) :]
+        page_refs, out_refs = page_refs[: -len(made)], page_refs[-len(made) :]
         tile = pl.program_id(0)
         block = own[tile]
 
         @pl.when(tile == starts[block])
         def begin_block() -> None:
             peak_ref[...] = begin_ref[...]
-            total_ref[...] = jnp.full((rows, LANE), 0.0 if call.sinks is None else 1.0, jnp.float32)
+            total_ref[...] = jnp.where(begin_ref[...] > LOWEST, 1.0, 0.0)
             sums_ref[...] = jnp.zeros((rows, width), jnp.float32)
 
         def read(pool: int) -> Array:
@@ -530,7 +537,7 @@ def _by_kernel(
         if scaled:
             products = (each * ref[0] for each, ref in zip(products, scale_refs, strict=False))
         scores = capped(call.scale * sum(products, start=jnp.zeros(back.shape, jnp.float32)), call.softcap)
-        distance = back_ref[...] + (position[block] - (chunk[block] + tile - starts[block]) * slots)
+        distance = back_ref[...] + (position[block] - (chunk[block] + tile - starts[block]) * tiles.positions)
         seen = distance >= 0 if call.window is None else (distance >= 0) & (distance < call.window)
         scores = jnp.where(seen, scores, -jnp.inf)
         before = peak_ref[:, :1]
@@ -543,8 +550,11 @@ def _by_kernel(
         peak_ref[...] = jnp.broadcast_to(peak, (rows, LANE))
         total_ref[...] = jnp.broadcast_to(total, (rows, LANE))
         sums_ref[...] = sums
-        out_ref[0] = sums / jnp.where(total > 0, total, 1.0)
+        out_refs[0][0] = sums / jnp.where(total > 0, total, 1.0)
+        for ref, statistic in zip(out_refs[1:], (peak, total), strict=False):
+            ref[0] = jnp.broadcast_to(statistic, (rows, LANE))
 
+    made = (width, LANE, LANE) if call.spread else (width,)
     running = [pltpu.VMEM((rows, size), jnp.float32) for size in (LANE, LANE, width)]
     found = pl.pallas_call(
         kernel,
@@ -557,10 +567,11 @@ def _by_kernel(
                 *(pl.BlockSpec((1, *each.shape[1:]), lambda tile, *_: (tile, 0, 0)) for each in gathered),
                 *(pl.BlockSpec((1, *pool.shape[1:]), page(number)) for pool in pools for number in range(num_pages)),
             ],
-            out_specs=pl.BlockSpec((1, rows, width), of_block),
+            out_specs=[pl.BlockSpec((1, rows, size), of_block) for size in made],
             scratch_shapes=running,
         ),
-        out_shape=jax.ShapeDtypeStruct((num_blocks, rows, width), jnp.float32),
+        out_shape=[jax.ShapeDtypeStruct((num_blocks, rows, size), jnp.float32) for size in made],
         interpret=interpret,
     )(*scalars, begin, jnp.asarray(back), *queries, *gathered, *(pool for pool in pools for _ in range(num_pages)))
-    return (jnp.asarray(found).reshape(num_blocks, tiles.block, heads, width),)
+    out, *statistics = (one.reshape(num_blocks, tiles.block, heads, -1) for one in found)
+    return out, *(one[..., 0] for one in statistics)

@@ -13,7 +13,7 @@ from meshwright.algebra.ops.cached_attention import split_slots
 from meshwright.algebra.steps import Step
 from meshwright.masks.names import mask_named
 from meshwright.nn import cache
-from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
+from meshwright.nn.attention.ragged import PagedPart, RaggedCall, SpreadSlots, ragged_attention
 from meshwright.nn.cache import LayerCache, OwnAttention, OwnSlots, ScorePart
 from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context
@@ -48,18 +48,25 @@ def cache_facts(
 
 
 def packed_call(
-    context: Context, step: Step, cached: LayerCache, others: tuple[Any, ...]
+    context: Context, step: Step, cached: LayerCache, num_rows: int, others: tuple[Any, ...]
 ) -> tuple[RaggedCall | None, tuple[Any, ...]]:
-    """Returns the parameters of attention of packed rows, None for others, and the inputs after these.
+    """Returns the parameters of attention of ``num_rows`` packed rows, None for others, and the inputs after these.
 
     ``others`` begin with positions; of packed rows with the first row, rows, positions and pages of each sequence.
+    These count rows and pages through all devices; a sequence has the rows of these that are here.
     """
     if not step.details.packed:
         return None, others[1:]
     first, counts, lengths, pages, *more = others
-    starts, axes = None, split_slots(step)
-    if axes:
-        pages, starts = cache.own_pages(pages, cached.page_sizes[1], axes)
+    num_pages, page_len = cached.page_sizes
+    held = next(array for array in step.inputs if array.dims[1:2] == ("Pl",))
+    if rows := step.inputs[0].axes_of("B"):
+        first = first - first_index(rows, num_rows)
+        start, end = (jnp.clip(place, 0, num_rows) for place in (first, first + counts))
+        first, counts, lengths = start, end - start, lengths - (first + counts - end)
+    spread, slots = None, held.axes[1]
+    if slots:
+        spread = SpreadSlots(first_index(slots, page_len), page_len * lax.axis_size(slots))
     call = RaggedCall(
         scale=context.model.attention_scale,
         window=step.details.window,
@@ -67,8 +74,8 @@ def packed_call(
         first=first,
         counts=counts,
         lengths=lengths,
-        pages=cached.in_pool(pages),
-        starts=starts,
+        pages=cached.in_pool(pages - first_index(held.axes[0], num_pages)),
+        spread=spread,
         longest=context.longest,
         heads_first=cached.heads_first,
     )
@@ -102,7 +109,7 @@ def cached_attention(
 
     ``given`` are positions, see `packed_call`, then scales, then what a mask reads, then sinks.
     """
-    call, others = packed_call(context, step, k, given)
+    call, others = packed_call(context, step, k, len(q), given)
     caches = (each for each in (k, v, *others) if isinstance(each, LayerCache))
     keys, values, *scales = (each.entries(paged=step.details.packed) for each in caches)
     sinks = next((x for x in others if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating)), None)

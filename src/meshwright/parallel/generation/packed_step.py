@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from msgspec.structs import replace
 
@@ -24,7 +24,7 @@ from meshwright.algebra.generation import (
     job_strategy,
     scale_name,
 )
-from meshwright.algebra.notation import check
+from meshwright.algebra.notation import ShardedArray, check
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.transformer import rows, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
@@ -35,7 +35,7 @@ from meshwright.nn.hf.weights import OutputsFirst
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
 from meshwright.parallel.generation.program_store import ProgramStore
-from meshwright.parallel.mesh import compiler_options, device_mesh, lower, partition_spec, shardings, strategy_mesh
+from meshwright.parallel.mesh import GivenOptions, compiler_options, lower, partition_spec, shardings, strategy_mesh
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
@@ -71,23 +71,29 @@ class PackedRows(NamedTuple):
     window_slots: Any = None
     window_pages: Any = None
 
-    def each_alone(self, owner: Sequence[int] | np.ndarray) -> "PackedRows":
-        """Returns the rows as sequences of their own; ``owner`` [R] are the present ones."""
+    def each_alone(self, whose: Sequence[int] | np.ndarray) -> "PackedRows":
+        """Returns the rows as sequences of their own; ``whose`` [R] are the present ones."""
         count, lengths = np.arange(len(self.tokens)), np.asarray(self.positions) + 1
         tables = {name: getattr(self, name) for name in TABLES if getattr(self, name) is not None}
-        own = {name: table[owner] for name, table in tables.items()}
+        own = {name: table[whose] for name, table in tables.items()}
         return self._replace(first=count, counts=np.ones_like(count), lengths=lengths, **own)
 
-    def padded(self, shape: PackedShape) -> "PackedRows":
-        """Returns the rows with others that change nothing, up to a shape."""
-        fill = {"sources": -1, "adapters": -1, "slots": NO_SLOT, "window_slots": NO_SLOT, "first": len(self.tokens)}
-        found = {}
-        for name, given in zip(self._fields, self, strict=True):
-            if given is not None:
-                size = field_shape(name, shape, self.pages.shape[1])
-                found[name] = np.full(size, fill.get(name, 0), np.int32)
-                found[name][: len(given)] = given
-        return PackedRows(**found)
+    @classmethod
+    def joined(cls, parts: Sequence["PackedRows"], shape: PackedShape) -> "PackedRows":
+        """Returns the rows of the owners of sequences in order, each with others that change nothing up to its share of
+        a shape; see `PackedStep.num_owners`."""
+        count, fill = len(parts), {"sources": -1, "adapters": -1, "slots": NO_SLOT, "window_slots": NO_SLOT}
+        share = PackedShape(shape.rows // count, shape.sequences // count, shape.outputs // count, shape.longest)
+        found = dict[str, np.ndarray]()
+        for name in (name for name, given in zip(cls._fields, parts[0], strict=True) if given is not None):
+            size = field_shape(name, share, parts[0].pages.shape[1])
+            found[name] = np.full((count, *size), fill.get(name, 0), np.int32)
+            for own, part in zip(found[name], parts, strict=True):
+                own[: len(getattr(part, name))] = getattr(part, name)
+            if name in ("first", "last"):
+                found[name] += share.rows * np.arange(count)[:, None]
+            found[name] = found[name].reshape(-1, *size[1:])
+        return cls(**found)
 
 
 TABLES = ("pages", "window_pages")
@@ -119,7 +125,10 @@ class PackedStep(HeldArrays):
 
     Keys and values of all sequences are in ``num_pages`` pages of ``page_len`` slots; those of layers with a window, if
     the storage has ``ring_pages``, in a ring for each sequence, see `ring_pages`. On CPUs weights and caches are tuples
-    of layers and the loops over layers are unrolled. With ``batch_invariant`` what is computed of a row depends, to the
+    of layers and the loops over layers are unrolled.
+
+    A sequence has one of ``num_owners``, places of the mesh: its rows, its pages and its rows with logits are in that
+    owner's share of all, in the order of owners. With ``batch_invariant`` what is computed of a row depends, to the
     last bit, on its own sequence and the number of rows alone, in steps of 2 to `ALIKE_ROWS` rows that are sequences of
     their own for attention (``longest`` is 1); float32 on one CPU device.
     """
@@ -149,10 +158,11 @@ class PackedStep(HeldArrays):
             job_strategy(Job(kind="decode", batch_seqs=max_seqs, seq_len=max_len), strategy), model.num_kv_heads
         )
         self.model, self.max_len, self.max_seqs, self.storage = model, max_len, max_seqs, storage
-        self.derived = derive_phase(model, "packed", self.strategy, storage)
+        self.derived, self.derived_prompts = (
+            derive_phase(model, "packed", self.strategy, storage, prompts=prompts) for prompts in (False, True)
+        )
         self.declared = self.derived.declared
-        split = {name: self.declared[name].axes_of("B") for name in ("x", "tokens", "q")}
-        self.row_parts = max(math.prod(strategy.mesh[axis] for axis in axes) for axes in split.values())
+        self.num_owners = self._parts_of(self.declared["first"], "Q")
         self.table = cache_table(
             model, batch_seqs=max_seqs, max_len=max_len, storage=storage, strategy=self.strategy, phase="packed"
         )
@@ -162,9 +172,11 @@ class PackedStep(HeldArrays):
         for name, array in self.declared.items():
             if name in own or self.derived.program.variables[name].role in ("weight", "vector"):
                 check(array, own.get(name, sizes), strategy.mesh)
-        self.mesh = strategy_mesh(strategy)
-        self.compiler = compiler_options(self.mesh)
-        self.unrolled = platform_of(self.mesh.devices.flat[0]) == "cpu"
+        if max_seqs % self.num_owners or self.cache_sizes["Pg"] % self.num_owners:
+            raise InputError(
+                f"max_seqs={max_seqs} and num_pages={self.cache_sizes['Pg']} must divide over the {self.num_owners} "
+                f"places that have sequences of their own. Give multiples of {self.num_owners}."
+            )
         self.batch_invariant = batch_invariant
         if batch_invariant and not (self.unrolled and strategy.num_chips == 1 and self.dtype == jnp.float32):
             raise CannotRunError(
@@ -179,15 +191,50 @@ class PackedStep(HeldArrays):
         self.programs = ProgramStore(None, None)
         self._compiled: dict[PackedShape, jax.stages.Compiled] = {}
 
+    def _parts_of(self, array: ShardedArray, dim: str) -> int:
+        return math.prod(self.strategy.mesh[axis] for axis in array.axes_of(dim))
+
+    def row_parts(self, longest: int) -> int:
+        """Returns what divides the rows, sequences and rows with logits of a step whose sequences have up to so many
+        rows."""
+        declared = self._derived(longest).declared
+        rows = [self._parts_of(declared[name], "B") for name in ("x", "tokens", "q")]
+        return math.lcm(self.num_owners, *rows)
+
+    def _derived(self, longest: int) -> Derived:
+        return self.derived_prompts if longest > 1 else self.derived
+
     # -- what a user calls -------------------------------------------------------------------------
 
-    def on(self, devices: Sequence[Any]) -> "PackedStep":
-        """Returns the same step on other devices, with programs of its own."""
+    def on(self, mesh: Mesh | AbstractMesh, platform: str = "") -> "PackedStep":
+        """Returns the same step on a mesh of other devices, with programs of its own. Devices may be absent; a mesh
+        without any is of a ``platform``, for which programs can be lowered alone."""
         other = copy(self)
-        for name in ("param_shardings", "cache_shardings", "cache_layouts"):
-            vars(other).pop(name, None)
-        other.mesh, other._compiled = device_mesh(self.strategy.mesh, devices), {}
+        for name in [name for name in vars(self) if isinstance(getattr(type(self), name, None), cached_property)]:
+            del vars(other)[name]
+        other.mesh, other._compiled = mesh, {}
+        other.platform = platform or platform_of(mesh.devices.flat[0])
         return other
+
+    @cached_property
+    def mesh(self) -> Mesh | AbstractMesh:  # type: ignore[override]
+        """The mesh of the strategy, on the devices of all processes unless `on` has given others."""
+        return strategy_mesh(self.strategy)
+
+    @cached_property
+    def platform(self) -> str:
+        """The platform of the mesh's devices."""
+        return platform_of(self.mesh.devices.flat[0])
+
+    @cached_property
+    def compiler(self) -> GivenOptions:
+        """The options of the compiler."""
+        return compiler_options(self.mesh)
+
+    @cached_property
+    def unrolled(self) -> bool:
+        """True on CPUs: weights and caches are tuples of layers, and loops over layers are unrolled."""
+        return self.platform == "cpu"
 
     def keep_programs(self, folder: Path) -> None:
         """Keeps compiled programs in files under a folder, and reads those that are there."""
@@ -242,7 +289,7 @@ class PackedStep(HeldArrays):
         """Returns logits [O, V] of rows ``last``, and the cache.
 
         A row is a token at a position of its sequence: ``tokens``[R], or with ``sources``[R] >= 0 that entry of
-        ``latest``[max_seqs], which is on the devices. Its key goes to ``slots``[R] of the pool, beyond it for
+        ``latest``[max_seqs], which is on the devices. Its key goes to ``slots``[R] of all pages, beyond them for
         padding. Sequences have ``counts``[Q] rows from ``first``[Q] on, at most ``longest``, their last ones of
         ``lengths``[Q] positions, in ``pages``[Q, Bp]; with rings also ``window_slots`` and ``window_pages``. If the
         storage has adapters, a row has that of ``adapters``[R], -1: none. Each shape is compiled once.
@@ -266,7 +313,8 @@ class PackedStep(HeldArrays):
         params, cache = (jax.eval_shape(self._by_layer, shapes) for shapes in (self.param_shapes, self.cache_shapes))
         latest = jax.ShapeDtypeStruct((self.max_seqs,), jnp.int32)
         flat = jax.ShapeDtypeStruct((sum(map(math.prod, self._parts(shape))),), jnp.int32)
-        return lower(self._program(shape), self.mesh, params, cache, latest, flat)
+        platform = self.platform if isinstance(self.mesh, AbstractMesh) else ""
+        return lower(self._program(shape), self.mesh, params, cache, latest, flat, platform=platform)
 
     # -- the programs ------------------------------------------------------------------------------
 
@@ -298,11 +346,13 @@ class PackedStep(HeldArrays):
         names = [name for name in self.fields if name != "sources"]
         params, cache = (self._by_layer(specs) for specs in (self.param_specs, self.cache_specs))
         whole = NamedSharding(self.mesh, PartitionSpec())
+        derived = self._derived(shape.longest)
+        declared = derived.declared
         mapped = jax.shard_map(
-            partial(self.run, self.derived, longest=shape.longest),
+            partial(self.run, derived, longest=shape.longest),
             mesh=self.mesh,
-            in_specs=(params, cache, {name: partition_spec(self.declared[name]) for name in names}),
-            out_specs=(partition_spec(self.declared["logits"]), cache),
+            in_specs=(params, cache, {name: partition_spec(declared[name]) for name in names}),
+            out_specs=(partition_spec(declared["logits"]), cache),
             check_vma=False,
         )
 
@@ -313,7 +363,7 @@ class PackedStep(HeldArrays):
             given = dict(zip(self.fields, fields, strict=True))
             sources = given.pop("sources")
             given["tokens"] = jnp.where(sources >= 0, latest[jnp.maximum(sources, 0)], given["tokens"])
-            given |= {name: given[name][:, None] for name in names if self.declared[name].dims == ("B", "T")}
+            given |= {name: given[name][:, None] for name in names if declared[name].dims == ("B", "T")}
             logits, cache = mapped(params, cache, given)
             return logits[:, : self.model.vocab_size], cache
 

@@ -59,11 +59,6 @@ def engine_words(strategy: Strategy) -> str:
     return short_mesh(strategy.mesh).replace("cp", shown)
 
 
-def sequence_shards(strategy: Strategy) -> int:
-    """Returns the number of devices over which the cached sequences of an engine are split."""
-    return math.prod(strategy.mesh[axis] for axis in strategy.rules("cache")["B"])
-
-
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """Every engine that is tried, an entry each: sizes on mesh axes, layout, part of the cluster and placement."""
 

@@ -16,9 +16,10 @@ from meshwright.cost.breakdown import Breakdown, Term
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.plan.serving.engines import BOUNDS, bounds_s, loads
 from meshwright.plan.serving.file import PHASES, ServiceFile
-from meshwright.plan.serving.fleet import sequence_shards, transfer_bytes_per_s
+from meshwright.plan.serving.fleet import transfer_bytes_per_s
 from meshwright.plan.serving.result import EnginePool
 from meshwright.plan.why.explain import Algorithm, algorithm
+from meshwright.spec.strategy import sequence_shards
 
 AMOUNTS = ("FLOPs", "parameters", "KV", "network")
 """Parts of a step that are an amount: of FLOPs, or of bytes."""

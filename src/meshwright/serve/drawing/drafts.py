@@ -123,7 +123,7 @@ class ModelDrafter:
         rows = PackedRows(tokens, sources, positions, at, [], [], [], table, last)
         rows = self._step.with_rings(rows, range(len(table)), slots).each_alone(slots)
         outputs = [OutputRow(one.slot, one.num_before + number) for one in asked]
-        return rows.padded(PackedShape(size, size, size, 1)), outputs
+        return PackedRows.joined([rows], PackedShape(size, size, size, 1)), outputs
 
     def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
         """Gives a slot to a request."""

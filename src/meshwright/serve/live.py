@@ -1,0 +1,60 @@
+"""The requests that an engine has, and the owners of their sequences: places of the mesh with slots and pages of their
+own."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from meshwright.batching.limits import SchedulerLimits
+from meshwright.batching.request import ActiveRequest
+from meshwright.batching.scheduler import Scheduler
+from meshwright.serve.prefix_tree import PrefixTree
+from meshwright.serve.request import TokenRequest
+
+
+class SequenceOwner:
+    """Schedules the sequences of one of ``num_owners`` owners, within its share of an engine's ``limits``.
+
+    Its slots and pages have the numbers that they have among those of all owners.
+    """
+
+    def __init__(self, limits: SchedulerLimits, number: int, num_owners: int, num_on_host: int) -> None:
+        self.limits = own = replace(
+            limits,
+            max_requests=limits.max_requests // num_owners,
+            num_pages=limits.num_pages // num_owners,
+            token_budget=limits.token_budget // num_owners,
+        )
+        self.pages = PrefixTree(own.num_pages, own.page_len, num_on_host // num_owners, number * own.num_pages)
+        self.scheduler = Scheduler(own, self.pages)
+        self.free_slots = list(range(number * own.max_requests, (number + 1) * own.max_requests))[::-1]
+
+    def order(self, prompt: tuple[int, ...], adapter: int) -> tuple[bool, int, int]:
+        """Returns what is least of the owner that a request should have: one with a free slot, which knows most of its
+        prompt and has the fewest requests."""
+        load = self.scheduler.load
+        return load >= self.limits.max_requests, -self.pages.num_known(prompt, adapter), load
+
+
+class Live:
+    """A request in the engine: its known tokens, those that are in the cache, and its place.
+
+    ``produced`` counts tokens drawn, of which the last one or two may not have been read.
+    """
+
+    def __init__(self, number: int, request: TokenRequest, owner: SequenceOwner, active: ActiveRequest) -> None:
+        self.number, self.request, self.owner, self.active = number, request, owner, active
+        self.tokens = list(request.prompt)
+        self.computed = self.produced = 0
+        self.slot, self.admitted_s = -1, 0.0
+        self.num_hit = self.num_shared = 0  # tokens that the prefix tree had; pages that it has, the first ones
+        self.pages: list[int] = []
+        self.answer = request.grammar.start() if request.grammar else None
+        self.drafts: list[int] = []  # of the step that is dispatched
+        self.prompt_logprobs: list[Any] = []
+        self.is_closed = self.is_done = False  # its output is complete; the scheduler has let it go
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens after the prompt that have been read."""
+        return self.tokens[len(self.request.prompt) :]
