@@ -100,5 +100,6 @@ class MockEngine:
             cache += text[len(cache) : len(cache) + num]
             if len(cache) == len(text):
                 text.append(self.next_token(cache))
-                if request.prefix is not None and len(self.prefix_caches.get(request.prefix, ())) < request.prefix_len:
-                    self.prefix_caches[request.prefix] = cache[: request.prefix_len]
+            if request.prefix is not None:
+                known = self.prefix_caches.get(request.prefix, [])
+                self.prefix_caches[request.prefix] = max(known, cache[: request.prefix_len], key=len)

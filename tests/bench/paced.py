@@ -28,17 +28,14 @@ class PacedStep:
     """Stands in for a packed step and what draws: a device that runs steps one after the other."""
 
     latest = programs = logits_sharding = None
-    batch_invariant, has_rings, num_owners = False, False, 1
+    batch_invariant, has_windows, num_owners, mask_fields = False, False, 1, ()
 
     def __init__(self, limits: SchedulerLimits, clock: EngineClock, max_len: int) -> None:
         self.clock, self.max_len, self.max_seqs = clock, max_len, limits.max_requests
-        self.storage = SimpleNamespace(page_len=limits.page_len, adapters=0)
+        self.storage = SimpleNamespace(page_len=limits.page_len, adapters=0, window_pages=0)
         self.cache_sizes = {"Pg": limits.num_pages, "Bp": -(-max_len // limits.page_len)}
-        self.model = SimpleNamespace(vocab_size=VOCAB)
+        self.model = SimpleNamespace(vocab_size=VOCAB, sliding_window=None)
         self.free_s = 0.0
-
-    def with_rings(self, rows, *_):
-        return rows
 
     def row_parts(self, longest):
         return 1

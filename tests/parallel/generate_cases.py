@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import WeightDtype, quantised_weights
+from meshwright.algebra.generation import Storage, WeightDtype, quantised_weights
 from meshwright.nn.weights import Params, param_shapes
-from meshwright.parallel.generation.generate_step import GenerateStep
+from meshwright.parallel.generation.packed_step import PackedRows, PackedShape, PackedStep, slots_of
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, LAYOUTS, Strategy, make_mesh
 from tests.logits import logits_fn
@@ -73,12 +73,54 @@ def unpaired(values: np.ndarray, axis: int, groups: int) -> np.ndarray:
     return np.concatenate(parts, axis)
 
 
-def step_of(model: Model, axes: dict[str, int], *, layout: str = "", **options: Any) -> GenerateStep:
+def step_of(model: Model, axes: dict[str, int], *, layout: str = "", **stored: Any) -> PackedStep:
     """``layout`` is one of an engine, "" for the standard assignment."""
     assignment = LAYOUTS[layout] if layout else DEFAULT_ASSIGNMENT
     strategy = Strategy(mesh=make_mesh(axes), state="fp32", assignment=assignment)
-    given = {"max_len": MAX_LEN, "batch_seqs": len(LENGTHS), "cache_dtype": "fp32", **options}
-    return GenerateStep(model, strategy, **given)
+    storage = Storage(**{"page_len": 4, "cache_dtype": "fp32", **stored})
+    return PackedStep(model, strategy, max_len=MAX_LEN, max_seqs=len(LENGTHS), storage=storage)
+
+
+def place_of(step, sequence):
+    """The owner of a sequence, and its slot."""
+    owner, place = sequence % step.num_owners, sequence // step.num_owners
+    return owner, owner * (step.max_seqs // step.num_owners) + place
+
+
+def packed(step, parts, rows, pages, size, longest=1, **data):
+    """The arrays of a step of ``size`` rows, and as many sequences, of each owner, and where its parts have logits.
+
+    A part is a sequence and the positions from here to there; ``data`` is what the mask reads of each sequence.
+    """
+    owners, last = [], {}
+    for owner in range(step.num_owners):
+        own = [part for part in parts if part[0] % step.num_owners == owner]
+        last |= {part: owner * size + at for at, part in enumerate(own)}
+        counts = np.array([end - start for _, start, end in own], int)
+        whose = np.repeat(np.arange(len(own)), counts)
+        positions = np.concatenate([np.arange(start, end) for _, start, end in own] or [np.zeros(0, int)])
+        tokens = np.concatenate([rows[s, start:end] for s, start, end in own] or [np.zeros(0, int)])
+        table = pages[[s for s, *_ in own]]
+        found = PackedRows(
+            tokens=tokens,
+            sources=np.full(len(tokens), -1),
+            positions=positions,
+            slots=slots_of(positions, table, whose, step.storage.page_len),
+            first=np.cumsum(counts) - counts,
+            counts=counts,
+            lengths=np.array([end for *_, end in own], int),
+            pages=table,
+            last=np.cumsum(counts) - 1,
+            **{name: data[name][[s for s, *_ in own]] for name in step.mask_fields},
+        )
+        if step.has_windows:  # pages of a sequence come round
+            each = step.storage.window_pages // step.max_seqs
+            table = np.array([place_of(step, s)[1] * each + np.arange(pages.shape[1]) % each for s, *_ in own])
+            slots = slots_of(positions, table, whose, step.storage.page_len)
+            found = found._replace(window_pages=table, window_slots=slots)
+        owners.append(found)
+    shape = PackedShape(*[size * step.num_owners] * 3, longest)
+    return PackedRows.joined(owners, shape), [last[part] for part in parts]
 
 
 def rows_of(model: Model) -> np.ndarray:
@@ -93,18 +135,23 @@ class Run(NamedTuple):
     cache: dict[str, np.ndarray]
 
 
-def with_cache(step: GenerateStep, params: Params, *, num_steps: int = NUM_STEPS, **data: np.ndarray) -> Run:
+def with_cache(step: PackedStep, params: Params, *, num_steps: int = NUM_STEPS, **data: np.ndarray) -> Run:
     """Prompts of unequal lengths, then the rows' own tokens one by one; ``data`` is what the mask reads."""
-    rows, numbers = rows_of(step.model), np.arange(len(LENGTHS))
-    placed = step.place(params)
-    length = step.padded_length(int(LENGTHS.max()))
-    logits, cache = step.prefill(placed, step.init_cache(), rows[:, :length], LENGTHS, data=data)
-    found = [np.asarray(logits)]
-    for count in range(num_steps):
-        at = LENGTHS + count
-        logits, cache = step.generate(placed, cache, rows[numbers, at], at, data=data)
-        found.append(np.asarray(logits))
-    return Run(np.stack(found), {name: np.asarray(array) for name, array in cache.items()})
+    rows, each = rows_of(step.model), step.cache_sizes["Bp"]
+    placed, cache, latest = step.place(params), step.init_cache(), np.zeros(step.max_seqs, np.int32)
+    pages = np.array([place_of(step, s)[1] * each + np.arange(each) for s in range(len(LENGTHS))])
+    data = {"prefix": LENGTHS, **data}
+    found, starts = [], 0 * LENGTHS
+    for count in range(1 + num_steps):
+        ends = LENGTHS + count
+        parts = list(zip(range(len(LENGTHS)), starts.tolist(), ends.tolist(), strict=True))
+        size, longest = (32, 16) if count == 0 else (len(LENGTHS), 1)
+        given, last = packed(step, parts, rows, pages, size, longest, **data)
+        logits, cache = step.step(placed, cache, latest, given, longest)
+        found.append(np.asarray(logits)[last])
+        starts = ends
+    arrays = {name: np.stack(a) if isinstance(a, tuple) else np.asarray(a) for name, a in cache.items()}
+    return Run(np.stack(found), arrays)
 
 
 def without_cache(model: Model, params: Params, *, num_steps: int = NUM_STEPS, **data: np.ndarray) -> np.ndarray:

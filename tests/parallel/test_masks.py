@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage, generation_program
+from meshwright.algebra.generation import generation_program
 from meshwright.algebra.ops.attention import block_share
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.masks.mods import tree_walk
@@ -198,13 +198,3 @@ def test_masks_that_look_ahead_do_not_generate():
     for rule in ("noop", "local(3)", "document", "jagged", "global_sliding(3)"):
         with pytest.raises(CannotRunError, match="a position sees later ones"):
             generation_program(replace(MODEL, attention_mask=rule), "decode")
-    with pytest.raises(CannotRunError, match="is not served from pages"):
-        generation_program(model_of("tree"), "packed", Storage(page_len=4))
-
-
-def test_a_tree_is_given_to_be_generated_from():
-    model = replace(LLAMA, attention_mask="tree")
-    with pytest.raises(
-        InputError, match=r"attention_mask='tree' reads enter of each sequence\. In Python give it in data"
-    ):
-        with_cache(step_of(model, {}), float_params(model))

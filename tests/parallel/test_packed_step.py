@@ -16,7 +16,7 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn import cache
 from meshwright.nn.quantisation import stored_params
-from meshwright.parallel.generation.packed_step import PackedRows, PackedShape, PackedStep, ring_pages, slots_of
+from meshwright.parallel.generation.packed_step import PackedShape, PackedStep
 from meshwright.spec.strategy import GENERATION_RULES, LAYOUTS, Strategy, make_mesh
 from tests.parallel.generate_cases import (
     FAMILIES,
@@ -25,6 +25,7 @@ from tests.parallel.generate_cases import (
     assert_close,
     dequantise_params,
     float_params,
+    packed,
     rows_of,
     with_groups,
 )
@@ -52,44 +53,11 @@ def packed_step(model, axes=None, layout="prompts", **options):
     return step
 
 
-def place_of(step, sequence):
-    """The owner of a sequence, and its slot."""
-    owner, place = sequence % step.num_owners, sequence // step.num_owners
-    return owner, owner * (step.max_seqs // step.num_owners) + place
-
-
 def pages_of(step):
     """The pages of each sequence, among those of its owner, in no order."""
     each, random = NUM_PAGES // step.num_owners, np.random.default_rng(3)
     free = [owner * each + random.permutation(each) for owner in range(step.num_owners)]
     return np.array([free[s % len(free)][s // len(free) * 6 :][:6] for s in range(NUM_SEQS)])
-
-
-def packed(step, parts, rows, pages, size, longest=1):
-    """The arrays of a step of ``size`` rows, and as many sequences, of each owner, and where its parts have logits."""
-    owners, last = [], {}
-    for owner in range(step.num_owners):
-        own = [part for part in parts if part[0] % step.num_owners == owner]
-        last |= {part: owner * size + at for at, part in enumerate(own)}
-        counts = np.array([end - start for _, start, end in own], int)
-        whose = np.repeat(np.arange(len(own)), counts)
-        positions = np.concatenate([np.arange(start, end) for _, start, end in own] or [np.zeros(0, int)])
-        tokens = np.concatenate([rows[s, start:end] for s, start, end in own] or [np.zeros(0, int)])
-        table = pages[[s for s, *_ in own]]
-        found = PackedRows(
-            tokens=tokens,
-            sources=np.full(len(tokens), -1),
-            positions=positions,
-            slots=slots_of(positions, table, whose, PAGE_LEN),
-            first=np.cumsum(counts) - counts,
-            counts=counts,
-            lengths=np.array([end for *_, end in own], int),
-            pages=table,
-            last=np.cumsum(counts) - 1,
-        )
-        owners.append(step.with_rings(found, [place_of(step, s)[1] for s, *_ in own], whose))
-    shape = PackedShape(*[size * step.num_owners] * 3, longest)
-    return PackedRows.joined(owners, shape), [last[part] for part in parts]
 
 
 def run(step, params):
@@ -120,13 +88,12 @@ def test_every_family_has_the_logits_of_the_forward_pass(name):
 
 @pytest.mark.parametrize("name", ["gemma2", *(pytest.param(x, marks=pytest.mark.slow) for x in WINDOWED)])
 def test_layers_with_a_window_keep_their_window(name):
-    """Rings of fewer pages than sequences have."""
+    """Each sequence has four pages for it, of the six that it has in other layers, again and again."""
     model = FAMILIES[name]
-    ring = ring_pages(model.sliding_window, 9, PAGE_LEN)
-    step = packed_step(model, ring_pages=ring)
-    assert step.has_rings
+    step = packed_step(model, window_pages=4 * NUM_SEQS)
+    assert step.has_windows
     shapes = {row.shape[0] for row in step.table}
-    assert shapes == ({NUM_SEQS * ring} if name == "mistral" else {NUM_PAGES, NUM_SEQS * ring})
+    assert shapes == ({4 * NUM_SEQS} if name == "mistral" else {NUM_PAGES, 4 * NUM_SEQS})
     params = float_params(model)
     assert_close(run(step, params), reference(model, params))
 

@@ -12,7 +12,7 @@ from meshwright.spec.strategy import held_dims
 from tests.parallel.cases import assert_equal, on_one_device, run, strategy_of
 from tests.parallel.generate_cases import LLAMA, assert_close, float_params, step_of, with_cache, without_cache
 from tests.parallel.small import MODEL
-from tests.parallel.test_generate_step import assert_collectives_are_derived
+from tests.parallel.test_packed_layouts import assert_collectives_are_derived
 
 
 def heads(queries: int, keys: int, **changes: object):

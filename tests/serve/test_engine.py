@@ -14,7 +14,7 @@ from meshwright.algebra.generation import Storage
 from meshwright.batching.limits import POLICIES, SchedulerLimits
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.parallel.generation.generate_step import GenerateStep
-from meshwright.parallel.generation.packed_step import PackedStep, ring_pages
+from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.parallel.mesh import device_mesh
 from meshwright.serve.drawing.drawer import OutputRow, TokenDrawer
@@ -23,6 +23,7 @@ from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
 from meshwright.serve.offline.generate import generate
 from meshwright.serve.request import TokenRequest
+from meshwright.serve.window_pages import pages_of_windows
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.logits import logits_fn
 from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest, with_groups
@@ -326,6 +327,27 @@ def test_tokens_do_not_depend_on_what_is_split(axes):
     assert_whole(engine)
 
 
+@pytest.mark.parametrize("rule", ["prefix_lm", "transfusion"])
+def test_prompts_whose_positions_see_later_ones_are_whole(rule):
+    """The prefix is the prompt; there are no images. Preempted requests keep their prefix."""
+    model = structs.replace(LLAMA, attention_mask=rule, attention_score="alibi")
+    params, step = float_params(model), step_of(model)
+    engine = engine_on(step, step.place(params), policy="interleaved")
+    logits = jax.jit(logits_fn(model))
+    for prompt, outputs in zip(PROMPTS, engine.run([request(prompt) for prompt in PROMPTS]), strict=True):
+        tokens = list(prompt)
+        for _ in range(NUM_TOKENS):
+            padded = np.array([tokens + [0] * (MAX_LEN - len(tokens))], np.int32)
+            data = {"prefix": np.array([len(prompt)], np.int32)} if rule == "prefix_lm" else {"spans": 0 * padded}
+            tokens.append(int(np.argmax(logits(params, padded, **data)[0, len(tokens) - 1])))
+        assert tokens_of(outputs) == tokens[len(prompt) :]
+    assert_whole(engine)
+    with pytest.raises(InputError, match=r"positions of a prompt see later ones\. Give limits with the policy inter"):
+        engine_on(step, {})
+    with pytest.raises(CannotRunError, match="attention_mask='tree' reads enter of each sequence, which no request"):
+        engine_on(step_of(structs.replace(LLAMA, attention_mask="tree")), {}, policy="interleaved")
+
+
 def test_pages_of_idle_prefixes_make_room(engine_of, params):
     engine = engine_of(prefix_cache=True)
     for first in range(12):
@@ -478,20 +500,21 @@ def test_an_answer_is_known_when_the_chat_goes_on(engine_of, params, expected):
     assert_whole(engine)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "mistral"])
-def test_rings_of_windows_come_round(name):
-    """Of three pages, for sequences of up to seven; slots are used by one request after the other."""
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("mistral", marks=pytest.mark.slow)])
+def test_pages_behind_a_window_are_used_again(name):
+    """Windows of 6 positions; further requests begin behind pages whose windows are still there."""
     model, prompts = FAMILIES[name], [*PROMPTS, *PROMPTS[::-1]]
-    params, ring = float_params(model), ring_pages(model.sliding_window, 5, PAGE_LEN)
-    assert ring < max(len(prompt) + NUM_TOKENS for prompt in prompts) // PAGE_LEN
-    step = step_of(model, ring_pages=ring)
-    engine = engine_on(step, step.place(params), token_budget=5, watermark=0.0)
-    found = engine.run([request(prompt) for prompt in prompts])
-    assert list(map(tokens_of, found)) == [likeliest(model, params, prompt, NUM_TOKENS) for prompt in prompts]
-    assert_whole(engine)
-    with pytest.raises(InputError, match="rings of pages cannot share prompts"):
-        engine_on(step, engine._params, prefix_cache=True)
+    params, pages = float_params(model), pages_of_windows(model.sliding_window, PAGE_LEN, num_seqs=4, num_rows=5)
+    assert pages < 4 * max(len(prompt) + NUM_TOKENS for prompt in prompts) // PAGE_LEN
+    step = step_of(model, window_pages=pages + 3)
+    engine = engine_on(step, step.place(params), token_budget=5, watermark=0.0, prefix_cache=True)
+    expected = [likeliest(model, params, prompt, NUM_TOKENS) for prompt in prompts]
+    for _ in range(2):
+        assert list(map(tokens_of, engine.run([request(prompt) for prompt in prompts]))) == expected
+        assert_whole(engine)
+        windows = engine._owners[0].pages.windows
+        assert sorted([*windows.free, *(page.number for page in windows.idle)]) == list(range(pages + 3))
+    assert engine.state().prefix_hits >= 2 * 16
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,20 @@ from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drawer import Drawn
 from meshwright.serve.engine import Engine
 from meshwright.serve.request import TokenRequest
+from meshwright.serve.window_pages import pages_of_windows
 
-PAGE_LEN, MAX_LEN, SLOTS = 4, 40, 5
+PAGE_LEN, MAX_LEN, SLOTS, WINDOW = 4, 40, 5, 6
 
 
 class CheckedStep:
     """Stands in for a packed step and what draws; a slot of the pool that is written has one owner, who reads it."""
 
-    has_rings = False
-    latest, logits_sharding, unrolled, max_len = None, None, True, MAX_LEN
+    latest, logits_sharding, unrolled, max_len, mask_fields = None, None, True, MAX_LEN, ()
 
-    def __init__(self, num_pages: int, batch_invariant: bool, num_owners: int = 1) -> None:
-        self.storage, self.model = SimpleNamespace(page_len=PAGE_LEN, adapters=0), SimpleNamespace(vocab_size=50)
+    def __init__(self, num_pages: int, batch_invariant: bool, num_owners: int = 1, window_pages: int = 0) -> None:
+        self.storage = SimpleNamespace(page_len=PAGE_LEN, adapters=0, window_pages=window_pages)
+        self.model = SimpleNamespace(vocab_size=50, sliding_window=WINDOW)
+        self.has_windows, self.in_windows = window_pages > 0, np.full((window_pages * PAGE_LEN, 2), -1)
         self.cache_sizes = {"Pg": num_pages, "Bp": MAX_LEN // PAGE_LEN}
         self.num_owners, self.max_seqs, self.num_pages = num_owners, SLOTS * num_owners, num_pages
         self.batch_invariant, self.programs = batch_invariant, ProgramStore(None, None)
@@ -32,9 +34,6 @@ class CheckedStep:
 
     def row_parts(self, longest: int) -> int:
         return 1 if self.batch_invariant else 3 * self.num_owners
-
-    def with_rings(self, rows, *_):
-        return rows
 
     def init_cache(self):
         return None
@@ -47,6 +46,10 @@ class CheckedStep:
         assert len(set(slots.tolist())) == len(slots)  # no two rows write one slot
         self.written[slots] = rows.positions[real]
         self.tokens[slots] = np.where(rows.sources >= 0, self.drawn[rows.sources], rows.tokens)[real]
+        if self.has_windows:
+            here = rows.window_slots[real]
+            assert len(set(here.tolist())) == len(here)
+            self.in_windows[here] = np.stack([rows.positions[real], self.tokens[slots]], axis=1)
         owner_of_row = np.arange(num_rows) * self.num_owners // num_rows
         np.testing.assert_array_equal(slots // PAGE_LEN * self.num_owners // self.num_pages, owner_of_row[real])
         assert (owner_of_row[rows.last] == np.arange(num_last) * self.num_owners // num_last).all()
@@ -60,6 +63,11 @@ class CheckedStep:
                 held = self.written[pages[at // PAGE_LEN] * PAGE_LEN + at % PAGE_LEN]
                 np.testing.assert_array_equal(held, at)  # every position that is read was written there
                 assert rows.positions[first + count - 1] == length - 1
+                if self.has_windows:
+                    at = np.arange(max(0, length - count - WINDOW + 1), length)
+                    slots = rows.window_pages[number][at // PAGE_LEN] * PAGE_LEN + at % PAGE_LEN
+                    tokens = self.tokens[pages[at // PAGE_LEN] * PAGE_LEN + at % PAGE_LEN]
+                    np.testing.assert_array_equal(self.in_windows[slots], np.stack([at, tokens], axis=1))
         return None, None
 
     def enter(self, *_):
@@ -134,10 +142,29 @@ def assert_all_there(engine: Engine) -> None:
         assert all(node.copy is not None and not node.users for node in pool._on_host)
         assert not pool._leaving
         assert not pool._coming
+    if engine._step.has_windows:
+        windows = [pool.windows for pool in pools]
+        held = {id(page): page for live in engine._live.values() for page in live.window.pages if page}
+        kept = {id(node.window): node.window for pool in pools for node in nodes_of(pool) if node.window}
+        assert all(page.node.window is page for page in kept.values())
+        in_idle = {id(page) for window in windows for page in window.idle}
+        assert in_idle == {key for key, page in kept.items() if not page.users}
+        for key, page in held.items():
+            assert page.users == sum(id(one) == key for live in engine._live.values() for one in live.window.pages)
+        numbers = [page.number for page in (held | kept).values()] + [n for window in windows for n in window.free]
+        assert sorted(numbers) == list(range(engine._step.storage.window_pages))
     assert sorted({page for pages in seen.requests.values() for page in pages} - {*idle, *shared}) == sorted(own)
     assert all(len(one.tokens) == PAGE_LEN for one in seen.tree)
     assert all(one.parent is None or one.parent < number for number, one in enumerate(seen.tree))
     assert all(length <= len(seen.requests[number]) * PAGE_LEN for number, length in seen.lengths.items())
+
+
+def nodes_of(pool):
+    """All nodes of the tree."""
+    below = [child for root in pool.roots.values() for child in root.children.values()]
+    for node in below:
+        below += node.children.values()
+    return below
 
 
 @pytest.mark.parametrize("seed", [*range(30), 184, 337, 353, 418, 1065, 1118])
@@ -151,28 +178,39 @@ def test_owners_have_rows_pages_and_logits_in_shares_of_their_own(seed, num_owne
     run(seed, monkeypatch, num_owners)
 
 
-def run(seed: int, monkeypatch, num_owners: int = 1) -> int:
+@pytest.mark.parametrize("num_owners", [1, 2])
+@pytest.mark.parametrize("seed", range(40))
+def test_windows_keep_pages_of_their_own(seed, num_owners, monkeypatch):
+    """Every position that a query of a window sees has been written, with its token, by a request or one before it."""
+    run(seed, monkeypatch, num_owners, windows=True)
+
+
+def run(seed: int, monkeypatch, num_owners: int = 1, *, windows: bool = False) -> int:
     """Runs a random schedule and returns the tokens that came back from the host."""
     rng = random.Random(seed)
     num_drafts = (0, 0, 1, 3)[seed % 4]
     num_pages = rng.choice([10, 11, 13, 20]) + (num_drafts > 0)  # for the drafts of the longest request
     invariant = rng.random() < 0.4 and num_owners == 1
     num_pages *= num_owners
-    step = CheckedStep(num_pages, invariant, num_owners)
+    budget = min(rng.choice([5, 7, 16]) * (1 + num_drafts), 32)
+    chunked = invariant or num_drafts or windows
+    most = pages_of_windows(WINDOW, PAGE_LEN, num_seqs=SLOTS, num_rows=budget) + rng.choice([0, 2, 9])
+    step = CheckedStep(num_pages, invariant, num_owners, most * num_owners * windows)
     monkeypatch.setattr("meshwright.serve.engine.TokenDrawer", lambda *_: step)
     monkeypatch.setattr("meshwright.serve.engine.HostPages", lambda *_: CheckedHost(step))
     limits = SchedulerLimits(
         max_requests=SLOTS * num_owners,
-        token_budget=min(rng.choice([5, 7, 16]) * (1 + num_drafts), 32) * num_owners,
+        token_budget=budget * num_owners,
         page_len=PAGE_LEN,
         num_pages=num_pages,
         watermark=rng.choice([0.0, 0.1]),
         prefix_cache=True,
         num_drafts=num_drafts,
-        policy="chunked" if invariant or num_drafts else rng.choice(["chunked", "interleaved"]),
+        policy="chunked" if chunked else rng.choice(["chunked", "interleaved"]),
     )
+    host_bytes = (0, 0, 1, 3, 30)[seed % 5] * num_owners
     drafter = SomeDrafts(num_drafts, rng) if num_drafts else None
-    engine = Engine(step, {}, limits, drafter=drafter, host_cache_bytes=(0, 0, 1, 3, 30)[seed % 5] * num_owners)
+    engine = Engine(step, {}, limits, drafter=drafter, host_cache_bytes=0 if windows else host_bytes)
     beginnings = [[rng.randrange(50) for _ in range(30)] for _ in range(3)]
     numbers = []
     for _ in range(150):

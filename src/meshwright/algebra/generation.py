@@ -54,15 +54,15 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     position p of a sequence in slot p of S; where the layer has a window it is a ring, p in slot p mod S with S at
     most the window. Packed steps keep p in slot p mod Pl of the page that ``pages[Q, Bp]`` names for p // Pl: pages
     have ``page_len`` slots, and all devices have ``num_pages`` together (0: enough for every sequence). Layers with a
-    window have pages of their own, a ring of ``ring_pages`` for each sequence (0: pages as others have). ``adapters``
-    is the number of adapters that share the rank of the model's own; a row has one of them.
+    window have ``window_pages`` of their own (0: pages as others have). ``adapters`` is the number of adapters that
+    share the rank of the model's own; a row has one of them.
     """
 
     cache_dtype: CacheDtype = "bf16"
     weights: WeightDtype = ""
     page_len: int = 0
     num_pages: int = 0
-    ring_pages: int = 0
+    window_pages: int = 0
     adapters: int = 0
 
     def __post_init__(self) -> None:
@@ -207,6 +207,7 @@ def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:
         "cache": {
             **{dim: axes for dim, axes in roles["cache"].items() if dim not in ("B", "S")},
             "Pg": owners,
+            "Pw": owners,
             "Pl": roles["cache"].get("S", ()),
         },
     }
@@ -314,11 +315,6 @@ def _plain_program(model: Model, phase: GenerationPhase, storage: Storage) -> Pr
             f"by attention_mask={model.attention_mask!r} of {model.name} a position sees later ones, which are not "
             f"there when it is generated. Use prefix_lm, transfusion or causal & ... to generate."
         )
-    if (model.attention_mask or model.attention_score) and phase == "packed":
-        raise CannotRunError(
-            f"{model.name} has attention_mask={model.attention_mask!r}, attention_score={model.attention_score!r} and "
-            f"is not served from pages in this version. Leave both out, or use GenerateStep."
-        )
     training = transformer(model)
     writer = _Writer(model, phase, storage, training)
     blocks = tuple(map(writer.block, training.blocks))
@@ -345,10 +341,10 @@ class _Writer:
         self.outputs: list[str] = []
         if storage.adapters:
             self.variables |= {"adapters": Variable("adapters", ("B", "T"), "position")}
-        if phase == "decode":  # a mask reads of all positions, by slots of the cache
-            for name in mask_data(model, PLAIN):
-                dims = tuple(dim.replace("T", "S") for dim in MASK_DATA[name])
-                self.variables[name] = replace(self.variables[name], dims=dims)
+        for name in mask_data(model, PLAIN) if phase != "prefill" else ():  # of all positions of a sequence
+            known = {"T": "S"} | ({"B": "Q"} if phase == "packed" else {})
+            role = "position" if phase == "packed" else self.variables[name].role
+            self.variables[name] = Variable(name, tuple(known.get(dim, dim) for dim in MASK_DATA[name]), role)
 
     def block(self, block: Block) -> Block:
         """Returns the rewritten block under its name, without ops whose results are no longer used."""
@@ -412,8 +408,8 @@ class _Writer:
         place: tuple[str, ...] = ("positions",)
         packed: Attributes = ()
         if self.phase == "packed":
-            has_ring = bool(self.storage.ring_pages) and window_of(block) is not None
-            pages, where = (WINDOW_PAGES, "window_slots") if has_ring else (PAGES, "slots")
+            apart = bool(self.storage.window_pages) and window_of(block) is not None
+            pages, where = (WINDOW_PAGES, "window_slots") if apart else (PAGES, "slots")
             of_sequences = ("first", "counts", "lengths")
             place, packed = (*of_sequences, pages), (("packed", "true"),)
             self.variables |= {name: Variable(name, ("Q",), "position") for name in of_sequences}
@@ -450,7 +446,8 @@ class _Writer:
         prompt: Attributes = (("prompt", "true"),) if self.phase == "prefill" else ()
         written = []
         for name, array, own, width in writes:
-            before = Variable(name, (*(("Pg", "Pl") if packed else ("B", "S")), *own[2:]), "cache", width)
+            pool = ("Pw" if where == "window_slots" else "Pg", "Pl") if packed else ("B", "S")
+            before = Variable(name, (*pool, *own[2:]), "cache", width)
             self.variables[name] = before
             after = replace(before, name=f"{name}'")
             written.append(self._add("cache_write", (name, array, where), after, (*prompt, *packed)))
@@ -463,7 +460,7 @@ class _Writer:
 PAGES = "pages"
 """The variable of the page table: for each sequence the numbers of its pages."""
 WINDOW_PAGES = "window_pages"
-"""The page table of layers with a window, if these have rings."""
+"""The page table of layers with a window, if these have pages of their own."""
 
 
 class CacheArray(msgspec.Struct, frozen=True):
@@ -511,6 +508,7 @@ def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN)
     if storage.page_len:
         each = -(-max_len // storage.page_len)
         found |= {"Pl": storage.page_len, "Bp": each, "Pg": storage.num_pages or batch_seqs * each}
+        found["Pw"] = storage.window_pages
     return found
 
 
@@ -532,10 +530,7 @@ def cache_table(
     sizes |= cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
     rows = []
     for block in program.blocks:
-        window = window_of(block)
-        own = sizes | {"S": int(slots_kept(max_len, window))}
-        if storage.ring_pages and window is not None and phase == "packed":
-            own["Pg"] = batch_seqs * storage.ring_pages
+        own = sizes | {"S": int(slots_kept(max_len, window_of(block)))}
         for array in (program.variables[name] for name in caches_of(block)):
             shape = tuple(own[dim] for dim in array.dims)
             rows.append(CacheArray(array.name, array.dims, shape, array.dtype, block.repeat))

@@ -45,6 +45,10 @@ class PagePool:
         """Returns the pages of a prefix that the pool holds, 0 if none."""
         return 0 if prefix is None else self._pages.get(prefix, 0)
 
+    def usable(self, prefix: int | None, most: int) -> int:
+        """Returns with how many of the pages of a prefix that the pool holds, at most ``most``, a request can begin."""
+        return min(self.kept(prefix), most)
+
     def pin(self, prefix: int, num_pages: int) -> None:
         """Counts one more user of ``num_pages`` of a prefix that the pool holds, and so of all of it."""
         if prefix in self._idle:

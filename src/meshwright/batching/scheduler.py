@@ -170,10 +170,10 @@ class Scheduler:
         self._looked = self.round if step.prefill else self._looked
         for active, num in step.prefill:
             active.cached += num
+            self._keep_prefix(active)
             if not active.uncached:
                 self._prefilling.remove(active)
                 active.produced += 1
-                self._keep_prefix(active)
                 self._join(active)
                 prefilled.append(active)
         while self._ends and self._ends[0][0] <= self.round:
@@ -267,7 +267,7 @@ class Scheduler:
         if not self.limits.prefix_cache or active.is_ready:
             return 0
         most = min(active.request.prefix_len, active.num_known - 1) // self.limits.page_len
-        return min(self.pages.kept(active.request.prefix), most)
+        return self.pages.usable(active.request.prefix, most)
 
     def _admit_next(self, most_tokens: int | None = None) -> ActiveRequest | None:
         """Admits the head of the queue if a slot and its pages are free, and it has at most so many to prefill."""
@@ -332,9 +332,9 @@ class Scheduler:
             self.pages.unpin(active.request.prefix)
 
     def _keep_prefix(self, active: ActiveRequest) -> None:
-        """Shares the pages of a prefix that were just computed, unless another request was first."""
+        """Shares the full pages of a prefix that were just computed, unless another request was first."""
         prefix, kept = active.request.prefix, self.pages.kept(active.request.prefix)
-        more = active.request.prefix_len // self.limits.page_len - kept
+        more = min(active.request.prefix_len, active.cached) // self.limits.page_len - kept
         if self.limits.prefix_cache and prefix is not None and more > 0 and active.shared_pages == kept:
             self.pages.keep(prefix, more)
             active.shared_pages += more

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.request import ActiveRequest, GenerationRequest
 from meshwright.batching.scheduler import EngineStep
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.host_pages import HostPages
 from meshwright.parallel.generation.packed_step import (
@@ -28,15 +28,15 @@ from meshwright.parallel.generation.packed_step import (
     PackedShape,
     PackedStep,
     sizes_up_to,
-    slots_of,
 )
 from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drafts import Drafter, Drafting
 from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjusts
 from meshwright.serve.drawing.grammar import MaskedRow, TokenMasks
-from meshwright.serve.live import Live, SequenceOwner
+from meshwright.serve.live import Live, SequenceOwner, Tables
 from meshwright.serve.prefix_tree import CacheSnapshot, tree_pages
 from meshwright.serve.request import MOST_LOGPROBS, EngineState, Finish, TokenEngine, TokenOutput, TokenRequest
+from meshwright.serve.step_rows import OutputOf, RowsOf, rows_of
 from meshwright.serve.step_sums import HeldStep, StepKey, StepSums, SummedSteps, held_step
 
 
@@ -49,31 +49,8 @@ def run_requests(engine: TokenEngine, requests: Sequence[TokenRequest]) -> list[
     return list(found.values())
 
 
-class _Expected(NamedTuple):
-    """A row with logits of a dispatched step: whose it is; ``target`` is the next token of the prompt, for its
-    log-probability, or -1 where the drawn token follows; ``draft`` is the token of the row after it, which counts only
-    if this row draws that token."""
-
-    live: Live
-    target: int = -1
-    draft: int | None = None
-
-
-_Part = tuple[Live, int, int, list[int]]
-"""Whose rows, the positions from here to there, and the drafts that the last of these are."""
-
-
-class _OwnRows(NamedTuple):
-    """The rows of an owner, to whose part each belongs, and those with logits."""
-
-    rows: PackedRows
-    whose: np.ndarray
-    expected: list[_Expected]
-    outputs: list[OutputRow]
-
-
 class _Dispatched(NamedTuple):
-    expected: list[_Expected | None]
+    expected: list[OutputOf | None]
     drawn: Drawn
     held: HeldStep
 
@@ -105,8 +82,16 @@ class Engine:
             raise InputError(f"the limits have num_drafts={limits.num_drafts}, not the drafter's. Give the same.")
         if len(adapters) != storage.adapters:
             raise InputError(f"the step has {storage.adapters} adapters, and {len(adapters)} names are given.")
-        if limits.prefix_cache and step.has_rings:
-            raise InputError("rings of pages cannot share prompts. Give limits without a prefix cache.")
+        if step.mask_fields and (limits.prefix_cache or limits.policy == "chunked"):
+            raise InputError(
+                f"attention_mask={step.model.attention_mask!r} lets positions of a prompt see later ones. Give limits "
+                "with the policy interleaved, which prefills whole prompts, and no prefix cache."
+            )
+        if unknown := [name for name in step.mask_fields if name in ("enter", "leave")]:
+            raise CannotRunError(
+                f"attention_mask={step.model.attention_mask!r} reads {unknown[0]} of each sequence, which no request "
+                "has. Use another mask, or give it to PackedStep.step."
+            )
         self._adapters = {"": -1} | {name: number for number, name in enumerate(adapters)}
         self.limits, self.max_len, self.vocab_size = limits, step.max_len, step.model.vocab_size
         self._step, self._params, self._cache = step, params, step.init_cache()
@@ -118,11 +103,15 @@ class Engine:
                 f"{self._host_pages.page_bytes:,} bytes each. Give room for one at least, and keep the prefix cache on."
             )
         count = step.num_owners
-        self._owners = [SequenceOwner(limits, number, count, num_on_host) for number in range(count)]
+        windows = step.model.sliding_window or 0, storage.window_pages
+        self._owners = [
+            SequenceOwner(limits, number, count, num_on_host=num_on_host, windows=windows) for number in range(count)
+        ]
         self._drawer = TokenDrawer(step.max_seqs, self.vocab_size, step.logits_sharding, step.programs)
         self._drafter, self._masks = drafter, TokenMasks(self.vocab_size)
         self._live: dict[int, Live] = {}
-        self._table = np.zeros((step.max_seqs, step.cache_sizes["Bp"]), np.int32)
+        empty = np.zeros((step.max_seqs, step.cache_sizes["Bp"]), np.int32)
+        self._tables = Tables(empty, empty.copy())
         self._dispatched: _Dispatched | None = None
         self._following: _Dispatched | None = None
         self._outputs: list[TokenOutput] = []
@@ -172,7 +161,7 @@ class Engine:
         )
         live = self._live[number] = Live(number, request, owner, owner.scheduler.submit(counted))
         if shares:
-            owner.pages.enter(number, request.prompt, live.pages, adapter)
+            owner.pages.enter(number, request.prompt, live.pages, adapter, live.window)
         self._number += 1
         return number
 
@@ -212,9 +201,10 @@ class Engine:
         for active in (active for one in planned for active in one.preempted):
             self._num_preempted += 1
             live = self._live[active.request.number]
-            self._vacate(live)
+            live.vacate()
             if active.request.prefix is not None:  # what it has written so far is known when it comes back
-                live.owner.pages.enter(live.number, live.tokens, live.pages, self._adapters[live.request.adapter])
+                adapter = self._adapters[live.request.adapter]
+                live.owner.pages.enter(live.number, live.tokens, live.pages, adapter, live.window)
                 active.request = replace(active.request, prefix_len=len(live.tokens))
         if self._host_pages:
             out, back = zip(*(owner.pages.moves() for owner in self._owners), strict=True)
@@ -355,7 +345,7 @@ class Engine:
         known = [[self._live.get(active.request.number) for active in one.decode] for one in planned]
         decoding = [[live for live in own if live is not None and not live.is_done] for own in known]
         self._draft([live for own in decoding for live in own])
-        parts = list[list[_Part]]()
+        parts = list[list[RowsOf]]()
         for own, one in zip(decoding, planned, strict=True):
             parts.append([(live, live.computed, live.computed + 1 + len(live.drafts), live.drafts) for live in own])
             for active, count in one.prefill:
@@ -380,7 +370,7 @@ class Engine:
         for active in self._commit(planned):
             if ending := self._live.get(active.request.number):
                 ending.is_done = True
-                self._vacate(ending)
+                ending.vacate()
         return _Dispatched(expected, drawn, held)
 
     def _admit(self, active: ActiveRequest, now_s: float) -> None:
@@ -391,9 +381,7 @@ class Engine:
         live.prompt_logprobs = []
         live.slot, live.admitted_s = live.owner.free_slots.pop(), live.admitted_s or now_s
         live.computed = active.cached
-        live.pages += live.owner.pages.admitted(live.number)
-        live.num_shared = len(live.pages)
-        self._table[live.slot, : len(live.pages)] = live.pages
+        live.begin(self._tables)
         if active.request.prefix is not None and not live.produced:
             live.num_hit = active.cached
             self._num_looked += len(live.request.prompt)
@@ -406,8 +394,8 @@ class Engine:
         """Counts a step of each owner, and returns the requests that have all their tokens."""
         ended = list[ActiveRequest]()
         for owner, one in zip(self._owners, planned, strict=True):
-            prefilled, own = owner.scheduler.commit(one)
-            for active in prefilled:
+            _, own = owner.scheduler.commit(one)
+            for active, _ in one.prefill:
                 self._live[active.request.number].num_shared = owner.pages.num_shared(active.request.number)
             ended += own
         return ended
@@ -419,14 +407,14 @@ class Engine:
             live.drafts = []
             most = min(self.limits.num_drafts, live.request.max_tokens - live.produced - 1)
             if self._drafter and most > 0 and not adjusts(live.request):
-                self._take_pages(live, live.computed + 1 + most)
+                live.take_pages(self._tables, live.computed + 1 + most, self.limits.page_len)
                 asked.append(Drafting(live.number, live.slot, live.tokens, live.produced, most))
         if self._drafter and asked:
-            for one, drafts in zip(asked, self._drafter.propose(asked, self._table), strict=True):
+            for one, drafts in zip(asked, self._drafter.propose(asked, self._tables.pages), strict=True):
                 self._live[one.number].drafts = drafts
                 self._num_drafted += len(drafts)
 
-    def _allowed(self, expected: Sequence[_Expected | None], size: int) -> np.ndarray | None:
+    def _allowed(self, expected: Sequence[OutputOf | None], size: int) -> np.ndarray | None:
         """Returns the masks of ``size`` rows with logits once the step before is read, None if no row has a grammar."""
         if not any(one and one.live.answer for one in expected):
             return None
@@ -439,11 +427,11 @@ class Engine:
         return self._masks.of(size, masked)
 
     def _rows(
-        self, parts: Sequence[Sequence[_Part]], *, alone: bool
-    ) -> tuple[PackedRows, list[_Expected | None], list[OutputRow], int]:
+        self, parts: Sequence[Sequence[RowsOf]], *, alone: bool
+    ) -> tuple[PackedRows, list[OutputOf | None], list[OutputRow], int]:
         """Returns the arrays of a step of each owner's parts, the rows with logits, and the longest part that its shape
         allows; ``alone`` if each row is to be a sequence of its own."""
-        every, count = [self._own_rows(own) for own in parts], len(parts)
+        every, count = [rows_of(self._step, self._tables, self._adapters, own) for own in parts], len(parts)
         most = max(len(one.whose) for one in every) * count
         if alone or self._step.batch_invariant:
             size = _fitting(self._decode_sizes, most)
@@ -453,55 +441,12 @@ class Engine:
             most = min(self.limits.max_requests, size)
             shape = PackedShape(size, most, most if most_outputs <= most else size, size // count)
         rows = [one.rows.each_alone(one.whose) if shape.longest == 1 else one.rows for one in every]
-        expected, outputs = list[_Expected | None](), list[OutputRow]()
+        expected, outputs = list[OutputOf | None](), list[OutputRow]()
         for number, one in enumerate(every):
             between = shape.outputs // count * number - len(outputs)  # rows of the owner before that draw nothing
             expected += [*[None] * between, *one.expected]
             outputs += [*[OutputRow(self.limits.max_requests, 0)] * between, *one.outputs]
         return PackedRows.joined(rows, shape), expected, outputs, shape.longest
-
-    def _own_rows(self, parts: Sequence[_Part]) -> _OwnRows:
-        """Returns the rows of one owner's parts."""
-        counts = np.array([end - start for _, start, end, _ in parts], np.int32)
-        ends = np.array([end for _, _, end, _ in parts], np.int32)
-        num_rows, first = int(counts.sum()), np.cumsum(counts) - counts
-        whose = np.repeat(np.arange(len(parts)), counts)
-        positions = np.arange(num_rows) - first[whose] + (ends - counts)[whose]
-        tokens, sources = list[int](), list[int]()
-        expected, outputs, last = list[_Expected](), list[OutputRow](), list[int]()
-        for (live, start, end, drafts), row in zip(parts, first.tolist(), strict=True):
-            self._take_pages(live, end)
-            known = live.tokens[start:end] + drafts
-            sources += [-1] * (end - start) if known else [live.slot]  # else the devices alone know the token
-            tokens += known or [0]
-            live.computed = end - len(drafts)
-            prompt = live.request.prompt
-            if live.request.echo and not live.produced:
-                for at in range(start, min(end, len(prompt) - 1)):
-                    expected.append(_Expected(live, prompt[at + 1]))
-                    outputs.append(OutputRow(self.limits.max_requests, 0, prompt[at + 1]))
-                    last.append(row + at - start)
-            if live.computed == len(prompt) + live.produced:
-                following = [*drafts, None]
-                expected += [_Expected(live, draft=draft) for draft in following]
-                outputs += [OutputRow(live.slot, live.produced + at) for at in range(len(following))]
-                last += range(row + end - start - len(following), row + end - start)
-                live.produced += 1
-        own, page_len = [live.slot for live, *_ in parts], self.limits.page_len
-        tables = self._table[own]
-        slots = slots_of(positions, tables, whose, page_len)
-        rows = PackedRows(tokens, sources, positions, slots, first, counts, ends, tables, last)
-        if self._step.storage.adapters:
-            adapters = [self._adapters[live.request.adapter] for live, *_ in parts]
-            rows = rows._replace(adapters=np.array(adapters, np.int32)[whose])
-        return _OwnRows(self._step.with_rings(rows, own, whose), whose, expected, outputs)
-
-    def _take_pages(self, live: Live, end: int) -> None:
-        """Gives a request the pages of its first ``end`` positions. The scheduler has counted them."""
-        while len(live.pages) * self.limits.page_len < end:
-            page = live.owner.pages.free.pop()
-            self._table[live.slot, len(live.pages)] = page
-            live.pages.append(page)
 
     def _read(self) -> None:
         """Reads what the last step has drawn, if that has not been done; requests that it ends are closed later."""
@@ -575,19 +520,10 @@ class Engine:
         del self._live[live.number]
         if not live.is_done:
             live.owner.scheduler.stop(live.active)
-            self._vacate(live)
+            live.vacate()
         live.owner.pages.leave(live.number)
         if self._drafter:
             self._drafter.leave(live.number)
-
-    def _vacate(self, live: Live) -> None:
-        """Frees the slot and the pages of a request, of which full ones stay in the tree. Steps that are dispatched
-        already write there before others do."""
-        if live.slot >= 0:
-            live.owner.free_slots.append(live.slot)
-            live.owner.pages.release(live.number, live.pages, live.tokens[: live.computed])
-        live.pages.clear()
-        live.slot, live.computed, live.num_shared = -1, 0, 0
 
 
 def _whole(sizes: Sequence[int], parts: int) -> list[int]:

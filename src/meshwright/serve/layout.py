@@ -12,6 +12,7 @@ from meshwright.algebra.generation import Storage
 from meshwright.batching.limits import Policy
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import Checked, check_figures
+from meshwright.masks.names import mask_named
 from meshwright.parallel.generation.packed_step import ALIKE_ROWS
 from meshwright.parallel.mesh import in_order
 from meshwright.serve.model_folder import ModelFolder
@@ -112,6 +113,9 @@ def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence
             f"{found.words}: {needed} devices are needed, and there are {len(devices)}. Plan for these, use smaller "
             f"axes, or emulate them: --on cpu:{needed}."
         )
+    mask = source.model.attention_mask
+    if mask and set(mask_named(mask).data) - {"lengths"}:  # positions of a prompt may see later ones
+        found = found._replace(options=msgspec.structs.replace(found.options, policy="interleaved", prefix_cache=False))
     return found._replace(
         strategy=strategy, options=with_usual(found.options, devices[0].platform, source.dtype, strategy)
     )

@@ -1,8 +1,9 @@
 """The requests that an engine has, and the owners of their sequences: places of the mesh with slots and pages of their
 own."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec.structs import replace
 
 from meshwright.batching.limits import SchedulerLimits
@@ -10,15 +11,26 @@ from meshwright.batching.request import ActiveRequest
 from meshwright.batching.scheduler import Scheduler
 from meshwright.serve.prefix_tree import PrefixTree
 from meshwright.serve.request import TokenRequest
+from meshwright.serve.window_pages import HeldWindow, WindowPages
+
+
+class Tables(NamedTuple):
+    """The pages of each slot, [slots, Bp]: those of all layers, or of those that have no window, and of windows."""
+
+    pages: np.ndarray
+    windows: np.ndarray
 
 
 class SequenceOwner:
-    """Schedules the sequences of one of ``num_owners`` owners, within its share of an engine's ``limits``.
+    """Schedules the sequences of one of ``num_owners`` owners, within its share of an engine's ``limits``; ``windows``
+    are the positions of a window, and the pages of all owners for these.
 
     Its slots and pages have the numbers that they have among those of all owners.
     """
 
-    def __init__(self, limits: SchedulerLimits, number: int, num_owners: int, num_on_host: int) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, number: int, num_owners: int, *, num_on_host: int, windows: tuple[int, int]
+    ) -> None:
         self.limits = own = replace(
             limits,
             max_requests=limits.max_requests // num_owners,
@@ -26,6 +38,10 @@ class SequenceOwner:
             token_budget=limits.token_budget // num_owners,
         )
         self.pages = PrefixTree(own.num_pages, own.page_len, num_on_host // num_owners, number * own.num_pages)
+        window, num_pages = windows
+        if num_pages:
+            each = num_pages // num_owners
+            self.pages.windows = WindowPages(window, own.page_len, each, number * each)
         self.scheduler = Scheduler(own, self.pages)
         self.free_slots = list(range(number * own.max_requests, (number + 1) * own.max_requests))[::-1]
 
@@ -49,10 +65,38 @@ class Live:
         self.slot, self.admitted_s = -1, 0.0
         self.num_hit = self.num_shared = 0  # tokens that the prefix tree had; pages that it has, the first ones
         self.pages: list[int] = []
+        self.window = HeldWindow()
         self.answer = request.grammar.start() if request.grammar else None
         self.drafts: list[int] = []  # of the step that is dispatched
         self.prompt_logprobs: list[Any] = []
         self.is_closed = self.is_done = False  # its output is complete; the scheduler has let it go
+
+    def begin(self, tables: Tables) -> None:
+        """Takes the pages that the tree has of the prompt."""
+        nodes, slot = self.owner.pages.admitted(self.number), self.slot
+        self.pages += [node.page for node in nodes]
+        self.num_shared = len(nodes)
+        tables.pages[slot, : len(nodes)] = self.pages
+        if windows := self.owner.pages.windows:
+            windows.begin(self.window, [node.window for node in nodes], tables.windows[slot])
+
+    def take_pages(self, tables: Tables, end: int, page_len: int) -> None:
+        """Takes the pages of the first ``end`` positions. The scheduler has counted them."""
+        while len(self.pages) * page_len < end:
+            page = self.owner.pages.free.pop()
+            tables.pages[self.slot, len(self.pages)] = page
+            self.pages.append(page)
+
+    def vacate(self) -> None:
+        """Frees the slot and the pages, of which full ones stay in the tree. Steps that are dispatched already write
+        there before others do."""
+        if self.slot >= 0:
+            self.owner.free_slots.append(self.slot)
+            self.owner.pages.release(self.number, self.pages, self.tokens[: self.computed])
+            if windows := self.owner.pages.windows:
+                windows.clear(self.window)
+        self.pages.clear()
+        self.slot, self.computed, self.num_shared = -1, 0, 0
 
     @property
     def output(self) -> list[int]:

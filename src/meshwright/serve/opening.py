@@ -23,15 +23,16 @@ from meshwright.core.host_memory import keep_freed_memory
 from meshwright.core.units import counted, format_bytes
 from meshwright.nn.hf.weights import load_params
 from meshwright.nn.weights import Params
-from meshwright.parallel.generation.packed_step import PackedStep, ring_pages
+from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.parallel.mesh import device_mesh, in_order
 from meshwright.serve.drawing.drafts import Drafter, ModelDrafter, NgramDrafter
 from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
 from meshwright.serve.layout import USUAL_ENGINE, EngineLayout, EngineOptions, engine_layout
 from meshwright.serve.model_folder import ModelFolder, open_model
+from meshwright.serve.window_pages import pages_of_windows
 from meshwright.spec.model import GROUP, GROUPED, Model
-from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, make_mesh
+from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, make_mesh, sequence_shards
 from meshwright.spec.weights import without_mtp_words
 
 
@@ -65,7 +66,7 @@ def open_engine(
     draft = None if options.draft in ("", NGRAM) else _draft_model(Path(options.draft), source.model)
     source = source.served(options.weights, devices[0].platform)
     draft = draft and draft.served(options.weights, devices[0].platform)
-    storage = _storage(source, draft, options)
+    storage = _storage(source, options, sequence_shards(strategy))
     found = _pages(source.model, draft, layout, storage)
     limits = SchedulerLimits(
         policy=options.policy,
@@ -99,7 +100,7 @@ def open_engine(
     return OpenedEngine(source, engine, _lines(source, layout, storage, found, engines[0].weight_bytes))
 
 
-def _storage(source: ModelFolder, draft: ModelFolder | None, options: EngineOptions) -> Storage:
+def _storage(source: ModelFolder, options: EngineOptions, num_owners: int) -> Storage:
     """Returns how weights and caches are stored, but for the number of pages."""
     storage = Storage(
         cache_dtype=options.cache_dtype,  # type: ignore[arg-type]
@@ -107,12 +108,15 @@ def _storage(source: ModelFolder, draft: ModelFolder | None, options: EngineOpti
         page_len=options.page_len,
         adapters=len(source.adapters),
     )
-    if not source.model.sliding_window or options.prefix_cache or options.policy != "chunked":
+    window = source.model.sliding_window
+    if not window or options.host_cache_bytes or options.policy != "chunked":
         return storage
-    window = max(source.model.sliding_window, (draft and draft.model.sliding_window) or 0)
-    ring = ring_pages(window, options.token_budget, options.page_len)
-    longest = options.max_len or source.model.max_positions
-    return replace(storage, ring_pages=ring if ring * options.page_len < longest else 0)
+    longest = -(-(options.max_len or source.model.max_positions) // options.page_len)
+    own, rows = options.max_requests // num_owners, options.token_budget // num_owners
+    pages = pages_of_windows(window, options.page_len, num_seqs=own, num_rows=rows)
+    # others that prompts of further requests may begin behind
+    pages += pages // 2 if options.prefix_cache else 0
+    return replace(storage, window_pages=pages * num_owners if pages < own * longest else 0)
 
 
 def _engine(
@@ -123,7 +127,7 @@ def _engine(
     drafter: Drafter | None = NgramDrafter(options.num_drafts) if options.draft == NGRAM else None
     if draft:
         alone = Strategy(mesh=make_mesh({}), state=layout.strategy.state)
-        storage = replace(step.storage, adapters=0)
+        storage = replace(step.storage, adapters=0, window_pages=0)
         small = PackedStep(draft.model, alone, max_len=step.max_len, max_seqs=step.max_seqs, storage=storage)
         small = small.on(device_mesh(alone.mesh, list(step.mesh.devices.flat[:1])))
         drafter = ModelDrafter(small, _loaded(draft, small), options.num_drafts)
@@ -145,7 +149,7 @@ def _lines(
         f"{model.name}: {layout.words}, {format_bytes(weight_bytes)} of weights on each device{more}",
         f"cache: {found.num_pages:,} pages of {storage.page_len} positions, {format_bytes(found.bytes)} of "
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}"
-        + (f"; rings of {storage.ring_pages} pages for windows" if storage.ring_pages else "")
+        + (f"; {storage.window_pages:,} pages for windows" if storage.window_pages else "")
         + (f"; {format_bytes(options.host_cache_bytes)} on the host" if options.host_cache_bytes else ""),
         f"up to {counted(options.max_requests, 'request')} at once of {found.max_len:,} positions at most; "
         f"{options.token_budget} rows a step" + " of each engine" * (layout.num_engines > 1),
@@ -220,15 +224,18 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
     # bytes of a page on each of the devices over which pages are spread: a device has one of so many; and of all rings
     held = [(row, row.num_bytes / product(strategy.mesh[a] for a in declared[row.name].spread)) for row in table]
     if draft:  # on one of the devices, with all its pages
-        held += [(row, row.num_bytes) for row in cache_table(draft.model, storage=replace(one, adapters=0), **sizes)]
-    page_bytes = sum(size for row, size in held if row.shape[0] == 1)
-    ring_bytes = sum(size for row, size in held if row.shape[0] > 1)
+        held += [
+            (row, row.num_bytes)
+            for row in cache_table(draft.model, storage=replace(one, adapters=0, window_pages=0), **sizes)
+        ]
+    page_bytes = sum(size for row, size in held if "Pg" in row.dims)
+    window_bytes = sum(size for row, size in held if "Pw" in row.dims)
     there, limited_by = (options.cache_bytes, "cache_bytes")
     if not options.cache_bytes:
         there, limited_by = _free_bytes(model, layout, declared, storage)
     if draft and not options.cache_bytes:
         there -= weight_bytes(draft.model, storage.weights, int(STATE_BYTES[layout.strategy.state]["weights"]))
-    there -= ring_bytes
+    there -= window_bytes
     each = -(-(longest + options.drafts) // page_len)
     wanted = -(-options.max_requests * each // spread) * spread
     most = int(there // page_bytes) // spread * spread if page_bytes else wanted * (there >= 0)
@@ -240,7 +247,7 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
         )
     requests = counted(options.max_requests, "request")
     if wanted <= most:
-        taken = wanted * page_bytes + ring_bytes
+        taken = wanted * page_bytes + window_bytes
         return _FoundPages(wanted, longest, taken, f"{requests} of {longest:,} positions")
     if own < 1 or (options.max_len and own < each):
         raise InputError(
@@ -248,7 +255,7 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
             f"{longest:,} positions needs {each:,}, {format_bytes(each * spread * page_bytes)}. Give a smaller "
             f"max_len, more cache_bytes, or a cache in int8."
         )
-    taken = most * page_bytes + ring_bytes
+    taken = most * page_bytes + window_bytes
     return _FoundPages(most, min(longest, own * page_len - options.drafts), taken, limited_by)
 
 

@@ -13,19 +13,21 @@ from typing import Any
 import msgspec
 
 from meshwright.batching.pages import PagePool
+from meshwright.serve.window_pages import HeldWindow, WindowPage, WindowPages
 
 
 class PrefixNode:
     """A page of the tree: its tokens, its number (-1 on the host), its children by their tokens, how many requests hold
-    it, and what the host has of it."""
+    it, what the host has of it, and its page of layers with a window if that is still there."""
 
-    __slots__ = ("children", "copy", "page", "parent", "tokens", "users")
+    __slots__ = ("children", "copy", "page", "parent", "tokens", "users", "window")
 
     def __init__(self, tokens: tuple[int, ...], page: int, parent: "PrefixNode | None") -> None:
         self.tokens, self.page, self.parent = tokens, page, parent
         self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.users = 0
         self.copy: Any = None
+        self.window: WindowPage | None = None
 
 
 class TreePage(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,12 +58,14 @@ class PrefixTree(PagePool):
     """A pool that numbers its pages. A prefix is the number of a request: `enter` says what its prompt is.
 
     ``free`` are the numbers of pages that nobody has, of those from ``first`` on. The scheduler takes pages by count,
-    and the engine then pops as many numbers. The host has room for ``num_on_host`` more.
+    and the engine then pops as many numbers. The host has room for ``num_on_host`` more. A request begins behind pages
+    of the tree whose ``windows`` are there too, if layers with a window have pages of their own.
     """
 
     def __init__(self, num_pages: int, page_len: int, num_on_host: int = 0, first: int = 0) -> None:
         super().__init__(num_pages)
         self.page_len, self.num_on_host = page_len, num_on_host
+        self.windows: WindowPages | None = None
         self.num_came = 0  # pages that came back from the host
         self._leaving: dict[PrefixNode, int] = {}
         self._coming: list[PrefixNode] = []
@@ -71,31 +75,42 @@ class PrefixTree(PagePool):
         self._roots: dict[int, PrefixNode] = {}  # by request
         self._blocks: dict[int, list[tuple[int, ...]]] = {}
         self._owned: dict[int, Sequence[int]] = {}
+        self._held_windows: dict[int, HeldWindow] = {}
         self._held: dict[int, list[PrefixNode]] = {}
         self._num_shared: dict[int, int] = {}
         self._idle_nodes: OrderedDict[PrefixNode, None] = OrderedDict()
 
-    def enter(self, prefix: int, tokens: Sequence[int], pages: Sequence[int], adapter: int = -1) -> None:
-        """Tells the tokens of a request's prompt, and the list that will have the numbers of its pages. Prompts share
-        pages with those of the same ``adapter``."""
+    def enter(
+        self,
+        prefix: int,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        adapter: int = -1,
+        window: HeldWindow | None = None,
+    ) -> None:
+        """Tells the tokens of a request's prompt, and what will have the numbers of its pages. Prompts share pages with
+        those of the same ``adapter``."""
         starts = range(0, len(tokens) - self.page_len + 1, self.page_len)
         self._blocks[prefix] = [tuple(tokens[start : start + self.page_len]) for start in starts]
         self._roots[prefix] = self.roots.setdefault(adapter, PrefixNode((), -1, None))
         self._owned[prefix] = pages
+        if window is not None:
+            self._held_windows[prefix] = window
 
     def leave(self, prefix: int) -> None:
         """Forgets a request, which holds nothing any more."""
         self._blocks.pop(prefix, None)
         self._roots.pop(prefix, None)
         self._owned.pop(prefix, None)
+        self._held_windows.pop(prefix, None)
         self._num_shared.pop(prefix, None)
 
-    def admitted(self, prefix: int) -> list[int]:
-        """Returns the numbers of the tree's pages that a request holds when it is admitted, its first ones."""
+    def admitted(self, prefix: int) -> list[PrefixNode]:
+        """Returns the nodes that a request holds when it is admitted, of its first pages."""
         held = self._held.get(prefix, [])
         if prefix in self._blocks:
             self._num_shared[prefix] = len(held)  # after a preemption it may hold fewer than before
-        return [node.page for node in held]
+        return held
 
     def num_shared(self, prefix: int) -> int:
         """Returns how many pages of a request, the first ones, are the tree's, also when it holds them no more."""
@@ -114,6 +129,8 @@ class PrefixTree(PagePool):
         """Takes pages, from idle nodes if need be. The caller has checked `room`."""
         while self.num_free < num_pages:
             node, _ = self._idle_nodes.popitem(last=False)
+            if self.windows:
+                self.windows.forget(node)
             self.free.append(node.page)
             self.num_free += 1
             self._leaving[node], node.page = node.page, -1
@@ -129,10 +146,16 @@ class PrefixTree(PagePool):
         """Returns how many pages of a request's prompt the tree has."""
         return sum(1 for _ in self._found(prefix))
 
+    def usable(self, prefix: int | None, most: int) -> int:
+        """Returns with how many of its first pages that the tree has, at most ``most``, a request can begin."""
+        if not self.windows:
+            return super().usable(prefix, most)
+        return self.windows.usable([node.window for node, _ in zip(self._found(prefix), range(most), strict=False)])
+
     def num_known(self, tokens: Sequence[int], adapter: int) -> int:
         """Returns how many pages of a prompt the tree has, whether or not it is a request's."""
         self.enter(-1, tokens, (), adapter)
-        found = self.kept(-1)
+        found = self.usable(-1, len(tokens))
         self.leave(-1)
         return found
 
@@ -164,6 +187,7 @@ class PrefixTree(PagePool):
             node.users = 1
             parent.children[node.tokens] = node
             held.append(node)
+            self._share_window(prefix, at, node)
         self._num_shared[prefix] = len(held)
 
     def release(self, prefix: int, pages: Sequence[int], tokens: Sequence[int] = ()) -> None:
@@ -182,11 +206,17 @@ class PrefixTree(PagePool):
             if child is None or child.page < 0:
                 break
             path.append(child)
+            self._share_window(prefix, at, child)
             node = child
         for child in reversed(path):
             if not child.users:
                 self._idle_nodes.move_to_end(child)
         self.free += reversed(own)
+
+    def _share_window(self, prefix: int, place: int, node: PrefixNode) -> None:
+        held = self._held_windows.get(prefix)
+        if self.windows and held:
+            self.windows.share(held, place, node)
 
     def moves(self) -> tuple[dict[PrefixNode, int], dict[PrefixNode, int]]:
         """Returns the pages, by node, to copy to the host and, after that, from there, before others are written."""

@@ -109,6 +109,9 @@ def plain(case, call, parts, values, value_scale):
             )
             scores = call.softcap * np.tanh(scores / call.softcap) if call.softcap else scores
             seen = (at <= position) & (at > position - (call.window or length + 1))
+            if call.rule:
+                seen = np.ones_like(seen)
+                scores = np.asarray(call.rule(scores, np.array(b), np.array(n), np.array(position), at), np.float64)
             weights = np.where(seen, np.exp(scores), 0)
             total = weights.sum() + (np.exp(np.float64(call.sinks[n])) if call.sinks is not None else 0)
             out[row, n] = weights / total @ mixed[where][:, n * kv_heads // heads]
@@ -137,6 +140,20 @@ def test_pages_are_attended_as_by_a_plain_softmax(case, platform):
 
 DECODE, CHUNKS = [(300, 1), (7, 1), (0, 0), (129, 1)], [(300, 3), (7, 1), (40, 0), (129, 40)]
 SINKS = {"softcap": 0.7, "sinks": np.linspace(-1, 2, 4).astype(np.float32)}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_a_rule_changes_scores_and_may_see_later_positions(platform):
+    """A prefix of each sequence, which all of its positions see; scores fall with the distance, by the head."""
+    case, prefix = Case(CHUNKS, 16, {}), jnp.array([299, 0, 0, 110])
+    call, *arrays = drawn(case)
+
+    def rule(scores, sequence, head, query, key):
+        allowed = (key <= query) | (key < prefix[sequence])
+        return jnp.where(allowed, scores - 0.01 * head * abs(query - key), -jnp.inf)
+
+    call = dataclasses.replace(call, rule=rule, known=call.lengths, platform=platform)
+    close(attended(call, *arrays), plain(case, call, *arrays), 3e-6)
 
 
 @pytest.fixture

@@ -5,9 +5,18 @@ import numpy as np
 import pytest
 
 from meshwright.core.errors import InputError
+from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.serve.drawing.sampling import Sampling, draw
 from meshwright.serve.offline.generate import generate, padded
-from tests.parallel.generate_cases import LLAMA, float_params, likeliest, step_of
+from meshwright.spec.strategy import Strategy, make_mesh
+from tests.parallel.generate_cases import LLAMA, MAX_LEN, float_params, likeliest
+
+
+def step_of(model, axes, **options):
+    strategy = Strategy(mesh=make_mesh(axes), state="fp32")
+    given = {"max_len": MAX_LEN, "batch_seqs": 4, "cache_dtype": "fp32", **options}
+    return GenerateStep(model, strategy, **given)
+
 
 PROMPTS = [[5, 9, 60, 2, 7, 7, 1, 8, 30], [3], [11, 12, 13]]
 NUM_TOKENS = 8

@@ -8,7 +8,7 @@ takes the tiles in the order of the list, and a row's result does not depend on 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,7 +73,9 @@ class RaggedCall:
     Sequence b has ``lengths[b]`` positions, p in slot p mod Pl of page ``pages[b, p // Pl]``. Its queries are the rows
     ``first[b]`` to ``first[b] + counts[b] - 1`` and have its last positions. A query sees positions that are not later
     and, with a window, fewer than ``window`` back. ``longest`` is at least the largest count. ``sinks`` are an
-    additional logit per head. Of pages that are ``spread`` over devices this one has some slots.
+    additional logit per head. Of pages that are ``spread`` over devices this one has some slots. A ``rule`` changes
+    scores, and may forbid some; if sequences have so many positions in ``known``, it says of later ones too whether
+    they are seen.
     """
 
     scale: float
@@ -85,10 +87,16 @@ class RaggedCall:
     lengths: Int[Array, " B"]
     pages: Int[Array, "B Bp"]
     spread: "SpreadSlots | None" = None
+    rule: "ScoreRule | None" = None
+    known: Int[Array, " B"] | None = None
     longest: int
     platform: str = field(default_factory=default_platform)
     heads_first: bool = False
     """On CPUs, that pools are views of arrays [Pg, K, Pl, ...], as a CPU multiplies them without transposing."""
+
+
+ScoreRule = Callable[[Array, Array, Array, Array, Array], Array]
+"""Returns scores, minus infinity where a mask forbids, of scores, sequences, heads, queries' and keys' positions."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +180,7 @@ def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles
     row = block * (own - (until - (-(-counts // block)))[sequence])
     length = call.lengths[sequence]
     at = length - counts[sequence] + row
-    last = jnp.minimum(at + block, length) - 1
+    last = (jnp.minimum(at + block, length) if call.known is None else call.known[sequence]) - 1
     seen = jnp.zeros_like(at) if call.window is None else jnp.maximum(at - call.window + 1, 0)
     chunk, chunks = seen // positions, last // positions + 1
     ends = jnp.cumsum(jnp.where(exists, chunks - chunk, 0))
@@ -293,8 +301,11 @@ def _attend(
     slot = _first_positions(call, tiles, index)[:, None] + tiles.offsets[None]
     position = row + (call.lengths - call.counts - call.first)[sequence][:, None]
     back = position[:, :, None] - slot[:, None]
-    seen = (back >= 0) & (exists & (tile < tiles.ends[-1])[:, None])[:, :, None]
+    seen = back >= 0 if call.known is None else (slot < call.known[sequence][:, None])[:, None]
+    seen = seen & (exists & (tile < tiles.ends[-1])[:, None])[:, :, None]
     seen = seen if call.window is None else seen & (back < call.window)
+    if call.rule:
+        scores = _ruled(call.rule, scores, sequence, position, slot)
     scores = jnp.where(jnp.repeat(seen, group, axis=1)[:, None], scores, -jnp.inf)
     peak = jnp.maximum(state.peak, scores.max(axis=-1))
     weights, fade = jnp.exp(scores - peak[..., None]), jnp.exp(state.peak - peak)
@@ -303,6 +314,17 @@ def _attend(
     weights = scaled(weights, value_scale).astype(dtype)
     sums = jnp.einsum("WKRC,WKCH->WKRH", weights, tiled, preferred_element_type=jnp.float32)
     return RunningSoftmax(peak, total, state.mixed * fade[..., None] + sums)
+
+
+def _ruled(rule: ScoreRule, scores: Array, sequence: Array, position: Array, slot: Array) -> Array:
+    """Returns scores [M, K, block G, C] by a rule; ``position`` [M, block] are those of queries, ``slot`` [M, C] of
+    keys."""
+    kv_heads, rows = scores.shape[1:3]
+    group = rows // position.shape[1]
+    head = np.arange(kv_heads)[:, None] * group + np.arange(rows)[None] % group
+    query = jnp.repeat(position, group, axis=1)[:, None, :, None]
+    heads = jnp.asarray(head)[None, :, :, None]
+    return rule(scores, sequence[:, None, None, None], heads, query, slot[:, None, None, :])
 
 
 def _rows(call: RaggedCall, tiles: _Tiles, own: Array) -> tuple[Array, Array]:
@@ -359,10 +381,13 @@ def _by_turns(
     place = jnp.searchsorted(tiles.ends, tile, side="right").astype(jnp.int32)
     own = jnp.minimum(place, num_blocks - 1)
     sequence, index = tiles.sequence[own], tiles.chunk[own] + tile - tiles.starts[own]
-    ahead = ((call.lengths - call.counts)[sequence] + tiles.row[own] - _first_positions(call, tiles, index))[:, None]
+    row, first = (call.lengths - call.counts)[sequence] + tiles.row[own], _first_positions(call, tiles, index)
+    ahead = (row - first)[:, None]
     number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
     page = jnp.clip(call.pages.at[sequence[:, None], number].get(mode="clip"), 0, len(mixed.values) - 1)
-    known = place, ahead, page
+    known: tuple[Array, ...] = place, ahead, page
+    if call.rule:
+        known += sequence, row, first
     back = ((np.arange(block * group, dtype=np.int32) // group)[:, None] - tiles.offsets.astype(np.int32)[None])[None]
 
     def read(pool: Array, page: Array) -> Array:
@@ -382,7 +407,7 @@ def _by_turns(
         return array if scale is None else array * jnp.swapaxes(read(scale, page), 2, 3)
 
     def step(blocks: Array, queries: list[Array], tile: Array, state: RunningSoftmax) -> RunningSoftmax:
-        at, ahead, page = (lax.dynamic_slice_in_dim(each, tile, lanes) for each in known)
+        at, ahead, page, *others = (lax.dynamic_slice_in_dim(each, tile, lanes) for each in known)
         at = at - blocks[0]
         of = jnp.minimum(at, len(blocks) - 1)
         keys = [operand(part.keys, page) for part in parts]
@@ -392,7 +417,13 @@ def _by_turns(
         ]
         scores = capped(call.scale * sum(products[1:], start=products[0]), call.softcap)
         distance = ahead[:, None] + back
-        seen = (distance >= 0) if call.window is None else (distance >= 0) & (distance < call.window)
+        seen = distance >= 0
+        if call.rule:
+            sequence, row, first = others
+            slot = first[:, None] + tiles.offsets[None]
+            seen = seen if call.known is None else (slot < call.known[sequence][:, None])[:, None]
+            scores = _ruled(call.rule, scores, sequence, row[:, None] + np.arange(block)[None], slot)
+        seen = seen if call.window is None else seen & (distance < call.window)
         scores = jnp.where(seen[:, None], scores, -jnp.inf)
         own_peak = jnp.maximum(jnp.ceil(scores.max(axis=-1) / LN2), NO_PEAK)
         weights = jnp.exp(scores - own_peak[..., None] * LN2)
@@ -450,7 +481,7 @@ def _kernel_takes(call: RaggedCall, tiles: _Tiles, num_heads: int) -> bool:
     """True on TPUs for few rows, pages that are not tiny and tables that fit scalar memory."""
     small = tiles.block * num_heads <= MOST_ROWS and tiles.num_pages <= MOST_PAGES
     scalars = call.pages.size + len(tiles.starts) * -(-call.pages.shape[1] // tiles.num_pages)
-    return call.platform == "tpu" and small and 4 * scalars <= SCALAR_BYTES
+    return call.platform == "tpu" and call.rule is None and small and 4 * scalars <= SCALAR_BYTES
 
 
 def _by_kernel(

@@ -13,7 +13,7 @@ from meshwright.algebra.ops.cached_attention import split_slots
 from meshwright.algebra.steps import Step
 from meshwright.masks.names import mask_named
 from meshwright.nn import cache
-from meshwright.nn.attention.ragged import PagedPart, RaggedCall, SpreadSlots, ragged_attention
+from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ScoreRule, SpreadSlots, ragged_attention
 from meshwright.nn.cache import LayerCache, OwnAttention, OwnSlots, ScorePart
 from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context
@@ -48,9 +48,9 @@ def cache_facts(
 
 
 def packed_call(
-    context: Context, step: Step, cached: LayerCache, num_rows: int, others: tuple[Any, ...]
+    context: Context, step: Step, cached: LayerCache, queries: Float[Array, "B T N H"], others: tuple[Any, ...]
 ) -> tuple[RaggedCall | None, tuple[Any, ...]]:
-    """Returns the parameters of attention of ``num_rows`` packed rows, None for others, and the inputs after these.
+    """Returns the parameters of attention of packed rows, None for others, and the inputs after these.
 
     ``others`` begin with positions; of packed rows with the first row, rows, positions and pages of each sequence.
     These count rows and pages through all devices; a sequence has the rows of these that are here.
@@ -58,8 +58,11 @@ def packed_call(
     if not step.details.packed:
         return None, others[1:]
     first, counts, lengths, pages, *more = others
+    known, (num_rows, _, num_heads, _) = lengths, queries.shape
     num_pages, page_len = cached.page_sizes
     held = next(array for array in step.inputs if array.dims[1:2] == ("Pl",))
+    data = [x for x in more if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
+    rule = score_rule(context, step, data, num_heads) if step.details.score or step.details.mask else None
     if rows := step.inputs[0].axes_of("B"):
         first = first - first_index(rows, num_rows)
         start, end = (jnp.clip(place, 0, num_rows) for place in (first, first + counts))
@@ -70,7 +73,9 @@ def packed_call(
     call = RaggedCall(
         scale=context.model.attention_scale,
         window=step.details.window,
-        softcap=step.details.softcap,
+        softcap=None if rule else step.details.softcap,
+        rule=rule,
+        known=known if step.details.mask else None,
         first=first,
         counts=counts,
         lengths=lengths,
@@ -80,6 +85,20 @@ def packed_call(
         heads_first=cached.heads_first,
     )
     return call, tuple(more)
+
+
+def score_rule(context: Context, step: Step, data: Sequence[Array], num_heads: int) -> ScoreRule:
+    """Returns the rule of the scores of a device's heads and of the mask, which reads ``data`` [Q, positions] or
+    [Q]."""
+    score, mask = score_of(context, step), mask_named(step.details.mask) if step.details.mask else None
+    first, length = first_index(step.inputs[0].axes_of("N"), num_heads), context.seq_len
+
+    def scored(scores: Array, sequence: Array, head: Array, query: Array, key: Array) -> Array:
+        at = sequence, first + head, query, jnp.clip(key, 0, length - 1)
+        found = scores if score is None else score(scores, *at)
+        return found if mask is None else jnp.where(mask.make(*data)(*at), found, -jnp.inf)
+
+    return scored
 
 
 def packed_attention(
@@ -109,7 +128,7 @@ def cached_attention(
 
     ``given`` are positions, see `packed_call`, then scales, then what a mask reads, then sinks.
     """
-    call, others = packed_call(context, step, k, len(q), given)
+    call, others = packed_call(context, step, k, q, given)
     caches = (each for each in (k, v, *others) if isinstance(each, LayerCache))
     keys, values, *scales = (each.entries(paged=step.details.packed) for each in caches)
     sinks = next((x for x in others if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating)), None)

@@ -21,7 +21,7 @@ def cached_latent_attention(
     *given: Any,
 ) -> Array | OwnAttention:
     """Returns weighted latents; scores are absorbed queries ``ql`` x latents + rotated parts of ``q`` x shared keys."""
-    call, others = packed_call(context, step, latent, len(q), given)
+    call, others = packed_call(context, step, latent, q, given)
     # one head: all heads of queries share the latents
     caches = (latent, shared, *(x for x in others if isinstance(x, LayerCache)))
     latents, keys, *scales = (each.entries(paged=step.details.packed)[:, :, None] for each in caches)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from msgspec.structs import replace
@@ -37,7 +38,7 @@ from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
 from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.parallel.mesh import GivenOptions, compiler_options, lower, partition_spec, shardings, strategy_mesh
 from meshwright.spec.job import Job
-from meshwright.spec.model import Model, require_runnable
+from meshwright.spec.model import MASK_DATA, Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
 from meshwright.spec.weights import without_mtp
 
@@ -70,49 +71,49 @@ class PackedRows(NamedTuple):
     adapters: Any = None
     window_slots: Any = None
     window_pages: Any = None
+    prefix: Any = None
+    documents: Any = None
+    is_global: Any = None
+    enter: Any = None
+    leave: Any = None
+    spans: Any = None
 
     def each_alone(self, whose: Sequence[int] | np.ndarray) -> "PackedRows":
         """Returns the rows as sequences of their own; ``whose`` [R] are the present ones."""
         count, lengths = np.arange(len(self.tokens)), np.asarray(self.positions) + 1
-        tables = {name: getattr(self, name) for name in TABLES if getattr(self, name) is not None}
-        own = {name: table[whose] for name, table in tables.items()}
-        return self._replace(first=count, counts=np.ones_like(count), lengths=lengths, **own)
+        own = {name: getattr(self, name)[whose] for name in (*TABLES, *OF_MASKS) if getattr(self, name) is not None}
+        return self._replace(**own | {"first": count, "counts": np.ones_like(count), "lengths": lengths})
 
     @classmethod
     def joined(cls, parts: Sequence["PackedRows"], shape: PackedShape) -> "PackedRows":
         """Returns the rows of the owners of sequences in order, each with others that change nothing up to its share of
         a shape; see `PackedStep.num_owners`."""
         count, fill = len(parts), {"sources": -1, "adapters": -1, "slots": NO_SLOT, "window_slots": NO_SLOT}
-        share = PackedShape(shape.rows // count, shape.sequences // count, shape.outputs // count, shape.longest)
         found = dict[str, np.ndarray]()
         for name in (name for name, given in zip(cls._fields, parts[0], strict=True) if given is not None):
-            size = field_shape(name, share, parts[0].pages.shape[1])
+            size = length_of(name, shape) // count, *np.shape(getattr(parts[0], name))[1:]
             found[name] = np.full((count, *size), fill.get(name, 0), np.int32)
             for own, part in zip(found[name], parts, strict=True):
                 own[: len(getattr(part, name))] = getattr(part, name)
             if name in ("first", "last"):
-                found[name] += share.rows * np.arange(count)[:, None]
+                found[name] += shape.rows // count * np.arange(count)[:, None]
             found[name] = found[name].reshape(-1, *size[1:])
         return cls(**found)
 
 
 TABLES = ("pages", "window_pages")
 """Fields of `PackedRows` that have a row of pages for each sequence."""
+OF_MASKS = tuple(name for name in MASK_DATA if name != "lengths")
+"""Fields that masks read of each sequence: an entry for each position, but ``prefix``."""
+OF_SEQUENCES = ("first", "counts", "lengths", *TABLES, *OF_MASKS)
+"""Fields of `PackedRows` that have an entry or a row for each sequence."""
 NO_SLOT = 2**30
 """A slot beyond every pool: what goes there is dropped."""
 
 
-def field_shape(name: str, shape: PackedShape, num_pages: int) -> tuple[int, ...]:
-    """Returns the shape of a field of `PackedRows`, with so many pages of a sequence."""
-    if name in TABLES:
-        return shape.sequences, num_pages
-    sizes = {"first": shape.sequences, "counts": shape.sequences, "lengths": shape.sequences, "last": shape.outputs}
-    return (sizes.get(name, shape.rows),)
-
-
-def ring_pages(window: int, most_rows: int, page_len: int) -> int:
-    """Returns the pages of a ring that keeps a window while a step writes up to ``most_rows`` positions."""
-    return (window + most_rows - 2) // page_len + 2
+def length_of(name: str, shape: PackedShape) -> int:
+    """Returns the length of a field of `PackedRows`."""
+    return shape.outputs if name == "last" else shape.sequences if name in OF_SEQUENCES else shape.rows
 
 
 def slots_of(positions: np.ndarray, tables: np.ndarray, owner: Sequence[int] | np.ndarray, page_len: int) -> np.ndarray:
@@ -123,9 +124,9 @@ def slots_of(positions: np.ndarray, tables: np.ndarray, owner: Sequence[int] | n
 class PackedStep(HeldArrays):
     """Steps of a model under a strategy, of up to ``max_seqs`` sequences of at most ``max_len`` positions.
 
-    Keys and values of all sequences are in ``num_pages`` pages of ``page_len`` slots; those of layers with a window, if
-    the storage has ``ring_pages``, in a ring for each sequence, see `ring_pages`. On CPUs weights and caches are tuples
-    of layers and the loops over layers are unrolled.
+    Keys and values of all sequences are in ``num_pages`` pages of ``page_len`` slots; those of layers with a window in
+    ``window_pages``, if the storage has any. On CPUs weights and caches are tuples of layers and the loops over layers
+    are unrolled.
 
     A sequence has one of ``num_owners``, places of the mesh: its rows, its pages and its rows with logits are in that
     owner's share of all, in the order of owners. With ``batch_invariant`` what is computed of a row depends, to the
@@ -172,7 +173,7 @@ class PackedStep(HeldArrays):
         for name, array in self.declared.items():
             if name in own or self.derived.program.variables[name].role in ("weight", "vector"):
                 check(array, own.get(name, sizes), strategy.mesh)
-        if max_seqs % self.num_owners or self.cache_sizes["Pg"] % self.num_owners:
+        if any(size % self.num_owners for size in (max_seqs, self.cache_sizes["Pg"], storage.window_pages)):
             raise InputError(
                 f"max_seqs={max_seqs} and num_pages={self.cache_sizes['Pg']} must divide over the {self.num_owners} "
                 f"places that have sequences of their own. Give multiples of {self.num_owners}."
@@ -291,8 +292,9 @@ class PackedStep(HeldArrays):
         A row is a token at a position of its sequence: ``tokens``[R], or with ``sources``[R] >= 0 that entry of
         ``latest``[max_seqs], which is on the devices. Its key goes to ``slots``[R] of all pages, beyond them for
         padding. Sequences have ``counts``[Q] rows from ``first``[Q] on, at most ``longest``, their last ones of
-        ``lengths``[Q] positions, in ``pages``[Q, Bp]; with rings also ``window_slots`` and ``window_pages``. If the
-        storage has adapters, a row has that of ``adapters``[R], -1: none. Each shape is compiled once.
+        ``lengths``[Q] positions, in ``pages``[Q, Bp]; layers with pages of their own have ``window_slots`` and
+        ``window_pages``. If the storage has adapters, a row has that of ``adapters``[R], -1: none. Each shape is
+        compiled once.
         """
         shape = PackedShape(len(rows.tokens), len(rows.first), len(rows.last), longest)
         flat = np.concatenate([getattr(rows, name).ravel() for name in self.fields], dtype=np.int32)
@@ -318,28 +320,26 @@ class PackedStep(HeldArrays):
 
     # -- the programs ------------------------------------------------------------------------------
 
-    def with_rings(self, rows: PackedRows, own: Sequence[int], owner: Sequence[int] | np.ndarray) -> PackedRows:
-        """Returns rows with the pages of layers that have a window: sequences are in the slots ``own`` [Q], and each
-        has its ring again and again. Rows stay as they are if no layer has a ring."""
-        ring, page_len = self.storage.ring_pages, self.storage.page_len
-        if not self.has_rings:
-            return rows
-        tables = np.asarray(own)[:, None] * ring + np.arange(self.cache_sizes["Bp"]) % ring
-        slots = slots_of(np.asarray(rows.positions), tables, owner, page_len)
-        return rows._replace(window_slots=slots, window_pages=tables)
-
     @cached_property
     def fields(self) -> list[str]:
         """The fields of `PackedRows` that the step reads."""
         return [name for name in PackedRows._fields if name == "sources" or name in self.declared]
 
     @property
-    def has_rings(self) -> bool:
-        """True if layers with a window keep a ring of pages for each sequence."""
+    def has_windows(self) -> bool:
+        """True if layers with a window have pages of their own."""
         return WINDOW_PAGES in self.declared
 
     def _parts(self, shape: PackedShape) -> list[tuple[int, ...]]:
-        return [field_shape(name, shape, self.cache_sizes["Bp"]) for name in self.fields]
+        """Returns the shapes of the fields."""
+        sizes = {**dict.fromkeys(TABLES, (self.cache_sizes["Bp"],)), "prefix": ()}
+        sizes |= {name: (self.max_len,) for name in OF_MASKS if name != "prefix"}
+        return [(length_of(name, shape), *sizes.get(name, ())) for name in self.fields]
+
+    @cached_property
+    def mask_fields(self) -> list[str]:
+        """The fields that the model's mask reads of each sequence."""
+        return [name for name in self.fields if name in OF_MASKS]
 
     def _program(self, shape: PackedShape) -> Any:
         """Returns the jitted function (weights, cache, latest, rows) -> (logits, cache)."""
@@ -364,6 +364,8 @@ class PackedStep(HeldArrays):
             sources = given.pop("sources")
             given["tokens"] = jnp.where(sources >= 0, latest[jnp.maximum(sources, 0)], given["tokens"])
             given |= {name: given[name][:, None] for name in names if declared[name].dims == ("B", "T")}
+            # else XLA splits ``flat`` as some fields are split, and sends parts of others
+            given = {name: lax.with_sharding_constraint(array, whole) for name, array in given.items()}
             logits, cache = mapped(params, cache, given)
             return logits[:, : self.model.vocab_size], cache
 

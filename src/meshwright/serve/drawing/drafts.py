@@ -121,7 +121,7 @@ class ModelDrafter:
         size = next(size for size in self._sizes if size >= len(tokens))
         at = slots_of(np.array(positions), table, slots, self._step.storage.page_len)
         rows = PackedRows(tokens, sources, positions, at, [], [], [], table, last)
-        rows = self._step.with_rings(rows, range(len(table)), slots).each_alone(slots)
+        rows = rows.each_alone(slots)
         outputs = [OutputRow(one.slot, one.num_before + number) for one in asked]
         return PackedRows.joined([rows], PackedShape(size, size, size, 1)), outputs
 

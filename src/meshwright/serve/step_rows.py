@@ -1,0 +1,80 @@
+"""The rows of a step: whose they are, and which of them have logits."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from meshwright.parallel.generation.packed_step import PackedRows, PackedStep, slots_of
+from meshwright.serve.drawing.drawer import OutputRow
+from meshwright.serve.live import Live, Tables
+
+
+class OutputOf(NamedTuple):
+    """A row with logits of a dispatched step: whose it is; ``target`` is the next token of the prompt, for its
+    log-probability, or -1 where the drawn token follows; ``draft`` is the token of the row after it, which counts only
+    if this row draws that token."""
+
+    live: Live
+    target: int = -1
+    draft: int | None = None
+
+
+RowsOf = tuple[Live, int, int, list[int]]
+"""Whose rows, the positions from here to there, and the drafts that the last of these are."""
+
+
+class OwnRows(NamedTuple):
+    """The rows of an owner, to whose part each belongs, and those with logits."""
+
+    rows: PackedRows
+    whose: np.ndarray
+    expected: list[OutputOf]
+    outputs: list[OutputRow]
+
+
+def rows_of(step: PackedStep, tables: Tables, adapters: Mapping[str, int], parts: Sequence[RowsOf]) -> OwnRows:
+    """Returns the rows of one owner's parts; ``adapters`` are the numbers of those of the step. The requests take the
+    pages that they need, and count what the step computes."""
+    counts = np.array([end - start for _, start, end, _ in parts], np.int32)
+    ends = np.array([end for _, _, end, _ in parts], np.int32)
+    num_rows, first = int(counts.sum()), np.cumsum(counts) - counts
+    whose = np.repeat(np.arange(len(parts)), counts)
+    positions = np.arange(num_rows) - first[whose] + (ends - counts)[whose]
+    tokens, sources = list[int](), list[int]()
+    expected, outputs, last = list[OutputOf](), list[OutputRow](), list[int]()
+    for (live, start, end, drafts), row in zip(parts, first.tolist(), strict=True):
+        live.take_pages(tables, end, step.storage.page_len)
+        if windows := live.owner.pages.windows:
+            windows.advance(live.window, start, end, tables.windows[live.slot])
+        known = live.tokens[start:end] + drafts
+        sources += [-1] * (end - start) if known else [live.slot]  # else the devices alone know the token
+        tokens += known or [0]
+        live.computed = end - len(drafts)
+        prompt = live.request.prompt
+        if live.request.echo and not live.produced:
+            for at in range(start, min(end, len(prompt) - 1)):
+                expected.append(OutputOf(live, prompt[at + 1]))
+                outputs.append(OutputRow(step.max_seqs, 0, prompt[at + 1]))
+                last.append(row + at - start)
+        if live.computed == len(prompt) + live.produced:
+            following = [*drafts, None]
+            expected += [OutputOf(live, draft=draft) for draft in following]
+            outputs += [OutputRow(live.slot, live.produced + at) for at in range(len(following))]
+            last += range(row + end - start - len(following), row + end - start)
+            live.produced += 1
+    own, page_len = [live.slot for live, *_ in parts], step.storage.page_len
+    pages = tables.pages[own]
+    slots = slots_of(positions, pages, whose, page_len)
+    rows = PackedRows(tokens, sources, positions, slots, first, counts, ends, pages, last)
+    if step.has_windows:
+        pages = tables.windows[own]
+        rows = rows._replace(window_slots=slots_of(positions, pages, whose, page_len), window_pages=pages)
+    if step.storage.adapters:
+        numbers = [adapters[live.request.adapter] for live, *_ in parts]
+        rows = rows._replace(adapters=np.array(numbers, np.int32)[whose])
+    for name in step.mask_fields:  # a prefix is the whole prompt; no other position is special
+        of_seqs = [len(live.request.prompt) for live, *_ in parts]
+        given = of_seqs if name == "prefix" else np.zeros((len(parts), step.max_len))
+        rows = rows._replace(**{name: np.array(given, np.int32)})
+    return OwnRows(rows, whose, expected, outputs)

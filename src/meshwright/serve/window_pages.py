@@ -1,0 +1,107 @@
+"""The pages of layers with a window: a request holds those of its window, and nodes of the prefix tree keep others for
+the next request that begins behind them, until their room is needed."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class WindowPage:
+    """A page by its number, how many requests have it in their window, and the node of the tree that keeps it."""
+
+    __slots__ = ("node", "number", "users")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.users = number, 1
+        self.node: Any = None
+
+
+class HeldWindow:
+    """Pages of one request by place, None where its window is past them or it has not begun with them."""
+
+    def __init__(self) -> None:
+        self.pages: list[WindowPage | None] = []
+        self.first = 0
+
+
+class WindowPages:
+    """Numbers ``num_pages`` pages from ``first`` on. There must be as many as requests hold, see `pages_of_windows`."""
+
+    def __init__(self, window: int, page_len: int, num_pages: int, first: int = 0) -> None:
+        self.window, self.page_len = window, page_len
+        self.free = list(range(first, first + num_pages))[::-1]
+        self.idle: OrderedDict[WindowPage, None] = OrderedDict()
+
+    def first_of(self, position: int) -> int:
+        """Returns the place of the first page that a query at a position sees."""
+        return max(0, position - self.window + 1) // self.page_len
+
+    def usable(self, pages: Sequence[WindowPage | None]) -> int:
+        """Returns behind how many of these pages of a prompt a request can begin, as its window is there."""
+        found = run = 0
+        for number, page in enumerate(pages, start=1):
+            run = run + 1 if page else 0
+            if run >= number - self.first_of(number * self.page_len):
+                found = number
+        return found
+
+    def begin(self, held: HeldWindow, pages: Sequence[WindowPage | None], row: np.ndarray) -> None:
+        """Lets a request begin behind these pages; ``row`` of the table of windows names those of its own window."""
+        held.pages, held.first = [None] * len(pages), self.first_of(len(pages) * self.page_len)
+        for place in range(held.first, len(pages)):
+            held.pages[place] = page = pages[place]
+            assert page is not None
+            self.idle.pop(page, None)
+            page.users += 1
+            row[place] = page.number
+
+    def advance(self, held: HeldWindow, start: int, end: int, row: np.ndarray) -> None:
+        """Lets go of what queries from ``start`` on do not see, and takes the pages of positions up to ``end``."""
+        self._drop(held, self.first_of(start))
+        while len(held.pages) * self.page_len < end:
+            number = self.free.pop() if self.free else self._evicted()
+            row[len(held.pages)] = number
+            held.pages.append(WindowPage(number))
+
+    def share(self, held: HeldWindow, place: int, node: Any) -> None:
+        """Lets a node of the tree keep the page that a request has there, if it has none yet."""
+        page = held.pages[place] if place < len(held.pages) else None
+        if page and node.window is None and page.node is None:
+            page.node, node.window = node, page
+
+    def clear(self, held: HeldWindow) -> None:
+        """Lets go of all that a request holds."""
+        self._drop(held, len(held.pages))
+        held.pages, held.first = [], 0
+
+    def forget(self, node: Any) -> None:
+        """Frees the page of a node that leaves the tree once no window has it."""
+        if page := node.window:
+            page.node = node.window = None
+            if not page.users:
+                del self.idle[page]
+                self.free.append(page.number)
+
+    def _drop(self, held: HeldWindow, end: int) -> None:
+        for place in range(held.first, min(end, len(held.pages))):
+            page, held.pages[place] = held.pages[place], None
+            assert page is not None
+            page.users -= 1
+            if not page.users and page.node:
+                self.idle[page] = None
+            elif not page.users:
+                self.free.append(page.number)
+        held.first = max(held.first, end)
+
+    def _evicted(self) -> int:
+        page, _ = self.idle.popitem(last=False)
+        page.node.window = page.node = None
+        return page.number
+
+
+def pages_of_windows(window: int, page_len: int, *, num_seqs: int, num_rows: int) -> int:
+    """Returns the pages that windows of sequences need at most while a step writes so many rows."""
+    # n positions in a row touch (n - 2) // page_len + 2 pages; rows add whole pages, and a part of one each
+    return num_seqs * ((window - 2) // page_len + 3) + num_rows // page_len
