@@ -23,6 +23,7 @@ from meshwright.algebra.sizes import OpSizes
 from meshwright.algebra.transformer import layer_dims, transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import kv_cache_bytes
+from meshwright.cost.work.sequences import LikeSequences
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.model import GROUP, Lora, Model
 from meshwright.spec.strategy import (
@@ -392,3 +393,15 @@ def test_packed_rows_send_no_more_than_steps_of_like_sequences(layout, name, axe
         else:
             assert found[0] <= wanted[0]
             assert found[1] <= wanted[1]
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 100])
+@pytest.mark.parametrize(("rows", "before"), [(1, 0), (1, 30), (12, 0), (12, 3), (12, 30), (5, 95)])
+def test_pairs_and_positions_of_like_sequences(window, rows, before):
+    """Row by row: a position sees those up to it, at most the window."""
+    seen = [range(max(0, at + 1 - (window or at + 1)), at + 1) for at in range(before, before + rows)]
+    like = LikeSequences(3, rows, before)
+    assert like.pairs(window) == 3 * sum(map(len, seen))
+    assert like.positions(window) == 3 * len(set().union(*seen))
+    again = LikeSequences.of_sums(3 * rows, like.pairs(None), 3 * (rows + before))
+    assert (again.count, again.rows, again.before) == pytest.approx((3, rows, before))

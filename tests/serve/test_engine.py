@@ -23,7 +23,7 @@ from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
 from meshwright.serve.offline.generate import generate
 from meshwright.serve.request import TokenRequest
-from meshwright.serve.window_pages import pages_of_windows
+from meshwright.serve.sequences.window_pages import pages_of_windows
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.logits import logits_fn
 from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest, with_groups

@@ -11,7 +11,7 @@ from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drawer import Drawn
 from meshwright.serve.engine import Engine
 from meshwright.serve.request import TokenRequest
-from meshwright.serve.window_pages import pages_of_windows
+from meshwright.serve.sequences.window_pages import pages_of_windows
 
 PAGE_LEN, MAX_LEN, SLOTS, WINDOW = 4, 40, 5, 6
 

@@ -40,7 +40,8 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     chip, or a chain of products and a softmax that writes them to memory. With ``causal`` attention skips masked keys,
     about half of them; else every key is counted. ``on_gpus``, ``on_cpus``: XLA compiles for them. ``tile_rows`` are
     the rows of the tiles from which products on TPUs take 16-bit numbers, 0 on other chips; with ``padded`` bytes of
-    arrays are those of whole tiles. ``cache`` remembers bytes of arrays.
+    arrays are those of whole tiles. ``sequences`` are those of a packed step (`cost.work.sequences`), and ``cache``
+    remembers bytes of arrays.
     """
 
     dims: Mapping[str, Number]
@@ -52,6 +53,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     on_cpus: bool = False
     tile_rows: int = 0
     padded: bool = False
+    sequences: tuple[Any, ...] = ()
     cache: dict[ShardedArray, Number] = msgspec.field(default_factory=dict)
 
     @property

@@ -33,10 +33,10 @@ from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drafts import Drafter, Drafting
 from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjusts
 from meshwright.serve.drawing.grammar import MaskedRow, TokenMasks
-from meshwright.serve.live import Live, SequenceOwner, Tables
-from meshwright.serve.prefix_tree import CacheSnapshot, tree_pages
 from meshwright.serve.request import MOST_LOGPROBS, EngineState, Finish, TokenEngine, TokenOutput, TokenRequest
-from meshwright.serve.step_rows import OutputOf, RowsOf, rows_of
+from meshwright.serve.sequences.live import Live, SequenceOwner, Tables
+from meshwright.serve.sequences.prefix_tree import CacheSnapshot, tree_pages
+from meshwright.serve.sequences.step_rows import OutputOf, RowsOf, rows_of
 from meshwright.serve.step_sums import HeldStep, StepKey, StepSums, SummedSteps, held_step
 
 

@@ -30,7 +30,7 @@ from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
 from meshwright.serve.layout import USUAL_ENGINE, EngineLayout, EngineOptions, engine_layout
 from meshwright.serve.model_folder import ModelFolder, open_model
-from meshwright.serve.window_pages import pages_of_windows
+from meshwright.serve.sequences.window_pages import pages_of_windows
 from meshwright.spec.model import GROUP, GROUPED, Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, make_mesh, sequence_shards
 from meshwright.spec.weights import without_mtp_words

@@ -14,6 +14,7 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.step_costs import op_sizes
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes
+from meshwright.cost.work.sequences import LikeSequences
 from meshwright.cost.work.slots import unread_bytes
 from meshwright.simulate.service import PricedClock
 from meshwright.spec.calibration import Calibration
@@ -54,23 +55,22 @@ class StepPrices:
             past = np.maximum(pairs / np.maximum(prefilled, 1) - 1, 0)
             seconds = self.clock.step_s(decoded, cached, prefilled, past)
         rows = decoded + prefilled
-        keys = (cached + decoded + pairs) / rows  # of a row in the mean, itself counted
         sizes = op_sizes(self.model, seq_len=1, microbatch_seqs=rows, mesh=self.strategy.mesh, strategy=self.strategy)
-        dims = {**sizes.dims, "O": outputs, "Q": 1.0, "Pg": 1.0, "Pl": 1.0, "Bp": keys}
-        sizes = replace(sizes, dims=dims, cache={})
-        # rows of one sequence read its part of the cache once
-        whole = replace(sizes, dims={**dims, "B": 1.0, "Bp": positions}, cache={})
+        some, earlier = np.maximum(prefilled, 1), np.maximum(positions - cached - decoded, 1)
+        prompts = LikeSequences.of_sums(some, np.maximum(pairs, 1), earlier)
+        decoding = LikeSequences(decoded, 1.0, cached / np.maximum(decoded, 1))
+        prompts = replace(prompts, count=prompts.count * (prefilled > 0))
+        dims = {**sizes.dims, "O": outputs, "Q": 0.0, "Pg": 1.0, "Pl": 1.0, "Bp": 0.0}
+        sizes = replace(sizes, dims=dims, sequences=(decoding, prompts), cache={})
         weights = kv = flops = 0.0
         names = {name for name, variable in self.derived.program.variables.items() if variable.role in WEIGHTS}
         for step, count in self.derived.steps():
             if step.is_collective:
                 continue
-            seen: Any = 1.0
             if is_attention(step):
-                seen = np.minimum(1.0, (step.details.window or np.inf) / keys)  # pages beyond a window are not read
                 others = [array for array in (*step.inputs, *step.results) if "Pl" not in array.dims]
-                kv = kv + count * seen * (op_hbm_bytes(step, whole) - whole.total(*others))
-            flops = flops + count * seen * op_flops(step, sizes)
+                kv = kv + count * (op_hbm_bytes(step, sizes) - sizes.total(*others))
+            flops = flops + count * op_flops(step, sizes)
             if kind_of(step).group != "embedding":  # which reads a few rows of its table
                 weights = weights + count * (
                     sizes.total(*(array for array in step.inputs if array.name in names)) - unread_bytes(step, sizes)

@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.report.machine.cache_pages import MAX_NODES, MAX_PAGES, STATES, cache_figure
-from meshwright.serve.prefix_tree import CacheSnapshot, TreePage
+from meshwright.serve.sequences.prefix_tree import CacheSnapshot, TreePage
 from tests.charts import marks, texts
 
 SNAPSHOT = CacheSnapshot(

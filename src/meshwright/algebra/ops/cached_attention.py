@@ -71,11 +71,24 @@ def slots_kept(slots: Number, window: int | None) -> Number:
 
 
 def slots_met(step: Step, sizes: OpSizes) -> Number:
-    """Returns the slots of one sequence that attention reads on a device: those of all its pages, or of its row in the
-    cache."""
-    slots = sizes.dims["Bp"] * sizes.dims["Pl"] if step.details.packed else sizes.dims["S"]
-    kept = slots if step.details.packed else slots_kept(slots, step.details.window)
-    return kept / product(sizes.mesh[axis] for axis in split_slots(step))
+    """Returns the slots that a query meets on a device in the mean: the positions that packed rows see, or the slots
+    of its sequence's row in the cache."""
+    window = step.details.window
+    if step.details.packed:
+        rows = sum(one.count * one.rows for one in sizes.sequences)
+        met = sum(one.pairs(window) for one in sizes.sequences) / rows
+    else:
+        met = slots_kept(sizes.dims["S"], window)
+    return met / product(sizes.mesh[axis] for axis in split_slots(step))
+
+
+def slots_read(step: Step, sizes: OpSizes) -> Number:
+    """Returns the slots that a device reads: of packed rows those that any row of its sequences sees."""
+    if not step.details.packed:
+        return sizes.local(step.inputs[0])["B"] * slots_met(step, sizes)
+    seen = sum(one.positions(step.details.window) for one in sizes.sequences)
+    owners = next(array.axes[0] for array in step.inputs if array.dims == ("Q",))
+    return seen / product(sizes.mesh[axis] for axis in (*owners, *split_slots(step)))
 
 
 def split_slots(step: Step) -> Axes:
@@ -84,7 +97,7 @@ def split_slots(step: Step) -> Axes:
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """Returns 2 B T N S (H + Hv), with S slots: every slot is multiplied, whether it is visible or not."""
+    """Returns 2 B T N S (H + Hv), with S slots: every slot of a row in a cache is multiplied, visible or not."""
     queries, _, values = step.inputs[:3]
     rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
     return 2.0 * rows * slots_met(step, sizes) * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
@@ -96,7 +109,7 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     Pages of other sequences are not read, and no page is copied.
     """
     caches = [array for array in step.inputs if array.dims[1:2] in (("S",), ("Pl",))]
-    slots = sizes.local(step.inputs[0])["B"] * slots_met(step, sizes)
+    slots = slots_read(step, sizes)
     # bytes of one slot: the bytes of a cache over the elements of its first two dims
     each = sum(sizes.bytes(a) / sizes.elements(a.replace(dims=a.dims[:2], axes=a.axes[:2])) for a in caches)
     return stream(step, sizes) - sizes.total(*caches) + slots * each

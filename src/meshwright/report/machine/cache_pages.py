@@ -6,7 +6,7 @@ from meshwright.core.errors import InputError
 from meshwright.report.arrays.canvas import Canvas, cell, grid, shown, texts_of
 from meshwright.report.figure import INK, MUTED, Figure, Layer, alt, panel, themed
 from meshwright.report.marks import Datum, color_by, ink_on, plot
-from meshwright.serve.prefix_tree import CacheSnapshot, TreePage
+from meshwright.serve.sequences.prefix_tree import CacheSnapshot, TreePage
 
 STATES = {
     **{"not shared": "#0072B2", "shared, in use": "#009E73", "shared, idle": "#B5DFC9"},

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from meshwright.batching.pages import PagePool
-from meshwright.serve.window_pages import HeldWindow, WindowPage, WindowPages
+from meshwright.serve.sequences.window_pages import HeldWindow, WindowPage, WindowPages
 
 
 class PrefixNode:

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.request import ActiveRequest
 from meshwright.batching.scheduler import Scheduler
-from meshwright.serve.prefix_tree import PrefixTree
 from meshwright.serve.request import TokenRequest
-from meshwright.serve.window_pages import HeldWindow, WindowPages
+from meshwright.serve.sequences.prefix_tree import PrefixTree
+from meshwright.serve.sequences.window_pages import HeldWindow, WindowPages
 
 
 class Tables(NamedTuple):

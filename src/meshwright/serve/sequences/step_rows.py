@@ -7,7 +7,7 @@ import numpy as np
 
 from meshwright.parallel.generation.packed_step import PackedRows, PackedStep, slots_of
 from meshwright.serve.drawing.drawer import OutputRow
-from meshwright.serve.live import Live, Tables
+from meshwright.serve.sequences.live import Live, Tables
 
 
 class OutputOf(NamedTuple):

@@ -1,0 +1,36 @@
+"""Sequences of packed steps, as counts need them."""
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.sizes import Number
+
+
+class LikeSequences(msgspec.Struct, frozen=True):
+    """Sequences that are alike in a step: ``count`` of them on all devices, each with ``rows`` new positions behind
+    ``before`` that a cache has. Numbers need not be whole."""
+
+    count: Number
+    rows: Number = 1.0
+    before: Number = 0.0
+
+    @classmethod
+    def of_sums(cls, rows: Number, pairs: Number, positions: Number) -> "LikeSequences":
+        """Returns the sequences that have so many rows, pairs of a row and a position up to it, and positions with
+        these rows in all; rows must be positive."""
+        count = (positions - rows / 2) / (pairs / rows - 0.5)
+        return cls(count, rows / count, (positions - rows) / count)
+
+    def pairs(self, window: int | None) -> Number:
+        """Returns the pairs of a row and a position that it sees: those up to it, at most the window."""
+        rows, before = self.rows, self.before
+        every = rows * (before + (rows + 1) / 2)
+        if window is not None:
+            inside = np.clip(window - before, 0, rows)  # rows that see all positions
+            every = inside * (before + (inside + 1) / 2) + (rows - inside) * window
+        return self.count * every
+
+    def positions(self, window: int | None) -> Number:
+        """Returns the positions of the cache that rows see."""
+        seen = self.rows + self.before
+        return self.count * (seen if window is None else np.minimum(seen, window - 1 + self.rows))
