@@ -24,8 +24,8 @@ KERNELS = {
 """Attention's kernels and its front door, which has PyTorch's parameters: operands, and what says how to compute."""
 
 BUDGETS = {
-    "core": 1_153, "masks": 1_203, "spec": 3_885, "algebra": 7_020, "cost": 6_280, "plan": 5_572, "nn": 9_430,
-    "parallel": 3_610, "hlo": 2_023, "train": 4_367, "serve": 5_310, "verify": 1_591, "profile": 1_787,
+    "core": 1_153, "masks": 1_203, "spec": 3_885, "algebra": 7_120, "cost": 6_335, "plan": 5_572, "nn": 9_500,
+    "parallel": 3_615, "hlo": 2_023, "train": 4_367, "serve": 5_310, "verify": 1_596, "profile": 1_800,
     "accuracy": 2_057, "bench": 3_068, "report": 3_421, "api": 727, "cli": 5_289, "calculators": 9_368,
     "batching": 1_470, "simulate": 271,
 }  # fmt: skip

@@ -387,9 +387,8 @@ def test_packed_rows_send_no_more_than_steps_of_like_sequences(layout, name, axe
             # a part of a prompt attends to pages whose slots other devices have: heads are gathered, results summed
             assert found > wanted
         elif phase == "prefill" and layout == "sequences" and model.latent_attention:
-            # queries that meet latents are wider than those that meet keys
-            assert found[0] <= wanted[0]
-            assert wanted[1] < found[1] < 1.01 * wanted[1]
+            # queries meet keys of the step and latents of the past, and both results change owners
+            assert found > wanted
         else:
             assert found[0] <= wanted[0]
             assert found[1] <= wanted[1]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage, cache_table, derive_job
+from meshwright.algebra.generation import Storage, cache_table
 from meshwright.algebra.ops import kind_of
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import attention_work
@@ -39,8 +39,8 @@ def decode(batch_seqs, seq_len) -> Job:
 def counted(result, *, storage=None, given=LLAMA, job=None, on="v5e:4x4", assumptions=AS_RUN):
     """(FLOPs, bytes) of the step that makes a result in the decode step of 4 sequences on one device."""
     job, storage = job or decode(4, 1000), storage or Storage()
-    derived = derive_job(given, job, strategy_of({}), storage=storage)
     setting = Setting(given, parse_cluster(on), job, storage=storage, assumptions=assumptions)
+    derived = setting.derived(strategy_of({}))
     sizes = setting.sizes(strategy_of({}))
     step = next(s for b in derived.blocks for s in b.forward if s.result.name == result)
     return op_flops(step, sizes), op_hbm_bytes(step, sizes)
@@ -54,31 +54,36 @@ QUERIES = 4 * 32 * 128 * 2
 """Bytes of the queries, and of the result."""
 
 
+def ints(length):
+    """Bytes of what attention reads of 4 sequences: their first rows, rows, positions and pages."""
+    return 4 * (3 * 4 + 4 * length / 128)
+
+
 def test_a_cache_is_read_once():
     flops, moved = counted("o")
     assert flops == 2 * 4 * 32 * 1000 * (128 + 128) == 65_536_000
-    assert moved == 2 * QUERIES + 2 * 2 * CACHE + 4 * 4 == 16_449_552
+    assert moved == 2 * QUERIES + 2 * 2 * CACHE + ints(1000) == 16_449_709
 
 
 def test_the_closed_form_counts_the_same():
-    """`roofline --attention` at one query; without the positions, an int32 for each row."""
+    """`roofline --attention` at one query; without the whole numbers."""
     form = attention_work(queries=1, keys=1000, heads=32, kv_heads=8, head_dim=128, batch_seqs=4)
     flops, moved = counted("o")
     assert form.flops == flops
-    assert form.num_bytes == moved - 4 * 4
+    assert form.num_bytes == moved - ints(1000)
 
 
 def test_only_new_positions_are_written():
     assert counted("cache_k'") == (0.0, 2 * 4 * 8 * 128 * 2 + 4 * 4)
     # a prompt: every position of its own
     job = Job(kind="prefill", batch_seqs=4, seq_len=1000)
-    assert counted("cache_k'", job=job) == (0.0, 2 * 2 * CACHE + 4 * 4)
+    assert counted("cache_k'", job=job) == (0.0, 2 * 2 * CACHE + 4 * 4 * 1000)
 
 
 def test_an_int8_cache_has_a_byte_an_element_and_its_scales():
     flops, moved = counted("o", storage=Storage(cache_dtype="int8"))
     assert flops == 65_536_000
-    assert moved == 2 * QUERIES + 2 * CACHE + 2 * 4 * (4 * 1000 * 8) + 4 * 4
+    assert moved == 2 * QUERIES + 2 * CACHE + 2 * 4 * (4 * 1000 * 8) + ints(1000)
 
 
 def test_an_int8_weight_has_a_byte_an_element_and_its_scales():
@@ -98,13 +103,13 @@ def test_an_int4_weight_has_half_a_byte_an_element_and_scales_of_groups():
         assert found == (flops, moved + more)
 
 
-def test_a_ring_has_the_slots_of_its_window():
+def test_a_query_reads_its_window():
     """mistral-7b: windows of 4096 in 32 Ki positions; with fewer positions than that there are as many slots."""
     given = load_model("mistral-7b")
     for length, slots in ((32768, 4096), (1000, 1000)):
         flops, moved = counted("o", given=given, job=decode(4, length))
         assert flops == 2 * 4 * 32 * slots * 256
-        assert moved == 2 * QUERIES + 2 * 2 * 4 * slots * 8 * 128 + 4 * 4
+        assert moved == 2 * QUERIES + 2 * 2 * 4 * slots * 8 * 128 + ints(length)
 
 
 def test_latents_are_read_once():
@@ -112,7 +117,7 @@ def test_latents_are_read_once():
     flops, moved = counted("oc", given=load_model("deepseek-v3"))
     assert flops == 2 * 4 * 128 * 1000 * (512 + 64 + 512)
     queries = 4 * 128 * (512 + 192 + 512) * 2  # against latents, rotated and not, and the mixed latents
-    assert moved == queries + 2 * 4 * 1000 * (512 + 64) + 4 * 4
+    assert moved == queries + 2 * 4 * 1000 * (512 + 64) + ints(1000)
 
 
 # -- whole steps --------------------------------------------------------------------------------------------
@@ -139,7 +144,7 @@ def test_the_least_time_is_weights_and_cache_over_the_bandwidth():
         for cost in (cost for cost in found.costs.all if not cost.step.is_collective):
             group = kind_of(cost.step).group
             groups[group] = groups.get(group, 0.0) + float(cost.hbm_bytes * cost.here)
-        assert groups.pop("attention") == pytest.approx(memory["kv_cache"], rel=0.001)
+        assert groups.pop("attention") == pytest.approx(memory["kv_cache"], rel=0.003)  # and the lists of pages
         assert groups.pop("contraction") == pytest.approx(memory["weights"] - table, rel=0.05)
         assert sum(groups.values()) < 0.05 * read  # activations
         least = read / cluster.chip.hbm_bytes_per_s
@@ -183,7 +188,8 @@ def test_the_cache_of_an_estimate_is_that_of_the_table(name, storage):
     for kind in ("prefill", "decode"):
         job = Job(kind=kind, batch_seqs=4, seq_len=20_000)
         found = priced(given, "h100:4x1", job, {"data": 4}, storage=storage).estimate.memory
-        table = cache_table(given, batch_seqs=4, max_len=20_000, storage=storage)
+        stored = Setting(given, parse_cluster("h100:4x1"), job, storage=storage).step_storage
+        table = cache_table(given, batch_seqs=4, max_len=20_000, storage=stored, phase="packed")
         assert 4 * found["kv_cache"] == pytest.approx(sum(row.num_bytes for row in table))
 
 

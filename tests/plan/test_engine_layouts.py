@@ -73,7 +73,7 @@ def test_prompts_are_the_microbatches_of_pipelined_prefill():
     stages, alone = found[2].estimate.memory, whole.memory
     assert stages["kv_cache"] == pytest.approx(4 * alone["kv_cache"] / 2)
     assert [str(cost.step) for cost in found[0].costs.boundary if cost.step.op == "permute"] == [
-        "x[B, T_tensor, D] = Permute_pipeline(x[B, T_tensor, D])"
+        "x[B_tensor, T, D] = Permute_pipeline(x[B_tensor, T, D])"
     ]
 
 

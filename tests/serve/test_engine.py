@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 from msgspec import structs
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation import Storage, pages_of_windows
 from meshwright.batching.limits import POLICIES, SchedulerLimits
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.parallel.generation.generate_step import GenerateStep
@@ -23,7 +23,6 @@ from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
 from meshwright.serve.offline.generate import generate
 from meshwright.serve.request import TokenRequest
-from meshwright.serve.sequences.window_pages import pages_of_windows
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.logits import logits_fn
 from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest, with_groups

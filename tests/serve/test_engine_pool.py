@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from meshwright.algebra.generation import pages_of_windows
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drawer import Drawn
 from meshwright.serve.engine import Engine
 from meshwright.serve.request import TokenRequest
-from meshwright.serve.sequences.window_pages import pages_of_windows
 
 PAGE_LEN, MAX_LEN, SLOTS, WINDOW = 4, 40, 5, 6
 

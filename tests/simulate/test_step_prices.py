@@ -121,7 +121,7 @@ def test_seconds_are_those_of_the_clock(cluster):
     chips, prices = parse_cluster(cluster), prices_of(tensor=8)
     rates = rates_for(chips, None, fitted=True)
     prices.set_rates(chips, rates, STORAGE)
-    setting = Setting(LLAMA, chips, Job(kind="decode", batch_seqs=1, seq_len=1), rates)
+    setting = Setting(LLAMA, chips, Job(kind="decode", batch_seqs=1, seq_len=1), rates, STORAGE)
     clock = PricedClock(setting, prices.strategy)
     asked = (8, 8 * 511, 0, 0.0), (0, 0, 256, 127.5), (8, 8 * 511, 256, 1127.5)
     expected = [clock.step_s(*one).item() for one in asked]

@@ -170,15 +170,15 @@ def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
     placements = [strategy_placements(case.setting.cluster, case.strategy)[0] for case in chosen]
     groups = collective_groups(derived)
     sizes = [case.setting.sizes(case.strategy) for case in chosen]
-    dims, mesh = (
-        map_figures(lambda *sizes: np.array(sizes, dtype=float), *tables)
-        for tables in ([one.dims for one in sizes], [one.mesh for one in sizes])
+    dims, mesh, sequences = (
+        map_figures(lambda *sizes: np.array(sizes, dtype=float), *(getattr(one, name) for one in sizes))
+        for name in ("dims", "mesh", "sequences")
     )
     return CaseBatch(
         cases=chosen,
         numbers=np.array(numbers),
         derived=_with_repeats(derived, chosen),
-        sizes=msgspec.structs.replace(sizes[0], dims=dims, mesh=mesh),
+        sizes=msgspec.structs.replace(sizes[0], dims=dims, mesh=mesh, sequences=sequences),
         pipeline=PipelineCost(
             schedule=first.strategy.schedule,
             stages=np.array([case.strategy.mesh["pipeline"] for case in chosen]),

@@ -9,7 +9,7 @@ attends to these: it multiplies queries, not latents, with the keys' projection 
 """
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -136,11 +136,11 @@ def derive_job(
     options: ProgramOptions = PLAIN,
     fused_head: bool = True,
 ) -> Derived:
-    """Returns the step of a job: all passes and the update of a training job, the forward pass of prefill or decode."""
+    """Returns the step of a job: all passes and the update of a training job, else the step of a server."""
     strategy = strategy_of_heads(job_strategy(job, strategy), model.num_kv_heads)
     if job.trains:
         return derive(transformer(model, options), strategy, optimizer=job.optimizer, fused_head=fused_head)
-    return derive_phase(model, "prefill" if job.kind == "prefill" else "decode", strategy, storage)
+    return derive_phase(model, "packed", strategy, storage, prompts=job.kind == "prefill")
 
 
 def derive_phase(
@@ -156,7 +156,9 @@ def derive_phase(
     packed step has ``prompts`` if its sequences have several rows."""
     if phase == "packed" and not storage.page_len:
         raise InputError("a packed step has its caches in pages. Give a page_len, such as 16.")
-    program = generation_program(without_mtp(model), phase, storage)
+    # where positions of a cache are split, heads are gathered for all of them
+    joined = prompts and not strategy.rules("cache").get("S")
+    program = generation_program(without_mtp(model), phase, storage, joined=joined)
     if phase == "packed":
         strategy = packed_rows(strategy, prompts=prompts)
     return derive_forward(program, one_position(strategy) if phase == "decode" else strategy, axes)
@@ -279,7 +281,9 @@ QUANTISED = ("einsum", "embed")
 # -- programs -------------------------------------------------------------------------------------------
 
 
-def generation_program(model: Model, phase: GenerationPhase, storage: Storage = AS_WRITTEN) -> Program:
+def generation_program(
+    model: Model, phase: GenerationPhase, storage: Storage = AS_WRITTEN, *, joined: bool = False
+) -> Program:
     """Returns the program of a phase, which ends in logits[B,V].
 
     Prefill reads tokens[B,T] at positions[B,T], and ``last``[B], the index of each row's last token; what follows is
@@ -290,7 +294,7 @@ def generation_program(model: Model, phase: GenerationPhase, storage: Storage = 
     these. ``last``[O] are the rows whose logits it ends in. With several adapters, ``adapters``[B, T] is the number of
     each row's own, -1 for none.
     """
-    program = _plain_program(model, phase, storage)
+    program = _plain_program(model, phase, storage, joined=joined)
     if not (found := quantised_weights(model, storage.weights)):
         return program
     variables = program.variables | {each.name: each for pair in found.values() for each in pair}
@@ -305,7 +309,7 @@ def generation_program(model: Model, phase: GenerationPhase, storage: Storage = 
     return Program(blocks, variables, program.stacks)
 
 
-def _plain_program(model: Model, phase: GenerationPhase, storage: Storage) -> Program:
+def _plain_program(model: Model, phase: GenerationPhase, storage: Storage, *, joined: bool = False) -> Program:
     if model.encoder or model.relative_buckets:
         raise CannotRunError(
             f"{model.name} has an encoder or relative positions and does not generate in this version."
@@ -316,7 +320,7 @@ def _plain_program(model: Model, phase: GenerationPhase, storage: Storage) -> Pr
             f"there when it is generated. Use prefix_lm, transfusion or causal & ... to generate."
         )
     training = transformer(model)
-    writer = _Writer(model, phase, storage, training)
+    writer = _Writer(model, phase, storage, training, joined=joined)
     blocks = tuple(map(writer.block, training.blocks))
     used = {name for block in blocks for op in block.ops for name in (*op.inputs, op.out)}
     return Program(blocks, {name: v for name, v in writer.variables.items() if name in used}, training.stacks)
@@ -334,7 +338,10 @@ def _sees_later(mask: str) -> bool:
 class _Writer:
     """Blocks of a training program rewritten for one phase, and every variable that they name."""
 
-    def __init__(self, model: Model, phase: GenerationPhase, storage: Storage, training: Program) -> None:
+    def __init__(
+        self, model: Model, phase: GenerationPhase, storage: Storage, training: Program, *, joined: bool
+    ) -> None:
+        self.joined = joined and model.latent_attention and not (model.attention_mask or model.attention_score)
         self.model, self.phase, self.storage = model, phase, storage
         self.training, self.variables = training, dict(training.variables)
         self.ops: list[Op] = []
@@ -429,8 +436,20 @@ class _Writer:
             own = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
             ql = self._add("einsum", (own, keys), Variable("ql", latent, "activation"))
             mixed = Variable("oc", latent, "activation")
+            attributes += (("past", "true"),) if self.joined else ()
             self._add("cached_latent_attention", (ql, q, *inputs, *others), mixed, attributes)
-            self.ops.append(Op("einsum", ("oc", values), op.out))
+            if not self.joined:
+                self.ops.append(Op("einsum", ("oc", values), op.out))
+                return
+            # with the rows of the step queries are multiplied as in training, by keys and values of heads
+            whole = self.variables[op.out]
+            fresh = self._add("prompt_attention", (q, k, v, "first", "counts"), replace(whole, name="of"))
+            parts = (
+                self._add("share", ("oc", fresh), replace(mixed, name="os")),
+                self._add("share", (fresh, "oc"), replace(whole, name="on")),
+            )
+            past = self._add("einsum", (parts[0], values), replace(whole, name="op"))
+            self.ops.append(Op("add", (parts[1], past), op.out))
         else:
             self.ops.append(Op("cached_attention", (q, *inputs, *others), op.out, attributes))
 
@@ -496,6 +515,17 @@ def caches_of(block: Block) -> tuple[str, ...]:
 def scale_name(name: str) -> str:
     """Returns the name of the variable that holds the scales of an int8 array."""
     return f"{name}_scale"
+
+
+def pages_of_window(window: int, page_len: Any, rows: Any = 1) -> Any:
+    """Returns the pages that the windows of a sequence's next rows touch at most, with those that the rows write."""
+    return (window + rows - 3) // page_len + 2
+
+
+def pages_of_windows(window: int, page_len: int, *, num_seqs: int, num_rows: int) -> int:
+    """Returns the pages that windows of sequences need at most while a step writes so many rows, of any of them."""
+    # those that write several rows fill whole pages, and a part of one more each
+    return num_seqs * pages_of_window(window, page_len) + num_rows // page_len + min(num_seqs, num_rows // 2)
 
 
 def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Sizes from which FLOPs and bytes of steps are counted: dims, mesh axes and element widths, as numbers or arrays."""
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any, Literal
 
 import msgspec
@@ -60,6 +61,11 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     def width(self) -> int:
         """Bytes of one element of an activation or weight, in memory or communicated: as the state stores weights."""
         return int(STATE_BYTES[self.state]["weights"])
+
+    @property
+    def rows_each(self) -> Number:
+        """Positions of a sequence that the step runs; of packed sequences the most."""
+        return reduce(np.maximum, (one.rows for one in self.sequences), self.dims["T"])
 
     def elements(self, array: ShardedArray) -> Number:
         """Returns the elements of one device's block."""

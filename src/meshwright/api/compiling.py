@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from meshwright.core.errors import InputError, UserError
 from meshwright.core.files import write_json_whole, write_text_whole
 from meshwright.cost.setting import Setting
-from meshwright.parallel.mesh import abstract_mesh, device_mesh, in_order
+from meshwright.parallel.mesh import abstract_mesh, compiler_options, device_mesh, in_order
 from meshwright.spec.strategy import Form, Strategy
 from meshwright.verify.request import ERROR, LOWERED, MEMORY, MODULE, OPTIONS, REQUEST, Memory, Request
 
@@ -38,9 +38,12 @@ def compile_request(request: Request, folder: Path) -> None:
     only_lower, job = request.depth == "lower", request.setting.job
     mesh = abstract_mesh(request.strategy.mesh) if only_lower else target_mesh(request)
     step = step_of(request.setting, request.strategy, request.settings, mesh=mesh, form=request.form)
-    sizes = (job.batch_seqs, job.seq_len) if job.trains else (job.seq_len if job.kind == "prefill" else 0,)
-    write_json_whole(folder / OPTIONS, step.compiler)
-    lowered = step.lower(*sizes, platform=request.target.platform if only_lower else "")
+    platform = request.target.platform if only_lower else ""
+    write_json_whole(folder / OPTIONS, compiler_options(mesh))
+    if job.trains:
+        lowered = step.lower(job.batch_seqs, job.seq_len, platform=platform)
+    else:
+        lowered = step.on(mesh, platform).lower(step.shape_of(job))
     (folder / LOWERED).touch()
     if only_lower:
         return
@@ -83,8 +86,8 @@ def target_mesh(request: Request) -> Mesh:
 def step_of(
     setting: Setting, strategy: Strategy, settings: Mapping[str, Any], *, mesh: Any = None, form: Form = "shard_map"
 ) -> Any:
-    """Returns the step that `train` runs with these settings, or the one of `generate`; by default on the devices at
-    hand. Raises InputError if a training batch does not divide over them."""
+    """Returns the step that `train` runs with these settings, or a server; by default on the devices at hand. Raises
+    InputError if a training batch does not divide over them."""
     job = setting.job
     if job.trains:
         from meshwright.train.settings import settings_from_table
@@ -94,18 +97,10 @@ def step_of(
         step = make_step(setting.model, strategy, table, several_documents=False, mesh=mesh, form=form)
         require_divides(step, job)
         return step
-    from meshwright.parallel.generation.generate_step import GenerateStep
+    from meshwright.parallel.generation.packed_step import PackedStep
 
-    cache_dtype, weights = setting.storage.executed
-    return GenerateStep(
-        setting.model,
-        strategy,
-        max_len=job.seq_len,
-        batch_seqs=job.batch_seqs,
-        cache_dtype=cache_dtype,
-        weights=weights,
-        mesh=mesh,
-    )
+    storage = setting.step_storage
+    return PackedStep(setting.model, strategy, max_len=setting.max_len, max_seqs=job.batch_seqs, storage=storage)
 
 
 if __name__ == "__main__":

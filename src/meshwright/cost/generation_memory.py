@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.generation import caches_of, window_of
+from meshwright.algebra.generation import caches_of
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
-from meshwright.algebra.ops.cached_attention import CachedAttention, slots_kept
 from meshwright.algebra.rewrites.split_backward import weights_of
 from meshwright.algebra.sizes import LANES, SUBLANES, Number, OpSizes
 from meshwright.algebra.steps import Step
@@ -38,8 +37,7 @@ def cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
 
 def _layer_caches(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     caches = [derived.declared[name] for name in caches_of(block.block)]
-    kept = slots_kept(sizes.dims["S"], window_of(block.block)) / sizes.dims["S"] if caches else 1.0
-    return kept * total(sizes.bytes(array) * _tiles(array, sizes) for array in caches)
+    return total(sizes.bytes(array) * _tiles(array, sizes) for array in caches)
 
 
 def _tiles(array: ShardedArray, sizes: OpSizes) -> Number:
@@ -54,13 +52,13 @@ def _tiles(array: ShardedArray, sizes: OpSizes) -> Number:
 def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the bytes that XLA copies of the weights and caches of one layer.
 
-    On GPUs these are slices of the arrays of all layers: matrices, and in decode keys and values. On TPUs they are
-    matrices of experts in prefill, biases of their first products, once for each row, and in decode int8 latents of all
-    layers, whose tiles writes change. Matrices in int4, and those of experts in int8 and fp8, are widened one at a
-    time. What experts make of rows that were gathered is made a shard at a time and joined. GPUs transpose matrices
-    that are gathered along another dim than their first, of all layers at once.
+    On GPUs these are slices of the arrays of all layers: matrices. On TPUs they are matrices of experts where sequences
+    have several rows, else int8 latents of all layers, whose tiles writes change; and biases of first products of
+    experts, once for each row. Matrices in int4, and those of experts in int8 and fp8, are widened one at a time. What
+    experts make of rows that were gathered is made a shard at a time and joined. GPUs transpose matrices that are
+    gathered along another dim than their first, of all layers at once.
     """
-    decodes = any(isinstance(step.details, CachedAttention) for step in block.forward)
+    few = np.asarray(sizes.rows_each) <= 1
     weights = weights_of(derived, block) if block.is_layer else ()
     matrices = [derived.declared[name] for name in weights]
     experts = [array for array in matrices if array.dims[0] == "E"]
@@ -68,14 +66,13 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     widened = largest(sizes.elements(array) * sizes.width for array in wide)
     found: Number = 0.0
     if sizes.on_gpus:
-        found = widened + sizes.total(*matrices) + decodes * _layer_caches(block, derived, sizes)
+        found = widened + sizes.total(*matrices)
     elif sizes.tile_rows:
-        found = widened + (not decodes) * sizes.total(*experts)
-    if sizes.tile_rows and decodes:
+        found = widened + np.where(few, 0.0, sizes.total(*experts))
+    if sizes.tile_rows:
         latents = (derived.declared[name] for name in caches_of(block.block))
-        found = found + block.repeat * total(
-            sizes.bytes(array) for array in latents if array.dtype == "int8" and len(array.dims) == 3
-        )
+        turned = total(sizes.bytes(array) for array in latents if array.dtype == "int8" and len(array.dims) == 3)
+        found = found + np.where(few, block.repeat * turned, 0.0)
     gathers = [s for s in block.forward if s.is_collective and s.op == "all_gather"]
     if slots := [step for step in gathers if step.dim == "C"]:
         made = (s.result for s in block.forward if not s.is_collective and kind_of(s).is_einsum)
@@ -98,16 +95,10 @@ def moves(step: Step, sizes: OpSizes) -> Any:
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
     """Returns the bytes of temporary memory of a step: its own; on TPUs, where rows go to experts or back, a second
-    copy for the loop of further rounds; on GPUs the transposed copy of a stream of several sequences, whose positions
-    are gathered or scattered as the outermost dim."""
+    copy for the loop of further rounds."""
     if not step.is_collective:
         return kind_of(step).scratch_bytes(step, sizes)
-    if sizes.tile_rows and step.op == "all_to_all":
-        return sizes.bytes(step.result) * moves(step, sizes)
-    if not sizes.on_gpus or step.op not in ("all_gather", "reduce_scatter") or step.dim != "T":
-        return 0.0
-    whole = step.result if step.op == "all_gather" else step.inputs[0]
-    return sizes.bytes(whole) * moves(step, sizes) * (sizes.local(whole)["B"] > 1)
+    return sizes.bytes(step.result) * moves(step, sizes) * bool(sizes.tile_rows and step.op == "all_to_all")
 
 
 def widened_results(steps: tuple[Step, ...], sizes: OpSizes) -> dict[ShardedArray, float]:

@@ -16,8 +16,7 @@ from meshwright.cost.offload import NOTHING, Transfers
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.step_costs import Priced, blocks_of_weights
 from meshwright.cost.step_rates import StepRates
-from meshwright.cost.work.host_work import reads_cache
-from meshwright.cost.work.kernels import AxisGroup, StepCost, partly_hidden
+from meshwright.cost.work.kernels import LONGEST_DRAFT, AxisGroup, StepCost, partly_hidden
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.strategy import IN_TURN, WITHOUT_HOST
 
@@ -154,9 +153,8 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
     """
     at = rates.chip.efficiency
     trains = any(block.backward for block in priced.blocks)
-    # an engine has graphs of its steps of decode alone
-    passes = [cost for block in priced.blocks for cost in block.forward]
-    eager = rates.software == "served" and not any(reads_cache(cost.step) for cost in passes)
+    # an engine has graphs of its steps without parts of prompts alone
+    eager = (rates.software == "served") & (np.asarray(sizes.rows_each) > LONGEST_DRAFT)
     # the block whose backward pass sums a gradient: of several (tied embeddings) the first
     owners = {weight: names[0] for weight, names in blocks_of_weights(derived).items()}
     layers, ends = list[BlockSeconds](), list[BlockSeconds]()
@@ -166,8 +164,9 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
         if rates.chip.host is not None and block.is_layer:
             ahead_s, back_s = (size * rates.chip.host.loop_byte for size in loop_bytes(block.steps, derived, sizes))
         forward_s = _pass_s(block.forward, rates) + ahead_s
-        if eager:
-            forward_s = partly_hidden(forward_s, _starts_s(block.forward, rates), at.overlap)
+        if np.any(eager):
+            started_s = partly_hidden(forward_s, _starts_s(block.forward, rates), at.overlap)
+            forward_s = np.where(eager, started_s, forward_s)
         # layers that run again for each other run in loops of their own
         apart = len(block.again)
         own_back = block.backward[apart:]

@@ -3,33 +3,35 @@
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
+import numpy as np
 from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import (
     AS_WRITTEN,
-    GenerationPhase,
     Storage,
-    cache_sizes,
     derive_job,
     derive_phase,
     job_strategy,
+    pages_of_window,
 )
 from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
 from meshwright.algebra.sizes import Number
 from meshwright.algebra.transformer import layer_names, transformer
 from meshwright.core.fields import Checked
+from meshwright.cost.arrays import total
 from meshwright.cost.memory import MEMORY_MARGINS, memory_limit, memory_parts
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pipeline import PipelineCost, strategy_pipeline
 from meshwright.cost.step_costs import collective_groups, op_sizes
 from meshwright.cost.step_rates import StepRates, attention_scores, has_grouped_kernels, step_rates
+from meshwright.cost.work.sequences import LikeSequences
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.chip import catalogued, compiled_as
-from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster import Cluster, Topology
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Plan
@@ -42,12 +44,16 @@ from meshwright.spec.strategy import (
     require_runnable_strategy,
 )
 
+PAGE_LENS: dict[Topology, int] = {"torus": 128, "host": 32, "switched": 16}
+"""Positions of a page: what attention reads at once, and on TPUs a row of a tile of scales; on GPUs as in vLLM."""
+
 
 class Setting(Checked, frozen=True, dict=True):
     """The model, cluster, job and rates that strategies are priced in. A verb makes one and passes it on whole.
 
     Without a ``calibration`` links and kernels take the rates of the data sheet. ``storage`` says how a job that
-    generates stores weights and caches, ``assumptions`` which software runs the step. Properties are computed when
+    generates stores weights and caches, and ``known`` are positions that caches have before its prompts;
+    ``assumptions`` say which software runs the step. Properties are computed when
     they are first read, and kept; the program is shared by all settings of one model.
     """
 
@@ -57,6 +63,7 @@ class Setting(Checked, frozen=True, dict=True):
     calibration: Calibration | None = None
     storage: Storage = AS_WRITTEN
     assumptions: Assumptions = AS_RUN
+    known: int = 0
 
     @property
     def program(self) -> Program:
@@ -87,7 +94,27 @@ class Setting(Checked, frozen=True, dict=True):
         """Returns the job's steps under a strategy, as its software runs them. Raises InputError for unknown axes."""
         make_mesh(strategy.mesh)
         fused_head = self.assumptions.fused_head
-        return derive_job(self.model, self.job, strategy, storage=self.storage, fused_head=fused_head)
+        return derive_job(self.model, self.job, strategy, storage=self.step_storage, fused_head=fused_head)
+
+    @property
+    def max_len(self) -> int:
+        """Positions of each sequence, known ones included."""
+        return self.job.seq_len + self.known
+
+    @property
+    def step_storage(self) -> Storage:
+        """How the step of a job that generates stores weights and caches: pages for all of its sequences, and for
+        windows as many as they need."""
+        job, page_len, window = (
+            self.job,
+            self.storage.page_len or PAGE_LENS[self.cluster.kind],
+            self.model.sliding_window,
+        )
+        found = replace(self.storage, page_len=page_len)
+        if not window:
+            return found
+        each = pages_of_window(window, page_len, job.step_len)
+        return replace(found, window_pages=job.batch_seqs * min(each, -(-self.max_len // page_len)))
 
     def symbolic(self, strategy: Strategy, *, without: tuple[str, ...] = ()) -> Derived:
         """Returns the job's steps for a mesh of any sizes, ``without`` some axes; pricing fills in the sizes.
@@ -96,9 +123,9 @@ class Setting(Checked, frozen=True, dict=True):
         """
         optimizer, fused_head = self.job.optimizer, self.assumptions.fused_head
         if not self.job.trains:
-            axes = tuple(axis for axis in strategy.mesh if axis not in without)
-            phase: GenerationPhase = "prefill" if self.job.kind == "prefill" else "decode"
-            return derive_phase(self.model, phase, job_strategy(self.job, strategy), self.storage, axes)
+            axes, prompts = tuple(axis for axis in strategy.mesh if axis not in without), self.job.kind == "prefill"
+            given = job_strategy(self.job, strategy)
+            return derive_phase(self.model, "packed", given, self.step_storage, axes, prompts=prompts)
         return derive(
             self.program, strategy, symbolic=True, without=without, optimizer=optimizer, fused_head=fused_head
         )
@@ -106,17 +133,46 @@ class Setting(Checked, frozen=True, dict=True):
     def sizes(
         self, strategy: Strategy, *, mesh: Mapping[str, Number] | None = None, microbatch_seqs: Number = None
     ) -> SlotSizes:
-        """Returns the sizes of one microbatch under a strategy; those of caches too, in a job that generates.
+        """Returns the sizes of one microbatch under a strategy; those of rows and pages, in a job that generates.
 
-        ``mesh`` and ``microbatch_seqs`` replace the strategy's; their sizes may be arrays. In decode no key is skipped:
-        a query is multiplied with every slot of a cache.
+        ``mesh`` and ``microbatch_seqs`` replace the strategy's; their sizes may be arrays.
         """
-        job, target = self.job, catalogued(compiled_as(self.cluster.chip), "libtpu")
+        job = self.job
+        seqs = job.batch_seqs / strategy.num_microbatches if microbatch_seqs is None else microbatch_seqs
+        if not job.trains:
+            like = LikeSequences(seqs, float(job.step_len), float(self.max_len - job.step_len))
+            return self.step_sizes(strategy, like, mesh=mesh)
+        return self._sizes(strategy, mesh or strategy.mesh, job.seq_len, seqs)
+
+    def step_sizes(
+        self,
+        strategy: Strategy,
+        *sequences: LikeSequences,
+        mesh: Mapping[str, Number] | None = None,
+        max_len: Number = None,
+        outputs: Number = None,
+    ) -> SlotSizes:
+        """Returns the sizes of a step of a server: rows of some sequences, whose caches have pages for ``max_len``
+        positions each, by default for those that they have with the step's own. ``outputs`` rows have logits, by
+        default one of each sequence."""
+        page_len = float(self.step_storage.page_len)
+        rows, seqs = total(one.count * one.rows for one in sequences), total(one.count for one in sequences)
+        held = [one.count * (one.rows + one.before if max_len is None else max_len) for one in sequences]
+        pages = total(held) / page_len
+        found = self._sizes(strategy, mesh or strategy.mesh, 1, rows)
+        dims = {"Q": seqs, "O": seqs if outputs is None else outputs, "Pl": page_len, "Pg": pages, "Bp": pages / seqs}
+        if window := self.model.sliding_window:
+            each = (one.count * pages_of_window(window, page_len, one.rows) for one in sequences)
+            dims["Pw"] = np.minimum(total(each), pages)
+        return replace(found, dims={**found.dims, **dims}, sequences=sequences)
+
+    def _sizes(self, strategy: Strategy, mesh: Mapping[str, Number], seq_len: int, seqs: Number) -> SlotSizes:
+        target = catalogued(compiled_as(self.cluster.chip), "libtpu")
         found = op_sizes(
             self.model,
-            seq_len=job.step_len,
-            microbatch_seqs=job.batch_seqs / strategy.num_microbatches if microbatch_seqs is None else microbatch_seqs,
-            mesh=mesh or strategy.mesh,
+            seq_len=seq_len,
+            microbatch_seqs=seqs,
+            mesh=mesh,
             strategy=strategy,
             scores=attention_scores(self.cluster, self.assumptions),
             grouped=has_grouped_kernels(self.cluster),
@@ -124,12 +180,7 @@ class Setting(Checked, frozen=True, dict=True):
             assumptions=self.assumptions,
         )
         on_cpus = self.cluster.kind == "host" and self.assumptions.software == "compiled"
-        found = replace(found, tile_rows=target.tile_rows if target else 0, on_cpus=on_cpus)
-        if job.trains:
-            return found
-        cache = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=self.storage)
-        causal = found.causal and job.kind != "decode"
-        return replace(found, dims={**found.dims, **cache}, causal=causal)
+        return replace(found, tile_rows=target.tile_rows if target else 0, on_cpus=on_cpus)
 
     def memory(self, strategy: Strategy, derived: Derived | None = None) -> dict[str, Number]:
         """Returns the bytes per chip of each item under a strategy; ``derived`` are its steps if they exist already."""

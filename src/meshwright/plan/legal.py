@@ -302,13 +302,14 @@ def legal_axis_sizes(found: Sequence[DimSplit], axis: str, dims: Mapping[str, in
 def strategy_sizes(setting: Setting, strategy: Strategy) -> StrategySizes:
     """Returns the sizes that the rules check."""
     model, cluster, job = setting.model, setting.cluster, setting.job
-    caches = cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len, storage=setting.storage)
+    rows = {"B": job.tokens_per_step, "T": 1, "Q": job.batch_seqs, "O": job.batch_seqs}
+    rows |= cache_sizes(batch_seqs=job.batch_seqs, max_len=setting.max_len, storage=setting.step_storage)
     return StrategySizes(
         model=model.name,
         cluster=cluster.short_name,
         num_chips=cluster.num_chips,
         mesh=strategy.mesh,
-        dims=model.dims | {"B": job.batch_seqs, "T": job.seq_len} | ({} if job.trains else caches),
+        dims=model.dims | ({"B": job.batch_seqs, "T": job.seq_len} if job.trains else rows),
         num_microbatches=strategy.num_microbatches,
         schedule=strategy.schedule,
         chunks=strategy.chunks,

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from meshwright.nn.weights import init_params
-from meshwright.parallel.generation.generate_step import GenerateStep
 from meshwright.parallel.generation.held_arrays import HeldArrays
+from meshwright.parallel.generation.packed_step import PackedRows, PackedStep, slots_of
 from meshwright.parallel.train_step import TrainStep
 from meshwright.profile.memory import Owner, state_owners
 from meshwright.spec.job import Job
@@ -60,27 +60,37 @@ class Training:
 
 
 class Prefill:
-    """A prefill of prompts of full length."""
+    """A step with all rows of random prompts of full length."""
 
-    def __init__(self, step: GenerateStep, job: Job) -> None:
+    def __init__(self, step: PackedStep, job: Job) -> None:
         self.step, self.job = step, job
         self._given: tuple[Any, ...] = ()
 
     def begin(self, seed: int) -> None:
-        step, job = self.step, self.job
+        step, (seqs, length) = self.step, (self.job.batch_seqs, self.job.seq_len)
+        rows, each, page_len = np.arange(seqs * length), step.cache_sizes["Bp"], step.storage.page_len
+        owner, positions, whole = rows // length, rows % length, np.full(seqs, length)
+        pages = np.arange(seqs * each).reshape(seqs, each)
+        tokens = _random_tokens(step.model.vocab_size, (len(rows),), seed)
+        slots = slots_of(positions, pages, owner, page_len)
+        first = np.arange(seqs) * length
+        given = PackedRows(tokens, 0 * rows - 1, positions, slots, first, whole, whole, pages, first + length - 1)
+        if step.has_windows:
+            held = step.storage.window_pages // seqs
+            table = np.arange(seqs)[:, None] * held + np.arange(each)[None] % held
+            given = given._replace(window_pages=table, window_slots=slots_of(positions, table, owner, page_len))
+        latest = np.zeros(step.max_seqs, np.int32)
         params = step.place(init_params(step.model, seed))
-        tokens = _random_tokens(step.model.vocab_size, (job.batch_seqs, job.seq_len), seed)
-        lengths = np.full(job.batch_seqs, job.seq_len, np.int32)
-        self._given = params, step.init_cache(), step.prefill_inputs(tokens, lengths)
+        self._given = params, step.init_cache(), latest, step.flat(given)
         jax.block_until_ready(self._given)
 
     def compile(self) -> Any:
-        return self.step.compiled(self.job.seq_len)
+        return self.step.compiled(self.step.shape_of(self.job))
 
     def advance(self, compiled: Any) -> None:
-        params, cache, given = self._given
-        logits, cache = compiled(params, cache, given)
-        self._given = params, cache, given
+        params, cache, *given = self._given
+        logits, cache = compiled(params, cache, *given)
+        self._given = params, cache, *given
         jax.block_until_ready((logits, cache))
 
     def owners(self) -> list[Owner]:

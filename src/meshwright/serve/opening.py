@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage, cache_table, derive_phase, quantised_weights, weight_bytes
+from meshwright.algebra.generation import (
+    Storage,
+    cache_table,
+    derive_phase,
+    pages_of_windows,
+    quantised_weights,
+    weight_bytes,
+)
 from meshwright.algebra.notation import ShardedArray, local_elements, product
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.transformer import weight_variables
@@ -30,7 +37,6 @@ from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
 from meshwright.serve.layout import USUAL_ENGINE, EngineLayout, EngineOptions, engine_layout
 from meshwright.serve.model_folder import ModelFolder, open_model
-from meshwright.serve.sequences.window_pages import pages_of_windows
 from meshwright.spec.model import GROUP, GROUPED, Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, make_mesh, sequence_shards
 from meshwright.spec.weights import without_mtp_words

@@ -1,6 +1,5 @@
 """Simulates a planned service under Poisson arrivals: the scheduler of `batching` with the cost model as its clock."""
 
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.train_step import PricedStep
-from meshwright.cost.work.ops import is_attention
+from meshwright.cost.work.sequences import LikeSequences
 from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
@@ -33,10 +32,10 @@ decodes: as vLLM's server has on chips of 70 GB and more (vllm/engine/arg_utils.
 class PricedClock(Clock):
     """Seconds of the steps of one engine, by the cost model.
 
-    A step that decodes takes the derived decode step at its mean cache; tokens that are prefilled take a prefill of so
-    many, as of prompts of at most ``prompt_len``, and attention to the tokens before them. Where devices have sequences
-    of their own, prompts are spread over them. With ``num_shards`` above 1 the requests are those of one of so many
-    replicas of attention, all of which do the same.
+    A step is the one that serves, with a row of each request that decodes, at their mean cache, and the rows of prompts
+    of at most ``prompt_len``, behind what is known of them. Where devices have sequences of their own, prompts are
+    spread over them. With ``num_shards`` above 1 the requests are those of one of so many replicas of attention, all of
+    which do the same.
     """
 
     def __init__(
@@ -55,44 +54,27 @@ class PricedClock(Clock):
         """Returns the seconds of steps, see `Clock`; arguments may be arrays that broadcast."""
         asked = (num_decode, cached_tokens, prefill_tokens, prefill_past)
         decode, cached, tokens, past = (np.asarray(one, float) for one in asked)
-        decode_s: Any = 0.0
+        shards, some = sequence_shards(self._strategy), np.maximum(decode, 1)
+        decoding = LikeSequences(np.maximum(some * self._num_shards, shards), 1.0, cached / some)
+        each, rows = np.clip(tokens, 1, self._prompt_len), np.maximum(tokens, 1)
+        # as many on every device as on the one that has most
+        most = np.maximum(shards * np.minimum(rows, self._prompt_len), rows)
+        prompts = LikeSequences(most / each, each, np.maximum(past - (each - 1) / 2, 0.0))
+        alone_s: Any = 0.0
+        both: tuple[LikeSequences, ...] = (prompts,)
         if self._decodes:
-            batch, length = np.maximum(decode, 1), np.maximum(cached / np.maximum(decode, 1), 1)
-            decode_s = np.where(decode > 0, self._seconds("decode", batch * self._num_shards, length), 0.0)
-        # the tokens of the device that has most
-        shards = sequence_shards(self._strategy)
-        tokens = np.maximum(np.minimum(tokens, self._prompt_len), tokens / shards)
-        each = np.clip(tokens, 1, self._prompt_len)
-        prefill_s = np.where(tokens > 0, self._seconds("prefill", shards * np.maximum(tokens, 1) / each, each), 0.0)
-        pairs = np.maximum(tokens * (past + 1) - np.minimum(tokens, self._prompt_len) * tokens / 2, 0.0)
-        prefill_s = prefill_s + pairs * self._pair_s
-        return decode_s + prefill_s
+            alone_s = np.where(decode > 0, self._seconds("decode", decoding), 0.0)
+            both = replace(decoding, count=decoding.count * (decode > 0)), prompts
+        return np.where(tokens > 0, self._seconds("prefill", *both), alone_s)
 
-    @cached_property
-    def _pair_s(self) -> float:
-        """Seconds of attention for each pair of a query and an earlier key."""
-        length = 4096.0
-        step = self._step("prefill", 1.0, length)
-        seconds = sum(
-            float(c.local_s * c.count) for c in step.costs.all if not c.step.is_collective and is_attention(c.step)
-        )
-        return seconds / (length**2 / 2)
-
-    def _seconds(self, phase: str, batch: Any, length: Any) -> Any:
-        return self._step(phase, batch, length).seconds.step_s
-
-    def _step(self, phase: str, batch: Any, length: Any) -> PricedStep:
-        """Returns the priced step of a phase, with arrays as the sequences and as the positions."""
+    def _seconds(self, phase: str, *sequences: LikeSequences) -> Any:
+        """Returns the seconds of a step with some sequences, whose numbers may be arrays."""
         setting, strategy = replace(self._setting, job=Job(kind=phase, batch_seqs=1, seq_len=1)), self._strategy
         derived = setting.derived(strategy)
-        shards = max(sequence_shards(strategy), self._num_shards)
-        sizes = setting.sizes(strategy, microbatch_seqs=np.maximum(batch, shards))
-        dims = {**sizes.dims, "S": length} if phase == "decode" else {**sizes.dims, "T": length}
-        if phase == "prefill" and "C" in dims:
-            dims["C"] = dims["C"] * length  # slots of experts are those of one position so far
-        sizes = replace(sizes, dims=dims, cache={})
         rates = setting.step_rates(strategy, strategy_placements(setting.cluster, strategy)[:1], derived)
-        return PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=setting.pipeline(strategy))
+        sizes = setting.step_sizes(strategy, *sequences)
+        step = PricedStep(derived=derived, sizes=sizes, rates=rates, pipeline=setting.pipeline(strategy))
+        return step.seconds.step_s
 
 
 def service_traffic(

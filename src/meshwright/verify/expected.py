@@ -26,7 +26,7 @@ from meshwright.algebra.transformer import layer_dims
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.labels import StepLabel
 from meshwright.cost.step_costs import sent_element_bytes
-from meshwright.cost.work.ops import op_flops
+from meshwright.cost.work.ops import is_attention, op_flops
 from meshwright.cost.work.slots import SlotSizes, slot_sizes
 from meshwright.nn.experts.slots import expert_capacity
 from meshwright.parallel.blocks import cut
@@ -217,7 +217,7 @@ class StepDerivation:
     @cached_property
     def derived(self) -> Derived:
         """The steps of the program."""
-        model, storage, options = self.setting.model, self.setting.storage, self.request.options
+        model, storage, options = self.setting.model, self.setting.step_storage, self.request.options
         return derive_job(model, self.job, self.strategy, storage=storage, options=options)
 
     @cached_property
@@ -228,11 +228,14 @@ class StepDerivation:
         sizes = {
             **held_dims(model.dims, self.strategy.mesh),
             **layer_dims(model),
-            "B": job.batch_seqs,
-            "T": job.step_len,
+            "B": job.batch_seqs if job.trains else job.tokens_per_step,
+            "T": job.step_len if job.trains else 1,
         }
         if not job.trains:
-            sizes |= cache_sizes(batch_seqs=job.batch_seqs, max_len=job.seq_len)
+            sizes |= {"Q": job.batch_seqs, "O": job.batch_seqs}
+            sizes |= cache_sizes(
+                batch_seqs=job.batch_seqs, max_len=self.setting.max_len, storage=self.setting.step_storage
+            )
         if model.num_experts:
             num_tokens = job.tokens_per_step // self.strategy.num_microbatches
             bound = self.strategy.capacity_factor
@@ -263,7 +266,8 @@ class StepDerivation:
         else:
             steps = [(step, times) for _, step, times in steps_in_text(self.derived, self._tables)]
         for step, times in steps:
-            flops = 0.0 if step.is_collective else float(np.asarray(op_flops(step, slot_sizes(step, sizes))))
+            counted = not (step.is_collective or is_attention(step))
+            flops = float(np.asarray(op_flops(step, slot_sizes(step, sizes)))) if counted else 0.0
             if flops:
                 found[step.label] += flops * times
         return dict(found)

@@ -219,10 +219,13 @@ def test_a_step_that_generates(plan_file, call, tmp_path, asked, kind):
     assert f"tiny on cpu:8, {kind}: 2 steps to warm up" in said.err
     found = said.json
     assert 0 < found["host_s"] < found["step_s_profiled"]
-    assert found["flops"] == pytest.approx(found["flops_predicted"], rel=1e-6)
+    # rows of a prompt are multiplied with the masked part of a tile of the cache too
+    few = kind == "decode"
+    assert found["flops_predicted"] <= found["flops"] * (1 + 1e-6)
+    assert found["flops"] == pytest.approx(found["flops_predicted"], rel=1e-6 if few else 0.15)
     assert found["step_s_predicted"] > 0
     if kind == "prefill":
-        row = next(row for row in found["steps"] if row["name"].replace(":", " ") == "layer forward o=attention")
+        row = next(row for row in found["steps"] if row["name"].replace(":", " ") == "layer forward o=cached_attention")
         assert row["predicted_s"] > 0
         assert row["measured_s"] > 0
     both = {row["name"] for row in found["terms"] if row["predicted_s"] and row["measured_s"]}

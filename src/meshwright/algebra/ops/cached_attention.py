@@ -5,6 +5,7 @@ import numpy as np
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops.attention import Attention, AttentionArrays
+from meshwright.algebra.ops.prompt_attention import statistics
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.algebra.steps import Step
 from meshwright.algebra.tape import Tape
@@ -14,14 +15,17 @@ from meshwright.core.notation import Axes
 
 class CachedAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Details of attention; ``packed``: rows are of any sequences, whose keys and values are in pages. In place of
-    positions are each sequence's first row, rows, positions and pages."""
+    positions are each sequence's first row, rows, positions and pages. With ``past`` rows see what the cache had before
+    the step, and largest scores and sums of exponentials are left (`prompt_attention`)."""
 
     packed: bool = False
+    past: bool = False
 
 
 def queries_of(step: Step) -> ShardedArray:
-    """Returns the queries of any attention step; a step on a cache has them first."""
-    return step.inputs[0] if isinstance(step.details, CachedAttention) else AttentionArrays.of(step).q
+    """Returns the queries of any attention step; those of packed rows have them first."""
+    of_rows = step.details is None or isinstance(step.details, CachedAttention)
+    return step.inputs[0] if of_rows else AttentionArrays.of(step).q
 
 
 def forward(tape: Tape) -> None:
@@ -44,15 +48,17 @@ def forward(tape: Tape) -> None:
     queries = first.resharded({"B": rows + further, "N": kept})
     inputs = tuple(tape.move(array, array.like(queries)) for array in tape.inputs)
     result = tape.out.like(queries)
-    if not apart:
+    if details.past:
+        tape.run(tape.op.kind, inputs, result, *statistics(result), details=details)
+        for array, declared in zip(statistics(result), statistics(tape.out), strict=True):
+            tape.move(array, declared)
+    elif not apart:
         tape.run(tape.op.kind, inputs, result, details=details)
+    if not apart:
         tape.move(result, tape.out)
         return
-    statistics = (
-        ShardedArray(f"{tape.out.name}_{name}", queries.dims[:3], queries.axes[:3], apart, "fp32")
-        for name in ("peak", "total")
-    )
-    own, (peak, total) = result.replace(name=f"{result.name}_own", unreduced=apart), statistics
+    own = result.replace(name=f"{result.name}_own", unreduced=apart)
+    peak, total = (array.replace(unreduced=apart) for array in statistics(result))
     whole_peak, share = peak.replace(unreduced=()), total.replace(name=f"{tape.out.name}_share")
     tape.run(tape.op.kind, inputs, own, peak, total, details=details)
     tape.add(Step(op="all_reduce", inputs=(peak,), result=whole_peak, axes=apart, reduction="max"))
@@ -76,7 +82,8 @@ def slots_met(step: Step, sizes: OpSizes) -> Number:
     window = step.details.window
     if step.details.packed:
         rows = sum(one.count * one.rows for one in sizes.sequences)
-        met = sum(one.pairs(window) for one in sizes.sequences) / rows
+        pairs = (one.past_pairs if step.details.past else one.pairs(window) for one in sizes.sequences)
+        met = sum(pairs) / rows
     else:
         met = slots_kept(sizes.dims["S"], window)
     return met / product(sizes.mesh[axis] for axis in split_slots(step))
@@ -86,7 +93,8 @@ def slots_read(step: Step, sizes: OpSizes) -> Number:
     """Returns the slots that a device reads: of packed rows those that any row of its sequences sees."""
     if not step.details.packed:
         return sizes.local(step.inputs[0])["B"] * slots_met(step, sizes)
-    seen = sum(one.positions(step.details.window) for one in sizes.sequences)
+    past, window = step.details.past, step.details.window
+    seen = sum(one.count * one.before if past else one.positions(window) for one in sizes.sequences)
     owners = next(array.axes[0] for array in step.inputs if array.dims == ("Q",))
     return seen / product(sizes.mesh[axis] for axis in (*owners, *split_slots(step)))
 

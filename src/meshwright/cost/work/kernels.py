@@ -216,7 +216,10 @@ def local_cost(
         if is_attention(step):
             width = sizes.dims[queries_of(step).dims[-1]]
             seconds = flops / rates.attention_flops_per_s * (1 + at.head_half / width)
-            if sizes.causal and (step.details is None or not step.details.sees_all):
+            causal = sizes.causal and (step.details is None or not step.details.sees_all)
+            if sizes.sequences:
+                seconds = seconds * (1 + np.where(sizes.rows_each > LONGEST_DRAFT, at.rows_half / sizes.rows_each, 0.0))
+            elif causal:
                 seconds = seconds * (1 + at.rows_half / sizes.dims["T"])
         elif kind_of(step).is_einsum:
             seconds, casts = _product_s(step, flops, sizes, rates)
@@ -293,7 +296,7 @@ def _product_s(step: Step, flops: Number, sizes: SlotSizes, rates: ChipRates) ->
         experts, columns = (sizes.local(*step.results)[dim] for dim in ("E", step.result.dims[-1]))
         shape = {"M": outputs / columns, "K": contracted, "N": columns, "G": experts, "copied": 0}
         measured_s = grouped_s(shape, rates.kernels) * rates.wide_flops_per_s / rates.matmul_flops_per_s
-        seconds = np.where(np.asarray(sizes.dims["T"]) > LONGEST_DRAFT, measured_s, seconds)
+        seconds = np.where(np.asarray(sizes.rows_each) > LONGEST_DRAFT, measured_s, seconds)
     return seconds, casts
 
 

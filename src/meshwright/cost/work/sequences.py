@@ -30,6 +30,16 @@ class LikeSequences(msgspec.Struct, frozen=True):
             every = inside * (before + (inside + 1) / 2) + (rows - inside) * window
         return self.count * every
 
+    @property
+    def fresh_pairs(self) -> Number:
+        """Pairs of a row and another of its step, or itself, that it sees without a window."""
+        return self.count * self.rows * (self.rows + 1) / 2
+
+    @property
+    def past_pairs(self) -> Number:
+        """Pairs of a row and a position before the step."""
+        return self.count * self.rows * self.before
+
     def positions(self, window: int | None) -> Number:
         """Returns the positions of the cache that rows see."""
         seen = self.rows + self.before

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.cached_attention import split_slots
 from meshwright.algebra.steps import Step
 from meshwright.masks.names import mask_named
@@ -58,16 +59,16 @@ def packed_call(
     if not step.details.packed:
         return None, others[1:]
     first, counts, lengths, pages, *more = others
-    known, (num_rows, _, num_heads, _) = lengths, queries.shape
+    known, num_heads = lengths, queries.shape[2]
     num_pages, page_len = cached.page_sizes
     held = next(array for array in step.inputs if array.dims[1:2] == ("Pl",))
     data = [x for x in more if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
     rule = score_rule(context, step, data, num_heads) if step.details.score or step.details.mask else None
-    if rows := step.inputs[0].axes_of("B"):
-        first = first - first_index(rows, num_rows)
-        start, end = (jnp.clip(place, 0, num_rows) for place in (first, first + counts))
-        first, counts, lengths = start, end - start, lengths - (first + counts - end)
-    spread, slots = None, held.axes[1]
+    if step.details.past:
+        known, rule = lengths - counts, _as_they_are
+    first, counts, lengths = own_rows(step.inputs[0], len(queries), first, counts, lengths)
+    slots = held.axes[1]
+    spread = SpreadSlots(0, page_len) if step.details.past else None
     if slots:
         spread = SpreadSlots(first_index(slots, page_len), page_len * lax.axis_size(slots))
     call = RaggedCall(
@@ -75,7 +76,7 @@ def packed_call(
         window=step.details.window,
         softcap=None if rule else step.details.softcap,
         rule=rule,
-        known=known if step.details.mask else None,
+        known=known if step.details.mask or step.details.past else None,
         first=first,
         counts=counts,
         lengths=lengths,
@@ -85,6 +86,22 @@ def packed_call(
         heads_first=cached.heads_first,
     )
     return call, tuple(more)
+
+
+def own_rows(
+    queries: ShardedArray, num_rows: int, first: Array, counts: Array, lengths: Array
+) -> tuple[Array, Array, Array]:
+    """Returns the first rows, rows and positions of sequences among the ``num_rows`` that a device has; first rows are
+    counted through all devices, and a sequence has its last positions there."""
+    if not (axes := queries.axes_of("B")):
+        return first, counts, lengths
+    first = first - first_index(axes, num_rows)
+    start, end = (jnp.clip(place, 0, num_rows) for place in (first, first + counts))
+    return start, end - start, lengths - (first + counts - end)
+
+
+def _as_they_are(scores: Array, *at: Array) -> Array:
+    return scores
 
 
 def score_rule(context: Context, step: Step, data: Sequence[Array], num_heads: int) -> ScoreRule:

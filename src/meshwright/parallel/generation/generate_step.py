@@ -13,17 +13,19 @@ from jaxtyping import Array
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import (
+    PHASES,
     CacheDtype,
     Storage,
     WeightStorage,
     cache_sizes,
     cache_table,
-    derive_job,
+    derive_phase,
     job_strategy,
     weight_dtype,
 )
 from meshwright.algebra.layers import PLAIN, mask_data
 from meshwright.algebra.notation import check
+from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.core.errors import InputError
 from meshwright.core.fields import checked
 from meshwright.nn.weights import Params
@@ -64,12 +66,12 @@ class GenerateStep(HeldArrays):
                 f"{model.name} has {model.max_positions} learned positions, and {max_len} are asked for. "
                 f"Use shorter prompts, or fewer tokens."
             )
-        prefill, decode = (Job(kind=kind, batch_seqs=batch_seqs, seq_len=max_len) for kind in ("prefill", "decode"))
-        self.strategy = job_strategy(decode, strategy)
+        decode = Job(kind="decode", batch_seqs=batch_seqs, seq_len=max_len)
+        self.strategy = strategy_of_heads(job_strategy(decode, strategy), model.num_kv_heads)
         self.model, self.max_len, self.batch_seqs = model, max_len, batch_seqs
         self.storage = storage = Storage(cache_dtype=cache_dtype, weights=weight_dtype(weights))
         self.prefill_declared, self.generate_declared = (
-            derive_job(model, job, strategy, storage=storage) for job in (prefill, decode)
+            derive_phase(model, phase, self.strategy, storage) for phase in PHASES
         )
         self.declared = self.prefill_declared.declared | self.generate_declared.declared
         # room for a prompt of any length up to max_len, padded to what the axes divide

@@ -297,8 +297,15 @@ class PackedStep(HeldArrays):
         compiled once.
         """
         shape = PackedShape(len(rows.tokens), len(rows.first), len(rows.last), longest)
-        flat = np.concatenate([getattr(rows, name).ravel() for name in self.fields], dtype=np.int32)
-        return self.compiled(shape)(params, cache, latest, flat)
+        return self.compiled(shape)(params, cache, latest, self.flat(rows))
+
+    def flat(self, rows: PackedRows) -> np.ndarray:
+        """Returns the fields that the step reads one after the other, as its programs take them."""
+        return np.concatenate([getattr(rows, name).ravel() for name in self.fields], dtype=np.int32)
+
+    def shape_of(self, job: Job) -> PackedShape:
+        """Returns the shape of the step of a job: all rows of its sequences, with logits of the last ones."""
+        return PackedShape(job.tokens_per_step, job.batch_seqs, job.batch_seqs, job.step_len)
 
     def compiled(self, shape: PackedShape) -> jax.stages.Compiled:
         """Returns the program of a shape; compiles it once."""

@@ -6,7 +6,6 @@ are arrays.
 
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -20,9 +19,9 @@ from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.formulas.serving import expected_tokens
 from meshwright.cost.memory import memory_parts, total_bytes
 from meshwright.cost.setting import Setting
-from meshwright.cost.step_costs import Priced, price_steps
 from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.kernels import StepCost
+from meshwright.cost.work.sequences import LikeSequences
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import StrategySizes, mask, size_rules
 from meshwright.plan.serving.fleet import OTHER_AXES, Fleet, engine_strategy
@@ -164,7 +163,8 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         powers = 1 << np.arange(MAX_BATCH_POWER + 1)
         rows = np.repeat(np.arange(count), len(powers))
         grid = shards[rows] * np.tile(powers, count)
-        need = sum_of(self.memory("decode", rows, grid, self.service.max_len)).reshape(count, -1)
+        longest = self.service.max_len - 1
+        need = sum_of(self.memory("decode", rows, LikeSequences(grid, 1.0, longest))).reshape(count, -1)
         found = [(rows, grid)]
         for taken in (np.zeros(count), beside):
             largest = _largest(need + taken[:, None], powers, self.setting.memory_room)
@@ -174,26 +174,24 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         rows, grid = pairs[:, pairs[1] > 0]
         if self.service.speculation:
             return self.drafted(rows, grid, self.service.speculation), need[:, 0]
-        memory = self.memory("decode", rows, grid, self.service.max_len)
+        memory = self.memory("decode", rows, LikeSequences(grid, 1.0, longest))
         kept = sum_of(memory) <= self.setting.memory_room
         chosen: dict[str, np.ndarray] = select(memory, kept)
-        return self.priced("decode", rows[kept], grid[kept], self.service.mean_len, chosen), need[:, 0]
+        mean = LikeSequences(grid[kept], 1.0, self.service.mean_len - 1)
+        return self.priced("decode", rows[kept], mean, chosen), need[:, 0]
 
     def drafted(self, rows: np.ndarray, batch: np.ndarray, given: Speculation) -> Steps:
         """Returns the decode steps that fit, each with the drafts that make its tokens fastest.
 
-        A step that checks K drafts is the derived step with K + 1 positions of each sequence: products and collectives
-        of as many rows, caches read once. Drafts take K times ``draft_cost`` of the step without any.
+        A step that checks K drafts has K + 1 rows of each sequence, all with logits. Drafts take K times ``draft_cost``
+        of the step without any.
         """
-        tried, length = np.array(given.tried), self.service.mean_len
-        one = self.priced("decode", rows, batch, length, {})
+        tried, before = np.array(given.tried), self.service.mean_len - 1
+        one = self.priced("decode", rows, LikeSequences(batch, 1.0, before), {})
         shape = (len(rows), len(tried))
         each, seqs, drafts = (np.repeat(rows, len(tried)), np.repeat(batch, len(tried)), np.tile(tried, len(rows)))
-        memory = self.memory("decode", each, seqs, self.service.max_len, drafts + 1)
-        # beside what attention needs, the head has logits of every position
-        rows_alone = self.memory("decode", each, seqs * (drafts + 1), 1)["activations"]
-        memory["activations"] = np.maximum(memory["activations"], rows_alone)
-        steps = self.priced("decode", each, seqs, length, memory, drafts + 1)
+        memory = self.memory("decode", each, LikeSequences(seqs, drafts + 1, self.service.max_len - drafts - 1))
+        steps = self.priced("decode", each, LikeSequences(seqs, drafts + 1, before), memory)
         drafting = drafts * given.draft_cost * np.repeat(one.step_s, len(tried))
         steps = msgspec.structs.replace(
             steps,
@@ -210,23 +208,14 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
     def prefill(self, at_once: Sequence[int]) -> Steps:
         """Returns a step for each engine and number of prompts at once on each device that has its own sequences.
 
-        Of a prompt that is known in part the new tokens are computed: the time is at least that of a prompt of their
-        number, and at least what the whole prompt takes beyond the known part, as new tokens attend to that too.
+        Of a prompt that is known in part the new tokens are computed, which attend to the known ones too.
         """
         service = self.service
         rows = np.repeat(np.arange(len(self.engines)), len(at_once))
         batch = self.fleet.batch_shards[self.engines[rows]] * np.tile(at_once, len(self.engines))
         new = service.new_prompt_tokens
-        memory = self.memory("prefill", rows, batch, new)
-        if new == service.prompt_len:
-            return self.priced("prefill", rows, batch, new, memory)
-        # the cache has the whole prompt, the pass its new tokens
-        memory["kv_cache"] = memory["kv_cache"] * service.prompt_len / new
-        own, whole, known = (
-            self.priced("prefill", rows, batch, length, memory)
-            for length in (new, service.prompt_len, service.prompt_len - new)
-        )
-        return msgspec.structs.replace(own, step_s=np.maximum(own.step_s, whole.step_s - known.step_s))
+        like = LikeSequences(batch, float(new), float(service.prompt_len - new))
+        return self.priced("prefill", rows, like, self.memory("prefill", rows, like))
 
     def chunk_s(self, lengths: Sequence[int]) -> np.ndarray:
         """Returns the seconds of the first and the last chunk [lengths, 2, engines] of prompts that are cut, one on
@@ -234,54 +223,38 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         part."""
         if not lengths:
             return np.zeros((0, 2, len(self.engines)))
-        whole, cut = self.service.prompt_len, np.array(lengths)
-        tokens = np.concatenate([cut, whole - cut, [whole]])
-        rows = np.tile(np.arange(len(self.engines)), len(tokens))
+        cut = np.repeat(np.array(lengths), len(self.engines))
+        rows = np.tile(np.arange(len(self.engines)), len(lengths))
         batch = self.fleet.batch_shards[self.engines[rows]]
-        steps = self.priced("prefill", rows, batch, 1, {}, np.repeat(tokens, len(self.engines)))
-        step_s = steps.step_s.reshape(len(tokens), -1)
-        first, before, all_of_it = step_s[: len(cut)], step_s[len(cut) : -1], step_s[-1]
-        return np.stack([first, np.maximum(first, all_of_it - before)], axis=1)
+        whole = self.service.prompt_len
+        chunks = LikeSequences(batch, cut, 0.0), LikeSequences(batch, cut, whole - cut)
+        steps = (self.priced("prefill", rows, chunk, {}) for chunk in chunks)
+        first, last = (one.step_s.reshape(len(lengths), -1) for one in steps)
+        return np.stack([first, np.maximum(first, last)], axis=1)
 
-    def memory(
-        self, phase: str, rows: np.ndarray, batch: np.ndarray, length: int, checked: Number = 1
-    ) -> dict[str, np.ndarray]:
+    def memory(self, phase: str, rows: np.ndarray, like: LikeSequences) -> dict[str, np.ndarray]:
         """Returns bytes per chip of weights, caches and the rest."""
-        setting = self._setting(phase, length)
-        parts = memory_parts(self.steps[phase], self._sizes(setting, rows, batch, checked))
-        items = parts.items(setting.pipeline(self.strategy), ())
+        parts = memory_parts(self.steps[phase], self._sizes(phase, rows, like))
+        items = parts.items(self._setting(phase).pipeline(self.strategy), ())
         weights, cache = (np.broadcast_to(items[name], len(rows)) for name in ("weights", "kv_cache"))
         rest = np.broadcast_to(total_bytes(items), len(rows)) - weights - cache
         return {"weights": weights, "kv_cache": cache, "activations": rest}
 
-    def priced(
-        self,
-        phase: str,
-        rows: np.ndarray,
-        batch: np.ndarray,
-        length: int,
-        memory: dict[str, np.ndarray],
-        checked: Number = 1,
-    ) -> Steps:
-        """Returns the steps of engines (``rows`` of the form's) at batches and one length; in decode they check so many
-        positions of each sequence."""
-        setting, derived, engines = self._setting(phase, length), self.steps[phase], self.engines[rows]
-        strategy = self.strategy
+    def priced(self, phase: str, rows: np.ndarray, like: LikeSequences, memory: dict[str, np.ndarray]) -> Steps:
+        """Returns the steps of engines (``rows`` of the form's) with some sequences."""
+        setting, derived, engines, strategy = self._setting(phase), self.steps[phase], self.engines[rows], self.strategy
         rates = setting.step_rates(strategy, self.fleet.placements, derived)
         rates = msgspec.structs.replace(rates, num_hosts=np.array([part.num_hosts for part in self.fleet.parts]))
         step = PricedStep(
             derived=derived,
-            sizes=self._sizes(setting, rows, batch, checked),
+            sizes=self._sizes(phase, rows, like),
             rates=select(rates, engines),
             pipeline=setting.pipeline(strategy),
         )
-        if np.ndim(checked) and phase == "decode":
-            of_head = self._sizes(setting, rows, batch * checked)
-            step = _CheckingStep(**msgspec.structs.asdict(step), head_sizes=of_head)
         return Steps(
             engine=engines,
             dtypes=np.zeros(len(rows), dtype=np.int64),
-            batch=batch,
+            batch=like.count,
             step_s=np.broadcast_to(step.seconds.step_s, len(rows)),
             bounds_s=bounds_s(step, len(rows)),
             memory=memory,
@@ -289,33 +262,22 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
             tokens=np.ones(len(rows)),
         )
 
-    def _setting(self, phase: str, length: int) -> Setting:
-        return phase_setting(self.setting, phase, self.dtypes, length)
+    def _setting(self, phase: str) -> Setting:
+        return phase_setting(self.setting, phase, self.dtypes, self.service.max_len)
 
-    def _sizes(self, setting: Setting, rows: np.ndarray, batch: np.ndarray, checked: Number = 1) -> SlotSizes:
+    def _sizes(self, phase: str, rows: np.ndarray, like: LikeSequences) -> SlotSizes:
         mesh = {axis: sizes[self.engines[rows]].astype(float) for axis, sizes in self.fleet.mesh.items()}
-        found = setting.sizes(self.strategy, mesh=mesh, microbatch_seqs=batch.astype(float))
-        # tokens of a step, and with them the slots of experts
-        dims = {dim: found.dims[dim] * checked for dim in ("T", "C") if dim in found.dims}
-        return found if np.ndim(checked) == 0 else msgspec.structs.replace(found, dims={**found.dims, **dims}, cache={})
+        outputs = like.count * like.rows if phase == "decode" else None
+        return self._setting(phase).step_sizes(self.strategy, like, mesh=mesh, outputs=outputs)
 
 
-class _CheckingStep(PricedStep, frozen=True, kw_only=True, dict=True):
-    """A step whose head has other sizes: that of decode makes logits of one position of each of its sequences."""
-
-    head_sizes: SlotSizes
-
-    @cached_property
-    def costs(self) -> Priced:
-        """The cost of every step."""
-        own, head = (price_steps(self.derived, s, self.rates, self.pipeline) for s in (self.sizes, self.head_sizes))
-        return msgspec.structs.replace(own, blocks=(*own.blocks[:-1], head.blocks[-1]))
-
-
-def phase_setting(setting: Setting, phase: str, dtypes: StoredDtypes, length: int, batch_seqs: int = 1) -> Setting:
-    """Returns the setting of a step of a phase: decode against ``length`` positions, or prefill of as many."""
+def phase_setting(
+    setting: Setting, phase: str, dtypes: StoredDtypes, length: int, batch_seqs: int = 1, *, known: int = 0
+) -> Setting:
+    """Returns the setting of a step of a phase: decode against ``length`` positions, or prefill of as many behind
+    ``known`` ones."""
     job = Job(kind=phase, batch_seqs=batch_seqs, seq_len=length)
-    return msgspec.structs.replace(setting, job=job, storage=dtypes.storage)
+    return msgspec.structs.replace(setting, job=job, storage=dtypes.storage, known=known)
 
 
 def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtypes) -> Iterator[_Form]:
@@ -354,9 +316,10 @@ def _divides(setting: Setting, fleet: Fleet, chosen: np.ndarray, steps: dict[str
     """True for engines whose sizes divide the dims of the model; prompts and caches are padded, and batches divide."""
     mesh = {axis: sizes[chosen] for axis, sizes in fleet.mesh.items()}
     dims = setting.model.dims | {
-        "B": fleet.batch_shards[chosen],
-        "T": mesh["context"] * mesh["tensor"],
-        "S": mesh["context"],
+        **dict.fromkeys(("Q", "O", "Pg", "Pw"), fleet.batch_shards[chosen]),
+        "B": fleet.batch_shards[chosen] * mesh["context"] * mesh["tensor"],
+        "T": 1,
+        "Pl": mesh["context"],
     }
     facts = StrategySizes(model=setting.model.name, cluster="", num_chips=0, mesh=mesh, dims=dims)
     rules = [rule for derived in steps.values() for rule in size_rules(derived)]

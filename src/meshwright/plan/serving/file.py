@@ -88,12 +88,14 @@ class ServiceFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.generate if phase == "decode" else self.prefill
 
     def phase(self, phase: GenerationPhase, num_positions: int | None = None) -> tuple[Setting, Strategy]:
-        """Returns a step of one engine: decode with a cache for whole sequences, prefill of the new tokens of prompts,
-        or either at ``num_positions``."""
-        pool = self.pool(phase)
-        usual = self.service.max_len if phase == "decode" else self.service.new_prompt_tokens
+        """Returns a step of one engine: decode with a cache for whole sequences, or for ``num_positions``, prefill of
+        the new tokens of prompts."""
+        pool, service = self.pool(phase), self.service
+        length, known = num_positions or service.max_len, 0
+        if phase == "prefill":
+            length, known = service.new_prompt_tokens, service.prompt_len - service.new_prompt_tokens
         on_part = self.setting.on(pool.part)
-        return phase_setting(on_part, phase, self.stored, num_positions or usual, pool.batch_seqs), pool.strategy
+        return phase_setting(on_part, phase, self.stored, length, pool.batch_seqs, known=known), pool.strategy
 
     def require_legal(self) -> None:
         """Raises CannotRunError for a phase whose sizes do not divide or whose engine has too little memory."""

@@ -100,9 +100,6 @@ def _phase(file: ServiceFile, phase: GenerationPhase) -> PhaseExplanation:
         for block in blocks
     }
     whole = dict(price_strategy(*file.phase(phase)).estimate.memory)
-    if phase == "prefill":
-        # the cache has the whole prompt, the pass its new tokens
-        whole["kv_cache"] *= service.prompt_len / length
     return PhaseExplanation(
         phase=phase,
         pool=pool,
@@ -168,7 +165,7 @@ def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplana
     drafts the step that checks them is that of the file, ``t_checked``, and t_step is that of a token.
     """
     service, generate, fill, pools = file.service, file.generate, file.prefill, file.has_pools
-    new, price = service.new_prompt_tokens, file.cluster.chip.price_usd_per_hour
+    price = file.cluster.chip.price_usd_per_hour
     cached = cache_table(file.model, batch_seqs=1, max_len=service.prompt_len, storage=file.stored.storage)
     held = [generate.memory if file.num_drafts else decode.memory, prefill.memory]
     kept = [sum(one.get(name, 0.0) for name in ("weights", "kv_cache")) for one in held]
@@ -188,11 +185,6 @@ def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplana
     if file.num_drafts:
         times["t_checked"], counts["tokens"] = generate.step_s, file.step_tokens
         wanted["t_step"] = "t_checked / tokens"
-    if new < service.prompt_len:
-        times["t_new"] = times.pop("t_prefill")
-        for name, length in (("t_whole", service.prompt_len), ("t_cached", service.prompt_len - new)):
-            times[name] = float(price_strategy(*file.phase("prefill", length)).estimate.step_s)
-        wanted["t_prefill"] = "max(t_new, t_whole - t_cached)"
     shared = generate.batch_seqs > 1 and sequence_shards(generate.strategy) > 1 and not pools
     if shared:
         counts["devices"] = sequence_shards(generate.strategy)

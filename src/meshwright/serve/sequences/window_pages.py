@@ -27,7 +27,8 @@ class HeldWindow:
 
 
 class WindowPages:
-    """Numbers ``num_pages`` pages from ``first`` on. There must be as many as requests hold, see `pages_of_windows`."""
+    """Numbers ``num_pages`` pages from ``first`` on. There must be as many as requests hold, see
+    `algebra.generation.pages_of_windows`."""
 
     def __init__(self, window: int, page_len: int, num_pages: int, first: int = 0) -> None:
         self.window, self.page_len = window, page_len
@@ -99,9 +100,3 @@ class WindowPages:
         page, _ = self.idle.popitem(last=False)
         page.node.window = page.node = None
         return page.number
-
-
-def pages_of_windows(window: int, page_len: int, *, num_seqs: int, num_rows: int) -> int:
-    """Returns the pages that windows of sequences need at most while a step writes so many rows."""
-    # n positions in a row touch (n - 2) // page_len + 2 pages; rows add whole pages, and a part of one each
-    return num_seqs * ((window - 2) // page_len + 3) + num_rows // page_len

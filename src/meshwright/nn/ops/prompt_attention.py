@@ -1,0 +1,34 @@
+"""Attention of packed rows on the rows before them in the same step."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from meshwright.algebra.steps import Step
+from meshwright.nn.attention.ragged import RaggedCall, SpreadSlots
+from meshwright.nn.cache import OwnAttention, ScorePart
+from meshwright.nn.collectives import first_index
+from meshwright.nn.context import Context
+from meshwright.nn.ops.cached_attention import own_rows, packed_attention
+
+
+def prompt_attention(context: Context, step: Step, q: Array, k: Array, v: Array, *sequences: Array) -> OwnAttention:
+    """Returns causal attention within each sequence's rows, which are pages of one slot, with its statistics."""
+    first, counts = sequences
+    begin = first - first_index(step.inputs[1].axes_of("B"), len(k))
+    pages = begin[:, None] + jnp.arange(context.longest, dtype=begin.dtype)[None]
+    first, own, lengths = own_rows(step.inputs[0], len(q), first, counts, counts)
+    call = RaggedCall(
+        scale=context.model.attention_scale,
+        first=first,
+        counts=own,
+        lengths=lengths,
+        pages=pages,
+        spread=SpreadSlots(0, 1),
+        longest=context.longest,
+    )
+    found = packed_attention(call, [ScorePart(queries=q, keys=k)], v, None)
+    assert isinstance(found, OwnAttention)
+    return found
+
+
+STEPS = {"prompt_attention": prompt_attention}

@@ -1,0 +1,16 @@
+"""Joins two attentions of the same queries."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from meshwright.nn.ops import of_arrays
+
+
+def share(own: Array, peak: Array, total: Array, other_peak: Array, other_total: Array) -> Array:
+    """Returns a result [B, T, N, H] scaled by its share of the sums of exponentials of both."""
+    most = jnp.maximum(peak, other_peak)
+    here, there = total * jnp.exp(peak - most), other_total * jnp.exp(other_peak - most)
+    return (own * (here / (here + there))[..., None]).astype(own.dtype)
+
+
+STEPS = {"share": of_arrays(share)}
