@@ -243,6 +243,9 @@ def test_a_gather_that_a_loop_hides_counts_once_where_it_begins():
     (gather,) = (c for c in collectives(ACROSS_A_LOOP, SLICED) if c.kind == "all_gather")
     assert (gather.name, gather.trips, gather.full_bytes, gather.axes) == ("g.1", 1, 64, ("fsdp",))
     assert gather.is_async
+    # the count of that loop need not be known
+    unstated = ACROSS_A_LOOP.replace("known_trip_count", "unknown")
+    assert [c for c in collectives(unstated, SLICED) if c.kind == "all_gather"] == [gather]
 
 
 def test_the_nearest_step():

@@ -156,7 +156,7 @@ class _Walk:
             # An asynchronous collective counts at its start.
             if one.opcode.endswith(("-done", "-update")):
                 continue
-            if _is_collective(one):
+            if self.counts(one):
                 yield from self.collective(one, around)
                 continue
             for role, name in one.called:
@@ -183,19 +183,24 @@ class _Walk:
         )
 
     def reaches(self, name: str) -> bool:
-        """True if a computation, or one that it calls, contains a collective."""
+        """True if a computation, or one that it calls, contains a collective that counts there."""
         if name not in self.reaching:
             body = self.module.computations.get(name)
             self.reaching[name] = body is not None and any(
-                _is_collective(one) or any(self.reaches(called) for _, called in one.called)
+                self.counts(one) or any(self.reaches(called) for _, called in one.called)
                 for one in body.instructions
             )
         return self.reaching[name]
 
+    def counts(self, one: Instruction) -> bool:
+        """True for a collective, but no later piece of an asynchronous one, which may run in any loop."""
+        begun = self.begun.get(one.async_key)
+        return _is_collective(one) and (begun is None or one.computation in begun)
+
     def collective(self, one: Instruction, around: _Around) -> Iterator[CompiledCollective]:
         key = one.async_key
         if key:
-            if key in around.seen or (key in self.begun and one.computation not in self.begun[key]):
+            if key in around.seen:
                 return
             around.seen.add(key)
         op_name = one.op_name or (around.caller.op_name if around.caller else "")
