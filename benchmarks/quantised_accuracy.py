@@ -2,7 +2,7 @@
 
     python -m benchmarks.quantised_accuracy [--steps 600]
 
-A llama over bytes trains on docs/*.md, without the last tenth of each file. Then `GenerateStep` goes
+A llama over bytes trains on docs/*.md, without the last tenth of each file. Then a `SlotEngine` goes
 through rows of what was held out, one token at a time, with its weights in each dtype and a cache in fp32. Printed are
 the loss in nats a byte, the mean divergence KL(fp32 || dtype) of the next byte's probabilities, how often the likeliest
 byte is the same, and the bytes of weights on the device and of a step of one sequence, as derived.
@@ -20,12 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshwright.algebra.generation import WeightStorage
-from meshwright.algebra.sizes import OpSizes
+from meshwright.algebra.generation import Storage, WeightStorage, weight_dtype
+from meshwright.cost.setting import Setting
 from meshwright.cost.work.ops import op_hbm_bytes
 from meshwright.nn.weights import Params
-from meshwright.parallel.generation.generate_step import GenerateStep
+from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.parallel.train_step import TrainStep
+from meshwright.serve.offline.slots import SlotEngine
+from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy, make_mesh
 
@@ -61,21 +64,26 @@ def trained(text: np.ndarray, steps: int) -> Params:
     return state.params
 
 
-def log_probabilities(step: GenerateStep, params: Params, found: np.ndarray) -> np.ndarray:
+def log_probabilities(step: PackedStep, params: Params, found: np.ndarray) -> np.ndarray:
     """Returns the log-probabilities [rows, positions, V] of the byte after each position from PROMPT on."""
-    logits, cache = step.prefill(params, step.init_cache(), found[:, :PROMPT], np.full(len(found), PROMPT))
-    every = [np.asarray(logits)]
+    engine, first = SlotEngine(step), []
+    state = engine.init_decode_state()
+    for slot, row in enumerate(found):
+        prefix = engine.prefill(params, row[:PROMPT])
+        first.append(np.asarray(prefix.logits))
+        state = engine.insert(prefix, state, slot)
+    every = [np.stack(first)]
     for at in range(PROMPT, LENGTH):
-        logits, cache = step.generate(params, cache, found[:, at], np.full(len(found), at))
+        state, logits = engine.generate(params, state._replace(tokens=found[:, at]))
         every.append(np.asarray(logits))
     return np.asarray(jax.nn.log_softmax(jnp.asarray(np.stack(every, 1)), axis=-1))
 
 
-def step_bytes(step: GenerateStep) -> float:
+def step_bytes(step: PackedStep) -> float:
     """Returns the bytes that a step of one sequence in the middle of its positions moves, as derived."""
-    dims = {**MODEL.dims, "B": 1, "T": 1, "S": LENGTH}
-    sizes = OpSizes(dims=dims, mesh=ONE.mesh, state="fp32")
-    local = ((block.block.repeat, s) for block in step.generate_declared.blocks for s in block.forward)
+    job = Job(kind="decode", batch_seqs=1, seq_len=LENGTH // 2)
+    sizes = Setting(MODEL, parse_cluster("cpu"), job, None, storage=step.storage).sizes(ONE)
+    local = ((block.block.repeat, s) for block in step.derived.blocks for s in block.forward)
     return sum(repeat * op_hbm_bytes(s, sizes) for repeat, s in local if not s.is_collective)
 
 
@@ -97,14 +105,15 @@ def main() -> None:
     )
     exact = None
     for weights in get_args(WeightStorage):
-        step = GenerateStep(MODEL, ONE, max_len=LENGTH, batch_seqs=ROWS, cache_dtype="fp32", weights=weights)
+        storage = Storage(page_len=LENGTH, cache_dtype="fp32", weights=weight_dtype(weights))
+        step = PackedStep(MODEL, ONE, max_len=LENGTH, max_seqs=ROWS, storage=storage)
         placed = step.place(params)
         logs = log_probabilities(step, placed, found)
         loss = -float(np.take_along_axis(logs, labels, -1).mean())
         exact = (logs, loss) if exact is None else exact
         divergence = float((np.exp(exact[0]) * (exact[0] - logs)).sum(-1).mean())
         same = float((logs.argmax(-1) == exact[0].argmax(-1)).mean())
-        held = sum(array.nbytes for array in placed.values())
+        held = sum(array.nbytes for array in jax.tree.leaves(placed))
         name = "fp32" if weights == "as they are" else weights
         print(
             f"{name:10} {loss:12.4f} {loss - exact[1]:+9.4f} {divergence:9.5f} {same:10.1%} {held / 1e6:11.2f} "

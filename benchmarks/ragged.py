@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
-from meshwright.nn.cache import ScorePart, cached_attention, visible_slots
 
 NUM_SEQS, HEADS, KV_HEADS, WIDTH, MEAN = 64, 16, 4, 64, 512
 PAGE_LENS = (16, 64, 128)
@@ -53,8 +52,7 @@ def ragged(q, k, v, pages, lengths):
 def gathered(q, k, v, pages, lengths):
     """Pages side by side first, then all slots of the table."""
     k, v = (x[pages].reshape(len(pages), -1, KV_HEADS, WIDTH) for x in (k, v))
-    seen = visible_slots(lengths - 1, k.shape[1], window=None)
-    return cached_attention([ScorePart(queries=q[:, None], keys=k)], v, seen, scale=WIDTH**-0.5).result[:, 0]
+    return jax.nn.dot_product_attention(q[:, None], k, v, scale=WIDTH**-0.5, key_value_seq_lengths=lengths)[:, 0]
 
 
 def side_by_side(calls: dict, rounds: int = ROUNDS) -> dict[str, float]:

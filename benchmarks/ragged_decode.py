@@ -14,7 +14,7 @@ import numpy as np
 from ragged import side_by_side
 
 from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
-from meshwright.nn.cache import LayerCache, ScorePart, cached_attention, visible_slots, write_slots
+from meshwright.nn.cache import LayerCache, write_slots
 
 LAYERS, HEADS, KV_HEADS, WIDTH, TABLE = 8, 6, 6, 64, 4096
 ROUNDS, MEANS = 30, (32, 128, 300, 2000)
@@ -48,8 +48,8 @@ def dense(q, positions, keys, values):
     rows, kept = jnp.arange(len(q)), ([], [])
     for k, v in zip(keys, values, strict=True):
         k, v = (x.at[rows, positions].set(q[:, :KV_HEADS], unique_indices=True) for x in (k, v))
-        seen = visible_slots(positions, k.shape[1], window=None)
-        q = q + cached_attention([ScorePart(queries=q[:, None], keys=k)], v, seen, scale=WIDTH**-0.5).result[:, 0]
+        ends = {"scale": WIDTH**-0.5, "key_value_seq_lengths": positions + 1}
+        q = q + jax.nn.dot_product_attention(q[:, None], k, v, **ends)[:, 0]
         kept[0].append(k)
         kept[1].append(v)
     return q, *kept

@@ -26,9 +26,9 @@ import numpy as np
 
 from meshwright.nn.hf.gguf import as_folder
 from meshwright.nn.hf.weights import convert_hf, load_params
-from meshwright.serve.layout import EngineOptions
 from meshwright.serve.model_folder import ModelFolder, open_model
 from meshwright.serve.opening import open_engine
+from meshwright.serve.options import EngineOptions
 from meshwright.serve.request import TokenRequest
 from meshwright.spec.model import Model
 

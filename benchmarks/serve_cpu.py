@@ -121,7 +121,8 @@ def transformers_generation(folder: Path) -> Generation:
 
 def meshwright_generation(folder: Path) -> Generation:
     """The engine, with a step's slots for the largest batch."""
-    from meshwright.serve.opening import EngineOptions, open_engine
+    from meshwright.serve.opening import open_engine
+    from meshwright.serve.options import EngineOptions
     from meshwright.serve.request import TokenRequest
 
     options = EngineOptions(max_requests=max(BATCHES), max_len=MOST_TOKENS // 2, token_budget=PROMPT_LEN * max(BATCHES))

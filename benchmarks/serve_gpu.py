@@ -46,7 +46,8 @@ class Served:
     def __init__(self, weights: str, tiny: bool, *, loads: bool = True) -> None:
         from meshwright.algebra.generation import Storage
         from meshwright.nn.weights import init_params
-        from meshwright.serve.layout import EngineOptions, with_usual
+        from meshwright.serve.layout import with_usual
+        from meshwright.serve.options import EngineOptions
         from meshwright.spec.strategy import Strategy, make_mesh
 
         self.tiny, self.model = tiny, model_of("llama3-8b", tiny=tiny)

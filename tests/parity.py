@@ -13,17 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from meshwright.algebra.generation import Storage
 from meshwright.algebra.notation import check
 from meshwright.core.errors import UserError
 from meshwright.nn.hf.weights import read_params, save_hf
-from meshwright.parallel.generation.generate_step import GenerateStep
+from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.parallel.train_step import State, TrainStep
-from meshwright.serve.offline.generate import generate
+from meshwright.serve.offline.generate import as_requests, generate
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import FAMILIES, Model
 from meshwright.spec.strategy import Strategy, held_dims, make_mesh
 from tests.logits import logits_fn
 from tests.nn.families import CONFIGS
+from tests.parallel.generate_cases import engine_on, logits_after
 
 __all__ = ["FAMILIES", "MESHES", "SHAPES", "Outcome", "run"]
 
@@ -204,11 +206,12 @@ def _generated(model: Model, strategy: Strategy, theirs: Theirs, outcome: Outcom
     alone = 0.0
     if not strategy.active_axes:
         alone = difference(jax.jit(logits_fn(model))(params, jnp.asarray(tokens[:, :-1])), theirs.logits)
-    step = GenerateStep(model, strategy, max_len=LENGTH + 8, batch_seqs=ROWS, cache_dtype="fp32")
+    storage = Storage(cache_dtype="fp32", page_len=8)
+    step = PackedStep(model, strategy, max_len=LENGTH + 8, max_seqs=ROWS, storage=storage)
     placed = step.place(params)
-    found, _ = step.prefill(placed, step.init_cache(), tokens[:, :-1], np.full(ROWS, LENGTH))
-    prompts = [list(map(int, row[:PROMPT])) for row in tokens]
-    text = generate(step, placed, prompts, max_tokens=NUM_TOKENS).completions
+    found = logits_after(step, placed, tokens[:, :-1])
+    requests = as_requests([row[:PROMPT].tolist() for row in tokens], max_tokens=NUM_TOKENS)
+    text = generate(engine_on(step, placed), requests).completions
     return outcome._replace(
         logits=max(alone, difference(found, theirs.logits[:, -1])),
         is_same_text=[list(one.tokens) for one in text] == theirs.text,

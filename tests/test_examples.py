@@ -11,7 +11,7 @@ import pytest
 FOLDER = Path(__file__).parents[1] / "examples"
 SHARED = "beside_one_device.py"
 EXAMPLES = sorted(path.name for path in FOLDER.glob("*.*") if path.suffix in (".py", ".sh") and path.name != SHARED)
-NO_LOSSES = ("flash_attention.py", "generation.py", "real_model.sh")
+NO_LOSSES = ("flash_attention.py", "generation.py", "real_model.sh", "without_a_cache.py")
 """Examples that print no two losses; the last one fetches a model, and is run by `make test-clients`."""
 LONGEST_S = 600
 LOSSES = re.compile(r"^(?: +\d+ +)?(\d+\.\d+)\s+(\d+\.\d+)$", re.MULTILINE)
@@ -24,12 +24,13 @@ def test_the_table_has_every_example():
     assert all(name == target for name, target in rows)
 
 
-def run(name: str, cache: Path) -> str:
-    """What an example prints, started as a user starts it: without what `conftest` sets for this process."""
+def run(name: str, cache: Path, *given: str) -> str:
+    """What an example prints, started as a user starts it: without what `conftest` sets for this process; ``given``
+    are files that it writes."""
     bin_folder = Path(sys.executable).parent
     env = {key: value for key, value in os.environ.items() if not key.startswith(("XLA_", "JAX_", "PYTEST_"))}
     env |= {"PATH": f"{bin_folder}{os.pathsep}{env['PATH']}", "MESHWRIGHT_CACHE": str(cache)}
-    command = [sys.executable, name] if name.endswith(".py") else ["sh", name]
+    command = [sys.executable if name.endswith(".py") else "sh", name, *(str(cache / file) for file in given)]
     found = subprocess.run(command, cwd=FOLDER, env=env, capture_output=True, text=True, timeout=LONGEST_S)
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
@@ -50,3 +51,15 @@ def test_generation_gives_the_tokens_of_one_device(tmp_path):
     said = run("generation.py", tmp_path)
     assert said.splitlines()[-1] == "one device gives the same tokens"
     assert len(re.findall(r"^\[.*\] -> \[(?:\d+, ){11}\d+\]$", said, re.MULTILINE)) == 4
+
+
+@pytest.mark.slow
+def test_a_cache_makes_the_time_of_a_token_flat(tmp_path):
+    rows = re.findall(
+        r"^ *(\d+) +([\d.]+) ms +([\d.]+) ms$", run("without_a_cache.py", tmp_path, "drawn.png"), re.MULTILINE
+    )
+    (_, cached, first), *_, (_, last_cached, last) = (tuple(map(float, row)) for row in rows)
+    assert len(rows) == 5
+    assert last / first > 4
+    assert last_cached / cached < last / first / 2
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")

@@ -9,9 +9,7 @@ from tests.test_architecture import ROOT, SOURCE, imports_of, source_modules
 
 MOST_PARAMETERS = 6
 TOO_MANY = {
-    "accounting.attention_work", "cache.cached_attention",
-    "generate.generate", "generate_step.__init__", "layers.parse_block",
-    "linear_cross_entropy.logits_backward", "loop.train", "marks.spans", "search.search",
+    "accounting.attention_work", "layers.parse_block", "linear_cross_entropy.logits_backward", "loop.train", "marks.spans", "search.search",
     "step_costs.op_sizes", "sweeps.curves_figure", "train_step.__init__", "transfer.channel_leg", "weights.write_hf",
 }  # fmt: skip
 """Functions of before the rule. None may join, and one that is mended leaves the list."""
@@ -24,10 +22,10 @@ KERNELS = {
 """Attention's kernels and its front door, which has PyTorch's parameters: operands, and what says how to compute."""
 
 BUDGETS = {
-    "core": 1_153, "masks": 1_203, "spec": 3_885, "algebra": 7_120, "cost": 6_335, "plan": 5_572, "nn": 9_500,
-    "parallel": 3_615, "hlo": 2_023, "train": 4_367, "serve": 5_310, "verify": 1_596, "profile": 1_800,
-    "accuracy": 2_057, "bench": 3_068, "report": 3_421, "api": 727, "cli": 5_289, "calculators": 9_368,
-    "batching": 1_470, "simulate": 271,
+    "core": 1_153, "masks": 1_203, "spec": 3_888, "algebra": 7_057, "cost": 6_333, "plan": 5_524, "nn": 9_305,
+    "parallel": 3_382, "hlo": 2_027, "train": 4_367, "serve": 5_413, "verify": 1_595, "profile": 1_797,
+    "accuracy": 2_057, "bench": 3_068, "report": 3_421, "api": 666, "cli": 5_281, "calculators": 9_368,
+    "batching": 1_468, "simulate": 252,
 }  # fmt: skip
 """Lines of each package at most; a larger number needs an entry in docs/decisions.md."""
 

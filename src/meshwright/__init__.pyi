@@ -14,7 +14,7 @@ from meshwright.cost.setting import setting_of as setting_of
 from meshwright.cost.train_step import price_strategy as price_strategy
 from meshwright.masks.table import block_table as block_table
 from meshwright.nn.attention.flex import flex_attention as flex_attention
-from meshwright.parallel.generation.generate_step import GenerateStep as GenerateStep
+from meshwright.parallel.generation.packed_step import PackedStep as PackedStep
 from meshwright.parallel.train_step import TrainStep as TrainStep
 from meshwright.plan.planner import rank_plans as rank_plans
 from meshwright.plan.serving.file import load_service as load_service
@@ -24,6 +24,7 @@ from meshwright.plan.serving.planner import plan_service as plan_service
 from meshwright.plan.serving.service import Service as Service
 from meshwright.plan.why.explain import explain as explain
 from meshwright.plan.why.explain_service import explain_service as explain_service
+from meshwright.serve.offline.slots import SlotEngine as SlotEngine
 from meshwright.spec.calibration import load_calibration as load_calibration
 from meshwright.spec.catalogue import load_model as load_model
 from meshwright.spec.cluster import parse_cluster as parse_cluster

@@ -8,11 +8,10 @@ from meshwright.algebra.generation import (
     Storage,
     WeightDtype,
     cache_table,
-    derive_forward,
-    derive_phase,
+    derive_generation,
     generation_program,
-    one_position,
     quantised_weights,
+    sequence_bytes,
     weight_bytes,
 )
 from meshwright.algebra.notation import local_elements
@@ -45,32 +44,25 @@ def lines(program: Program, block: str = "layer") -> list[str]:
     return [f"{op.out} = {op.kind}({', '.join(op.inputs)})" for op in found.ops]
 
 
-def test_prefill_is_the_training_layer_and_two_writes():
-    training, prefill = (lines(p) for p in (transformer(LLAMA), generation_program(LLAMA, "prefill")))
-    added = [line for line in prefill if line not in training]
-    assert [line for line in prefill if line in training] == training
-    assert added == ["cache_k' = cache_write(cache_k, kr, last)", "cache_v' = cache_write(cache_v, v, last)"]
-
-
 def test_generation_is_the_training_layer_with_its_keys_in_the_cache():
-    training, generate = (lines(p) for p in (transformer(LLAMA), generation_program(LLAMA, "decode")))
+    training, generate = (lines(p) for p in (transformer(LLAMA), generation_program(LLAMA)))
     assert [line for line in training if line not in generate] == ["o = attention(qr, kr, v)"]
     assert [line for line in generate if line not in training] == [
-        "cache_k' = cache_write(cache_k, kr, positions)",
-        "cache_v' = cache_write(cache_v, v, positions)",
-        "o = cached_attention(qr, cache_k', cache_v', positions)",
+        "cache_k' = cache_write(cache_k, kr, slots)",
+        "cache_v' = cache_write(cache_v, v, slots)",
+        "o = cached_attention(qr, cache_k', cache_v', first, counts, lengths, pages)",
     ]
 
 
 def test_rows_keep_the_products_of_their_own_adapter():
     """One op between the two products, in whole columns; without several adapters the program is the training one's."""
     model, paged = replace(LLAMA, lora=Lora(rank=8, alpha=8, targets="q,down")), Storage(page_len=16)
-    alone, several = (generation_program(model, "packed", replace(paged, adapters=count)) for count in (0, 4))
+    alone, several = (generation_program(model, replace(paged, adapters=count)) for count in (0, 4))
     added = [line for line in lines(several) if line not in lines(alone)]
     assert added == [f"{w}_lora_a_scaled = pick_adapter({w}_lora_a_low, adapters)" for w in ("wq", "w_down")]
     assert len(lines(several)) == len(lines(alone))
     assert "adapters" not in alone.variables
-    derived = derive_phase(model, "packed", Strategy(mesh=make_mesh({"tensor": 2})), replace(paged, adapters=4))
+    derived = derive_generation(model, Strategy(mesh=make_mesh({"tensor": 2})), replace(paged, adapters=4))
     (layer,) = (block for block in derived.blocks if block.block.name == "layer")
     steps = [step for step in layer.forward if step.op == "pick_adapter"]
     assert [str(step.inputs[0]) for step in steps] == ["wq_lora_a_low[B, T, Ra]", "w_down_lora_a_low[B, T, Ra]"]
@@ -83,7 +75,7 @@ def test_adapters_are_not_quantised():
 
 
 def test_the_head_makes_logits_of_one_position():
-    assert lines(generation_program(load_model("gemma2-9b"), "decode"), "head") == [
+    assert lines(generation_program(load_model("gemma2-9b")), "head") == [
         "xl = pick(x, last)",
         "hl = rms_norm(xl, final_norm)",
         "uncapped = einsum(hl, embed)",
@@ -93,8 +85,7 @@ def test_the_head_makes_logits_of_one_position():
 
 def test_a_look_up_reads_int8_rows_and_their_scales():
     """A token of D=4096: its number, an int8 row with a float32 scale, and the bf16 row that is written."""
-    program = generation_program(LLAMA, "prefill", Storage(weights="int8"))
-    derived = derive_forward(program, Strategy(mesh=make_mesh({})))
+    derived = derive_generation(LLAMA, Strategy(mesh=make_mesh({})), Storage(weights="int8"))
     (step,) = (step for step in derived.blocks[0].forward if step.op == "quantised_embed")
     sizes = OpSizes(dims=LLAMA.dims | {"B": 1, "T": 1}, mesh={}, state="bf16-adam")
     assert kind_of(step).hbm_bytes(step, sizes) == 4 + (4096 + 4) + 2 * 4096
@@ -103,16 +94,16 @@ def test_a_look_up_reads_int8_rows_and_their_scales():
 @pytest.mark.parametrize("name", models())
 def test_every_model_has_both_programs_over_its_own_weights(name):
     weights = set(weight_variables(load_model(name)))
-    for program in (generation_program(load_model(name), "prefill"), generation_program(load_model(name), "decode")):
+    for program in (generation_program(load_model(name), joined=joined) for joined in (False, True)):
         used = {op_input for block in program.blocks for op in block.ops for op_input in op.inputs}
         assert weights <= used, "each pass reads every weight"
         assert used <= set(program.variables)
 
 
 def test_latents_meet_queries_that_went_through_the_keys_projection():
-    found = lines(generation_program(load_model("deepseek-v3"), "decode"))
+    found = lines(generation_program(load_model("deepseek-v3")))
     assert "ql = einsum(qn, wk_b)" in found
-    assert "oc = cached_latent_attention(ql, qr, cache_c', cache_p', positions)" in found
+    assert "oc = cached_latent_attention(ql, qr, cache_c', cache_p', first, counts, lengths, pages)" in found
     assert "o = einsum(oc, wv_b)" in found
     assert not [line for line in found if line.startswith(("kn =", "v =", "kr ="))], "no keys or values are made"
 
@@ -121,18 +112,17 @@ def test_latents_meet_queries_that_went_through_the_keys_projection():
 @pytest.mark.parametrize("max_len", [1, 100, 5000, 200_000])
 def test_the_cache_table_holds_what_cost_counts(name, max_len):
     for dtype, element_bytes in (("bf16", 2), ("fp32", 4)):
-        table = cache_table(load_model(name), batch_seqs=3, max_len=max_len, storage=Storage(cache_dtype=dtype))
-        expected = 3 * kv_cache_bytes(load_model(name), max_len, element_bytes=element_bytes)
-        assert sum(row.num_bytes for row in table) == expected
+        expected = kv_cache_bytes(load_model(name), max_len, element_bytes=element_bytes)
+        assert sequence_bytes(load_model(name), max_len, Storage(cache_dtype=dtype)) == expected
 
 
 def test_int8_keeps_a_scale_for_each_token_and_head():
     table = cache_table(LLAMA, batch_seqs=2, max_len=1000, storage=Storage(cache_dtype="int8"))
     assert [(row.name, row.dims, row.dtype) for row in table] == [
-        ("cache_k", ("B", "S", "K", "H"), "int8"),
-        ("cache_k_scale", ("B", "S", "K"), "fp32"),
-        ("cache_v", ("B", "S", "K", "H"), "int8"),
-        ("cache_v_scale", ("B", "S", "K"), "fp32"),
+        ("cache_k", ("Pg", "Pl", "K", "H"), "int8"),
+        ("cache_k_scale", ("Pg", "Pl", "K"), "fp32"),
+        ("cache_v", ("Pg", "Pl", "K", "H"), "int8"),
+        ("cache_v_scale", ("Pg", "Pl", "K"), "fp32"),
     ]
     halves = 2 * kv_cache_bytes(LLAMA, 1000, element_bytes=1)
     assert sum(row.num_bytes for row in table) == halves * (1 + 4 / 128)
@@ -145,33 +135,32 @@ def test_an_unknown_dtype_names_the_near_one():
 
 def test_each_device_keeps_its_own_sequences_and_heads():
     strategy = Strategy(mesh=make_mesh({"data": 2, "fsdp": 2, "tensor": 4}))
-    for program in (generation_program(LLAMA, "prefill"), generation_program(LLAMA, "decode")):
-        declared = derive_forward(program, strategy).declared
-        assert str(declared["cache_k"]) == "cache_k[B_{data,fsdp}, S, K_tensor, H]"
-        assert str(declared["logits"]) == "logits[B_{data,fsdp}, V]"
+    for prompts in (False, True):
+        declared = derive_generation(LLAMA, strategy, prompts=prompts).declared
+        assert str(declared["cache_k"]) == "cache_k[Pg_{data,fsdp}, Pl, K_tensor, H]"
+        assert str(declared["logits"]) == "logits[O_{data,fsdp}, V]"
 
 
 def test_the_cache_role_can_be_assigned():
-    assignment = {**standard_assignment(), "cache": {"B": ("data", "fsdp")}}
-    strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 4}), assignment=assignment)
-    declared = derive_forward(generation_program(LLAMA, "prefill"), strategy).declared
-    assert str(declared["cache_k"]) == "cache_k[B_data, S, K, H]"
+    assignment = {**standard_assignment(), "cache": {"B": ("data",), "K": ("tensor",)}}
+    strategy = Strategy(mesh=make_mesh({"data": 2, "fsdp": 2, "tensor": 4}), assignment=assignment)
+    assert str(derive_generation(LLAMA, strategy).declared["cache_k"]) == "cache_k[Pg_data, Pl, K_tensor, H]"
 
 
 def test_queries_need_their_heads_beside_the_cache():
     assignment = {**standard_assignment(), "cache": {"B": ("data",)}}
     strategy = Strategy(mesh=make_mesh({"tensor": 4}), assignment=assignment)
     with pytest.raises(InputError, match="heads must be split alike"):
-        derive_forward(generation_program(LLAMA, "decode"), one_position(strategy))
+        derive_generation(LLAMA, strategy)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "deepseek-v3", "kimi-k2"])
 def test_a_latent_cache_is_whole_beside_heads_that_are_split(name):
     strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 2}))
-    derived = derive_forward(generation_program(load_model(name), "decode"), one_position(strategy))
+    derived = derive_generation(load_model(name), strategy)
     reads = [step for block in derived.blocks for step in block.forward if step.op.startswith("cached_")]
     assert {str(step.inputs[0]) for step in reads} == {"ql[B_data, T, N_tensor, Rkv]"}
-    assert {str(step.inputs[2]).partition("[")[2] for step in reads} == {"B_data, S, Rkv]"}
+    assert {str(step.inputs[2]).partition("[")[2] for step in reads} == {"Pg_data, Pl, Rkv]"}
 
 
 @pytest.mark.parametrize("name", models())
@@ -180,14 +169,14 @@ def test_every_decoder_generates_with_tensor(name):
     if model.encoder:
         pytest.skip("an encoder-decoder does not generate yet")
     strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 2}))
-    derived = derive_forward(generation_program(model, "decode"), one_position(strategy))
+    derived = derive_generation(model, strategy)
     reads = [step for block in derived.blocks for step in block.forward if step.op.startswith("cached_")]
     assert {step.inputs[0].axes[2] for step in reads} == {("tensor",)}
 
 
 def test_one_position_is_never_split():
     strategy = Strategy(mesh=make_mesh({"context": 2, "expert": 2, "tensor": 2}))
-    derived = derive_forward(generation_program(load_model("mixtral-8x7b"), "decode"), one_position(strategy))
+    derived = derive_generation(load_model("mixtral-8x7b"), strategy)
     for block in derived.blocks:
         for step in block.forward:
             for array in (*step.inputs, step.result):
@@ -197,17 +186,17 @@ def test_one_position_is_never_split():
 
 def test_collectives_of_a_layer_that_generates():
     strategy = Strategy(mesh=make_mesh({"tensor": 2, "data": 2}), assignment=standard_assignment(zero=0))
-    derived = derive_forward(generation_program(LLAMA, "decode"), one_position(strategy))
+    derived = derive_generation(LLAMA, strategy)
     found = {b.block.name: [s.op for s in b.forward if s.is_collective] for b in derived.blocks}
     assert found == {"embed": ["all_reduce"], "layer": ["all_reduce"] * 2, "head": ["all_gather"]}
 
 
 def test_nothing_is_held_or_differentiated():
-    derived = derive_forward(generation_program(LLAMA, "prefill"), Strategy(mesh=make_mesh({"fsdp": 2})))
+    derived = derive_generation(LLAMA, Strategy(mesh=make_mesh({"fsdp": 2})))
     assert not derived.update
     assert not any(block.backward or block.kept for block in derived.blocks)
     with pytest.raises(AssertionError, match="has no backward pass"):
-        derive(generation_program(LLAMA, "prefill"), Strategy(mesh=make_mesh({})))
+        derive(generation_program(LLAMA), Strategy(mesh=make_mesh({})))
 
 
 def scales(model: Model, dtype: WeightDtype = "int8") -> dict[str, tuple[str, ...]]:
@@ -264,8 +253,7 @@ def test_bytes_of_weights_by_hand():
 
 
 def test_int8_weights_travel_as_int8():
-    program = generation_program(LLAMA, "decode", Storage(weights="int8"))
-    derived = derive_forward(program, one_position(Strategy(mesh=make_mesh({"fsdp": 4, "tensor": 2}))))
+    derived = derive_generation(LLAMA, Strategy(mesh=make_mesh({"fsdp": 4, "tensor": 2})), Storage(weights="int8"))
     moved = {s.result.name: s.full.dtype for b in derived.blocks for s in b.forward if s.op == "all_gather"}
     assert moved.pop("logits") == "fp32"
     assert set(moved.values()) == {"int8"}
@@ -287,7 +275,7 @@ def test_a_cache_split_over_sequences_is_the_book_s_twelve_steps():
     queries and outputs of attention move. Listed are its steps, without rotation and the write into the cache; the
     book's reshapes between N and K, G are inside attention, which is its three steps."""
     strategy = Strategy(mesh=make_mesh({"tensor": 8, "context": 4}), assignment=cache_assignment("sequences"))
-    derived = derive_phase(load_model("llama3-70b"), "decode", strategy)
+    derived = derive_generation(load_model("llama3-70b"), strategy)
     (block,) = (each for each in derived.blocks if each.block.carry)
     left_out = ("rms_norm", "rope", "cache_write", "slice")
     lines = [str(step) for step in block.forward if step.op not in left_out]
@@ -297,7 +285,8 @@ def test_a_cache_split_over_sequences_is_the_book_s_twelve_steps():
         "v[B, T, K_tensor, H] = h[B, T, D] * wv[D, K_tensor, H]",
         "qr[B_context, T, N_tensor, H] = AllToAll_context:N->B(qr[B, T, N_{tensor,context}, H])",
         "o[B_context, T, N_tensor, H] = cached_attention(qr[B_context, T, N_tensor, H], "
-        "cache_k'[B_context, S, K_tensor, H], cache_v'[B_context, S, K_tensor, H], positions[B_context, T])",
+        "cache_k'[Pg_context, Pl, K_tensor, H], cache_v'[Pg_context, Pl, K_tensor, H], "
+        "first[Q_context], counts[Q_context], lengths[Q_context], pages[Q_context, Bp])",
         "o[B, T, N_{tensor,context}, H] = AllToAll_context:B->N(o[B_context, T, N_tensor, H])",
         "a[B, T, D]{U_{tensor,context}} = o[B, T, N_{tensor,context}, H] * wo[N_{tensor,context}, H, D]",
         "a[B, T, D] = AllReduce_{tensor,context}(a[B, T, D]{U_{tensor,context}})",
@@ -308,7 +297,7 @@ def test_a_cache_split_over_sequences_is_the_book_s_twelve_steps():
 
 def layer_moves(strategy):
     """The collectives of a layer in decode, and the steps of its attention."""
-    derived = derive_phase(load_model("llama3-70b"), "decode", strategy)
+    derived = derive_generation(load_model("llama3-70b"), strategy)
     (block,) = (each for each in derived.blocks if each.block.carry)
     return [str(step) for step in block.forward if step.is_collective or "o_own" in str(step)]
 
@@ -320,7 +309,8 @@ def test_a_cache_split_over_positions_merges_what_devices_attend_to():
     assert layer_moves(strategy)[:6] == [
         "qr[B, T, N_tensor, H] = AllGather_context(qr[B, T, N_{tensor,context}, H])",
         "o_own[B, T, N_tensor, H]{U_context} = cached_attention(qr[B, T, N_tensor, H], "
-        "cache_k'[B, S_context, K_tensor, H], cache_v'[B, S_context, K_tensor, H], positions[B, T])",
+        "cache_k'[Pg, Pl_context, K_tensor, H], cache_v'[Pg, Pl_context, K_tensor, H], "
+        "first[Q], counts[Q], lengths[Q], pages[Q, Bp])",
         "o_peak[B, T, N_tensor] = AllReduce_context(o_peak[B, T, N_tensor]{U_context})",
         "o_share[B, T, N_tensor] = AllReduce_context(o_share[B, T, N_tensor]{U_context})",
         "o[B, T, N_tensor, H]{U_context} = scale_by_share(o_own[B, T, N_tensor, H]{U_context}, "
@@ -344,7 +334,7 @@ def test_weights_in_two_dims_stay_where_they_are():
     ]
     assert not any("w_" in line or "wq" in line or "wo" in line for line in layer_moves(strategy))
     with pytest.raises(InputError, match="dispatch needs D whole"):
-        derive_phase(load_model("mixtral-8x7b"), "decode", strategy)
+        derive_generation(load_model("mixtral-8x7b"), strategy)
 
 
 LAID_OUT = {
@@ -362,36 +352,46 @@ ENGINES = [(layout, *one) for layout, models in LAID_OUT.items() for one in mode
 
 def traffic(model, derived, mesh, rows, seqs):
     """The number of collectives of a step, and the elements of their arrays; ``rows`` are of ``seqs`` sequences."""
-    held = held_dims(model.dims, mesh) | layer_dims(model) | {"C": rows, "Er": 4}
-    packed = any("Q" in variable.dims for variable in derived.program.variables.values())
-    held |= {"B": rows, "T": 1, "O": seqs} if packed else {"B": seqs, "T": rows // seqs}
+    held = held_dims(model.dims, mesh) | layer_dims(model) | {"C": rows, "Er": 4, "B": rows, "T": 1, "O": seqs}
     moved = [(step, count) for step, count in derived.steps() if step.is_collective]
     return sum(count for _, count in moved), sum(c * local_elements(step.full, held, mesh) for step, c in moved)
 
 
+SENT = {
+    ("prompts", "llama3-8b"): [(131, 34_636_644_352), (66, 25_247_744)],
+    ("prompts", "mixtral-8x7b"): [(291, 107_455_500_288), (194, 154_734_592)],
+    ("prompts", "deepseek-v3"): [(775, 4_365_732_828_160), (414, 14_160_245_760)],
+    ("prompts", "gpt-oss-120b"): [(291, 1_308_208_417_792), (218, 1_929_518_080)],
+    ("prompts", "llama3-405b"): [(759, 559_160_311_808), (254, 273_498_112)],
+    ("prompts", "llama3-70b"): [(483, 44_434_800_640), (162, 92_618_752)],
+    ("prompts", "gemma2-27b"): [(187, 55_884_808_192), (94, 43_810_816)],
+    ("prompts", "qwen3-235b-a22b"): [(1037, 1_622_285_683_712), (566, 6_756_879_360)],
+    ("sequences", "llama3-70b"): [(563, 193_819_131_904), (322, 103_104_512)],
+    ("sequences", "deepseek-v3"): [(1385, 4_419_078_083_584), (597, 14_198_223_872)],
+    ("positions", "llama3-70b"): [(883, 195_245_195_264), (482, 103_186_432)],
+    ("positions", "deepseek-v3"): [(1080, 4_404_686_377_984), (719, 14_198_286_336)],
+    ("widths", "llama3-70b"): [(1045, 130_479_100_992), (1045, 136_395_840)],
+    ("gathered", "llama3-70b"): [(1045, 53_253_849_088), (724, 5_781_536_768)],
+    ("gathered", "llama3-405b"): [(1643, 241_259_331_584), (1138, 65_339_998_208)],
+}  # fmt: skip
+"""Of 64 prompts of 1,024 tokens, and of one more token each: collectives and elements of their arrays on a device.
+
+Programs of their own for prompts and for one more token sent no less (2026-11-28), but for prompts in "positions",
+where a part of a prompt attends to slots of other devices, and of latents in "sequences", whose results change
+owners."""
+
+
 @pytest.mark.parametrize(("layout", "name", "axes"), ENGINES)
-def test_packed_rows_send_no_more_than_steps_of_like_sequences(layout, name, axes):
+def test_what_engines_send(layout, name, axes):
     """A sequence stays with the devices that have its pages, and many rows are split as a prompt is."""
     model, mesh = load_model(name), make_mesh(axes)
     strategy = replace(Strategy(mesh=mesh, assignment=LAYOUTS[layout]), context_attention="gather")
     strategy = strategy_of_heads(strategy, model.num_kv_heads)
-    for phase, rows in (("prefill", 64 * 1024), ("decode", 64)):
-        found, wanted = (
-            traffic(model, derived, mesh, rows, 64)
-            for derived in (
-                derive_phase(model, "packed", strategy, Storage(page_len=16), prompts=phase == "prefill"),
-                derive_phase(model, phase, strategy),
-            )
-        )
-        if phase == "prefill" and layout == "positions":
-            # a part of a prompt attends to pages whose slots other devices have: heads are gathered, results summed
-            assert found > wanted
-        elif phase == "prefill" and layout == "sequences" and model.latent_attention:
-            # queries meet keys of the step and latents of the past, and both results change owners
-            assert found > wanted
-        else:
-            assert found[0] <= wanted[0]
-            assert found[1] <= wanted[1]
+    found = [
+        traffic(model, derive_generation(model, strategy, prompts=prompts), mesh, rows, 64)
+        for prompts, rows in ((True, 64 * 1024), (False, 64))
+    ]
+    assert found == SENT[layout, name]
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 100])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
+from meshwright.algebra.generation import Storage
 from meshwright.core.errors import CannotRunError, InputError
 
 MODEL, CLUSTER = mw.load_model("tiny"), mw.parse_cluster("h100:8x1")
@@ -27,8 +28,8 @@ def model(**given):
     return mw.Model(**{"name": "toy", "family": "llama"} | SIZES | given)
 
 
-def generation(**given):
-    return mw.GenerateStep(MODEL, ALONE, **{"max_len": 8, "batch_seqs": 1} | given)
+def packed(**given):
+    return mw.PackedStep(MODEL, ALONE, **{"max_len": 8, "max_seqs": 1, "storage": Storage(page_len=8)} | given)
 
 
 CALLS = {
@@ -179,11 +180,12 @@ CALLS = {
         (lambda: mw.TrainStep(MODEL, ALONE, optimizer=3), "optimizer is 3"),
         (lambda: mw.TrainStep(MODEL, mw.Strategy(mesh=mw.make_mesh({}))), "needs an optimizer"),
     ],
-    "GenerateStep": [
-        (lambda: generation(max_len="a"), "GenerateStep: max_len is 'a'"),
-        (lambda: generation(batch_seqs=0), "must be between 1"),
-        (lambda: generation(weights="int3"), "weights is 'int3'"),
+    "PackedStep": [
+        (lambda: packed(max_len="a"), "PackedStep: max_len is 'a'"),
+        (lambda: packed(max_seqs=0), "max_seqs=0"),
+        (lambda: packed(storage=Storage(weights="fp4")), "planned, not executed"),
     ],
+    "SlotEngine": [(lambda: mw.SlotEngine(3), "SlotEngine: step is 3")],
 }
 """Public name -> calls, and what each says."""
 

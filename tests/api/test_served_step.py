@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage, derive_phase
+from meshwright.algebra.generation import Storage, derive_generation
 from meshwright.api.served_step import step_prices
 from meshwright.core.dims import COLLECTIVES
 from meshwright.spec.calibration import save_calibration
@@ -31,7 +31,7 @@ def priced(kind, state="fp32", num_engines=1):
         model=MODEL,
         strategy=strategy,
         storage=STORAGE,
-        derived=derive_phase(MODEL, "packed", strategy, STORAGE),
+        derived=derive_generation(MODEL, strategy, STORAGE),
         mesh=SimpleNamespace(devices=np.array([SimpleNamespace(device_kind=kind)] * 4)),
     )
     prices = step_prices([SimpleNamespace(packed=step)] * num_engines)

@@ -32,7 +32,8 @@ from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.serve import layout, opening
 from meshwright.serve.layout import usual_mesh
-from meshwright.serve.opening import EngineOptions, open_engine
+from meshwright.serve.opening import open_engine
+from meshwright.serve.options import EngineOptions
 from meshwright.serve.request import TokenRequest
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster

@@ -9,7 +9,8 @@ from collections import Counter
 from meshwright.serve.frontend import Frontend
 from meshwright.serve.http.app import make_app
 from meshwright.serve.http.served import served_model
-from meshwright.serve.opening import EngineOptions, open_engine
+from meshwright.serve.opening import open_engine
+from meshwright.serve.options import EngineOptions
 from tests.clients.server import Server
 from tests.serve.http.test_fuzz import FIELDS, body_of
 

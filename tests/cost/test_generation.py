@@ -189,7 +189,7 @@ def test_the_cache_of_an_estimate_is_that_of_the_table(name, storage):
         job = Job(kind=kind, batch_seqs=4, seq_len=20_000)
         found = priced(given, "h100:4x1", job, {"data": 4}, storage=storage).estimate.memory
         stored = Setting(given, parse_cluster("h100:4x1"), job, storage=storage).step_storage
-        table = cache_table(given, batch_seqs=4, max_len=20_000, storage=stored, phase="packed")
+        table = cache_table(given, batch_seqs=4, max_len=20_000, storage=stored)
         assert 4 * found["kv_cache"] == pytest.approx(sum(row.num_bytes for row in table))
 
 

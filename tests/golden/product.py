@@ -93,13 +93,11 @@ def training_steps(model: Any, chosen: Chosen, options: Any) -> dict[str, list[s
 
 
 def generation_steps(model: Any, chosen: Chosen, *, which: str, cache_dtype: str, quantised: bool) -> dict[str, Any]:
-    """The same of a pass of generation: ``prefill``, or ``generate`` (one position of each row)."""
-    from meshwright.algebra.generation import Storage, derive_forward, generation_program, one_position
+    """The same of a step of generation: of prompts (``prefill``), or of one more token of each sequence."""
+    from meshwright.algebra.generation import Storage, derive_generation
 
     storage = Storage(cache_dtype=cache_dtype, weights="int8" if quantised else "")
-    if which == "prefill":
-        return _sections(derive_forward(generation_program(model, "prefill", storage), chosen.strategy))
-    return _sections(derive_forward(generation_program(model, "decode", storage), one_position(chosen.strategy)))
+    return _sections(derive_generation(model, chosen.strategy, storage, prompts=which == "prefill"))
 
 
 def _sections(derived: Any) -> dict[str, list[str]]:

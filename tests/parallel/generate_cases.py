@@ -10,8 +10,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from meshwright.algebra.generation import Storage, WeightDtype, quantised_weights
+from meshwright.batching.limits import SchedulerLimits
 from meshwright.nn.weights import Params, param_shapes
 from meshwright.parallel.generation.packed_step import PackedRows, PackedShape, PackedStep, slots_of
+from meshwright.serve.engine import Engine
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, LAYOUTS, Strategy, make_mesh
 from tests.logits import logits_fn
@@ -126,6 +128,23 @@ def packed(step, parts, rows, pages, size, longest=1, **data):
 def rows_of(model: Model) -> np.ndarray:
     """Tokens of whole rows: prompts of `LENGTHS`, and what comes after them."""
     return np.random.default_rng(1).integers(0, model.vocab_size, (len(LENGTHS), MAX_LEN)).astype(np.int32)
+
+
+def logits_after(step: PackedStep, placed: Params, prompts: np.ndarray) -> np.ndarray:
+    """Logits [B, V] after prompts [B, T] of one length, in one step."""
+    (count, length), each, latest = prompts.shape, step.cache_sizes["Bp"], np.zeros(step.max_seqs, np.int32)
+    parts = [(number, 0, length) for number in range(count)]
+    pages = np.array([place_of(step, number)[1] * each + np.arange(each) for number in range(count)])
+    given, last = packed(step, parts, prompts, pages, length * (count // step.num_owners), max(2, length))
+    logits, _ = step.step(placed, step.init_cache(), latest, given, max(2, length))
+    return np.asarray(logits)[last]
+
+
+def engine_on(step: PackedStep, placed: Params, **limits: Any) -> Engine:
+    """An engine of a step, with room for prompts in one step."""
+    storage, budget = step.storage, step.max_seqs * step.max_len
+    own = {"max_requests": step.max_seqs, "page_len": storage.page_len, "num_pages": step.cache_sizes["Pg"]}
+    return Engine(step, placed, SchedulerLimits(**{**own, "token_budget": budget, **limits}))
 
 
 class Run(NamedTuple):

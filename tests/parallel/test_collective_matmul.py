@@ -4,9 +4,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from meshwright.algebra.generation import Storage, weight_dtype
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.weights import init_params
-from meshwright.parallel.generation.generate_step import GenerateStep
+from meshwright.parallel.generation.packed_step import PackedShape, PackedStep
+from meshwright.serve.offline.slots import SlotEngine
 from tests.parallel.cases import DEEP, MOE, RELATIVE, assert_equal, on_one_device, run, strategy_of
 from tests.parallel.small import MODEL
 
@@ -67,12 +69,14 @@ def test_generation_gives_the_same_logits(weights):
     logits, model = [], msgspec.structs.replace(GQA, d_ff=256)
     for ways in ("none", "two-way"):
         strategy = strategy_of({"tensor": 4}, collective_matmul=ways)
-        step = GenerateStep(model, strategy, max_len=16, batch_seqs=2, cache_dtype="fp32", weights=weights)
-        params = step.place(init_params(model, 0))
-        tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
-        first, cache = step.prefill(params, step.init_cache(), tokens, np.full(2, 8))
-        second, _ = step.generate(params, cache, np.array([1, 2]), np.full(2, 8))
-        logits.append(np.stack([first, second]))
-        found = {c.kind for c in collectives(step.compiled(0).as_text(), strategy.mesh)}
+        storage = Storage(page_len=16, cache_dtype="fp32", weights=weight_dtype(weights))
+        step = PackedStep(model, strategy, max_len=16, max_seqs=1, storage=storage)
+        params, engine = step.place(init_params(model, 0)), SlotEngine(step)
+        prefix = engine.prefill(params, range(8))
+        state = engine.insert(prefix, engine.init_decode_state(), 0)
+        state.tokens[:] = 1
+        _, second = engine.generate(params, state)
+        logits.append(np.stack([prefix.logits, second[0]]))
+        found = {c.kind for c in collectives(step.compiled(PackedShape(1, 1, 1, 1)).as_text(), strategy.mesh)}
         assert ("permute" in found) == (ways != "none")
     np.testing.assert_allclose(logits[1], logits[0], rtol=0, atol=RELATIVE * np.abs(logits[0]).max())

@@ -99,7 +99,7 @@ def test_what_does_not_run_says_so():
     with pytest.raises(CannotRunError, match="encoder with a decoder does not run in a pipeline"):
         TrainStep(T5, strategy_of({"pipeline": 2}, num_microbatches=2))
     with pytest.raises(CannotRunError, match="does not generate in this version"):
-        generation_program(T5, "decode")
+        generation_program(T5)
     with pytest.raises(InputError, match="have one document each"):
         transformer(T5, ProgramOptions(documents=True))
     with pytest.raises(InputError, match=r"encoder\.length is 0, give a positive number"):

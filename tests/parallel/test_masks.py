@@ -95,7 +95,7 @@ def test_a_users_mask_trains_and_is_counted_apart(tmp_path, monkeypatch):
         monkeypatch.setitem(RULES, name, {"attention_mask": mask})
     for value, one in zip(*(jax.tree.leaves(found(name)) for name in masks), strict=True):
         assert_close(value, one)
-    generation_program(model_of("own"), "decode")
+    generation_program(model_of("own"))
 
 
 @pytest.mark.parametrize(
@@ -197,4 +197,4 @@ def test_what_a_mask_reads_changes_what_is_generated():
 def test_masks_that_look_ahead_do_not_generate():
     for rule in ("noop", "local(3)", "document", "jagged", "global_sliding(3)"):
         with pytest.raises(CannotRunError, match="a position sees later ones"):
-            generation_program(replace(MODEL, attention_mask=rule), "decode")
+            generation_program(replace(MODEL, attention_mask=rule))

@@ -25,7 +25,8 @@ from meshwright.serve.group import EngineGroup
 from meshwright.serve.http.app import make_app
 from meshwright.serve.http.served import served_model
 from meshwright.serve.model_folder import open_model
-from meshwright.serve.opening import EngineOptions, open_engine
+from meshwright.serve.opening import open_engine
+from meshwright.serve.options import EngineOptions
 from meshwright.serve.request import TokenRequest
 from meshwright.spec.model import Lora
 from meshwright.spec.strategy import Strategy, make_mesh

@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from meshwright.algebra.generation import Storage, weight_dtype
 from meshwright.nn.hf import files
 from meshwright.nn.hf.files import Entry, write_checkpoint
 from meshwright.nn.hf.format import stored_parts
 from meshwright.nn.hf.weights import load_params, save_adapter, source_of
 from meshwright.nn.weights import init_params
-from meshwright.parallel.generation.generate_step import GenerateStep
-from meshwright.serve.layout import EngineOptions
+from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.serve.model_folder import open_model
+from meshwright.serve.offline.slots import SlotEngine
 from meshwright.serve.opening import open_engine
+from meshwright.serve.options import EngineOptions
 from meshwright.serve.request import TokenRequest
 from meshwright.spec.hf.published import folder_weights
 from meshwright.spec.hf.write import config_from_model
@@ -30,6 +32,7 @@ from tests.logits import logits_fn
 from tests.nn.families import FAMILIES
 from tests.nn.hf import test_published
 from tests.nn.hf.test_published import FORMS, PACKED, TOLERANCE, WRITTEN, folder_of, write_packed
+from tests.parallel.generate_cases import logits_after as prompt_logits
 from tests.tier import sampled
 
 KEPT = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "fp8-tensor": jnp.float8_e4m3fn, "fp8-block": jnp.float8_e4m3fn,
@@ -52,12 +55,19 @@ def logits_after(folder, tokens, axes=None, weights="as they are"):
     source = open_model(folder)
     source = source if weights == "as they are" else source.served(weights, "tpu")
     mesh = make_mesh(axes or {})
-    step = GenerateStep(
-        source.model, Strategy(mesh=mesh, state="fp32"), max_len=16, batch_seqs=2, cache_dtype="fp32", weights=weights
-    )
+    step = step_of(source.model, mesh, weights=weight_dtype(weights))
     params = step.place(load_params(source.model, folder, step.loaded_shardings, jnp.float32))
-    found, _ = step.prefill(params, step.init_cache(), np.repeat(tokens, 2, 0), [tokens.shape[1]] * 2)
-    return np.asarray(found)[:1], params
+    return prompt_logits(step, params, np.repeat(tokens, 2, 0))[:1], by_name(params)
+
+
+def step_of(model, mesh, **stored):
+    storage = Storage(page_len=8, cache_dtype="fp32", **stored)
+    return PackedStep(model, Strategy(mesh=mesh, state="fp32"), max_len=16, max_seqs=2, storage=storage)
+
+
+def by_name(params):
+    """One array of each name: on CPUs weights are tuples of layers."""
+    return {name: array[0] if isinstance(array, tuple) else array for name, array in params.items()}
 
 
 @pytest.mark.parametrize("form", sampled(FORMS, "int4", "int8", "fp8-block", "nvfp4"))
@@ -110,19 +120,20 @@ def test_blocks_of_fp8_stay_narrow_in_every_family(family, tmp_path):
     write_fp8(tmp_path, own, (6, 4))
     source = open_model(tmp_path)
     tokens = np.arange(8)[None] % own.vocab_size
-    strategy = Strategy(mesh=make_mesh({}), state="fp32")
-    step = GenerateStep(source.model, strategy, max_len=16, batch_seqs=1, cache_dtype="fp32")
+    step = step_of(source.model, make_mesh({}))
     params = step.place(load_params(source.model, tmp_path, step.loaded_shardings, jnp.float32))
-    narrow = {name for name, array in params.items() if array.dtype == jnp.float8_e4m3fn}
+    narrow = {name for name, array in by_name(params).items() if array.dtype == jnp.float8_e4m3fn}
     assert len(narrow) >= 7 * (family != "phi3")
     wide = replace(source.model, stored=None)
     floats, logits = load_params(wide, tmp_path, dtype=jnp.float32), jax.jit(logits_fn(wide))
-    found, cache = step.prefill(params, step.init_cache(), tokens[:, :7], [7])
     expected = np.asarray(logits(floats, tokens))
-    scale = np.abs(expected).max()
-    np.testing.assert_allclose(found, expected[:, 6], atol=1e-5 * scale, rtol=0)
-    found, _ = step.generate(params, cache, tokens[:, 7], [7])
-    np.testing.assert_allclose(found, expected[:, 7], atol=1e-5 * scale, rtol=0)
+    scale, engine = np.abs(expected).max(), SlotEngine(step)
+    prefix = engine.prefill(params, tokens[0, :7])
+    np.testing.assert_allclose(prefix.logits, expected[0, 6], atol=1e-5 * scale, rtol=0)
+    state = engine.insert(prefix, engine.init_decode_state(), 1)
+    state.tokens[1] = tokens[0, 7]
+    _, found = engine.generate(params, state)
+    np.testing.assert_allclose(found[1], expected[0, 7], atol=1e-5 * scale, rtol=0)
 
 
 def test_symmetric_groups_of_gptq_stay_narrow(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage, derive_phase
+from meshwright.algebra.generation import Storage, derive_generation
 from meshwright.api.rates import rates_for
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
@@ -28,7 +28,7 @@ BOTH = [8, 8 * 511, 256, 256 * (1000 + 257 / 2), 8 * 512 + 1256, 9]
 
 def prices_of(model=LLAMA, storage=STORAGE, **mesh) -> StepPrices:
     strategy = Strategy(mesh=make_mesh(mesh or {"tensor": 1}), state="bf16-adam")
-    return StepPrices(model, strategy, derive_phase(model, "packed", strategy, storage))
+    return StepPrices(model, strategy, derive_generation(model, strategy, storage))
 
 
 def kv_bytes_of_position(model) -> int:
@@ -99,7 +99,7 @@ def test_adapters_are_read_with_the_weights():
 def test_every_layout_of_a_plan_has_a_price(layout, axes):
     chips = parse_cluster("h100:8x1")
     strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam", assignment=LAYOUTS[layout])
-    prices = StepPrices(LLAMA, strategy, derive_phase(LLAMA, "packed", strategy, STORAGE))
+    prices = StepPrices(LLAMA, strategy, derive_generation(LLAMA, strategy, STORAGE))
     prices.set_rates(chips, rates_for(chips, None, fitted=True), STORAGE)
     whole, split = prices_of().of([BOTH])[0], prices.of([BOTH])[0]
     assert np.isfinite(split).all()

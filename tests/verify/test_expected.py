@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.generation import Storage, derive_forward, generation_program, one_position
+from meshwright.algebra.generation import Storage, derive_generation
 from meshwright.algebra.transformer import transformer
 from meshwright.core.labels import find_label
 from meshwright.spec.catalogue import load_model, models
@@ -123,8 +123,8 @@ def test_every_step_of_generation_is_found_by_its_label(name):
     strategy = Strategy(mesh=make_mesh({"data": 2, "tensor": 2}), state="bf16-adam", context_attention="gather")
     for quantised in (False, True):
         storage = Storage(weights="int8" if quantised else "")
-        check_labels(derive_forward(generation_program(given, "prefill", storage), strategy))
-        check_labels(derive_forward(generation_program(given, "decode", storage), one_position(strategy)))
+        for prompts in (False, True):
+            check_labels(derive_generation(given, strategy, storage, prompts=prompts))
 
 
 def test_a_name_with_a_prime():

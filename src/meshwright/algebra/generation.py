@@ -1,11 +1,9 @@
-"""The programs of generation, made of the ops of a model's training program, and the caches that they share.
+"""The program of generation, made of the ops of a model's training program, and its caches.
 
-``prefill`` runs whole prompts and leaves their keys and values in a cache; its queries attend to the keys of their own
-prompt. ``decode`` runs one position of each sequence, whose query attends to the cache. Both end in the logits of one
-position of each row. ``packed`` is the step of a server: a row is one position of any sequence, so that sequences which
-decode and parts of prompts share the step, and caches are in pages. It ends in the logits of the rows that are asked
-for. With latent attention the cache has latents and the rotated keys that all heads share. Decode
-attends to these: it multiplies queries, not latents, with the keys' projection (DeepSeek-V2, 2024, section 2.1.2).
+It is the step of a server. A row is one position of any sequence, so that sequences which get one more token and parts
+of prompts share the step; keys and values are in pages. It ends in the logits of the rows that are asked for. With
+latent attention the cache has latents and the rotated keys that all heads share; rows attend to these: queries, not
+latents, are multiplied with the keys' projection (DeepSeek-V2, 2024, section 2.1.2).
 """
 
 import math
@@ -18,7 +16,6 @@ from msgspec.structs import replace
 from meshwright.algebra.derive import derive, forward_pass
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.layers import PLAIN, ProgramOptions, mask_data, parse_block
-from meshwright.algebra.ops.cached_attention import slots_kept
 from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
 from meshwright.algebra.rewrites.pipeline import boundary
@@ -35,10 +32,6 @@ from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.strategy import GENERATION_RULES, Rules, Strategy, held_dims
 from meshwright.spec.weights import group_dims, without_mtp
 
-GenerationPhase = Literal["prefill", "decode", "packed"]
-PHASES: tuple[GenerationPhase, ...] = ("prefill", "decode")
-"""The phases of sequences of one length."""
-
 Attributes = tuple[tuple[str, str], ...]
 CacheDtype = Literal["bf16", "fp32", "int8", "fp8"]
 WeightDtype = Literal["", "int8", "fp8", "int4", "fp4"]
@@ -50,10 +43,9 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     """How generation stores weights and caches.
 
     ``weights`` is the dtype of matrices, see `quantised_weights` ("": the state's own); all but fp4 are executed in
-    this version. Of caches int8 has scales, fp8 has none: larger values are its largest. A cache is contiguous,
-    position p of a sequence in slot p of S; where the layer has a window it is a ring, p in slot p mod S with S at
-    most the window. Packed steps keep p in slot p mod Pl of the page that ``pages[Q, Bp]`` names for p // Pl: pages
-    have ``page_len`` slots, and all devices have ``num_pages`` together (0: enough for every sequence). Layers with a
+    this version. Of caches int8 has scales, fp8 has none: larger values are its largest. Position p of a sequence is
+    in slot p mod Pl of the page that ``pages[Q, Bp]`` names for p // Pl: pages have ``page_len`` slots (0: a page is
+    as long as a sequence), and all devices have ``num_pages`` together (0: enough for every sequence). Layers with a
     window have ``window_pages`` of their own (0: pages as others have). ``adapters`` is the number of adapters that
     share the rank of the model's own; a row has one of them.
     """
@@ -78,7 +70,7 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def executed(self) -> tuple[CacheDtype, WeightStorage]:
-        """The dtypes of caches and weights as `GenerateStep` takes them. Raises CannotRunError for others."""
+        """The dtypes of caches and weights as a step takes them. Raises CannotRunError for others."""
         if self.weights == "fp4":
             raise CannotRunError("weights in fp4 are planned, not executed, in this version. Use int4, fp8 or int8.")
         return self.cache_dtype, self.weights or "as they are"
@@ -140,41 +132,39 @@ def derive_job(
     strategy = strategy_of_heads(job_strategy(job, strategy), model.num_kv_heads)
     if job.trains:
         return derive(transformer(model, options), strategy, optimizer=job.optimizer, fused_head=fused_head)
-    return derive_phase(model, "packed", strategy, storage, prompts=job.kind == "prefill")
+    return derive_generation(model, strategy, storage, prompts=job.has_prompts)
 
 
-def derive_phase(
+def derive_generation(
     model: Model,
-    phase: GenerationPhase,
     strategy: Strategy,
     storage: Storage = AS_WRITTEN,
     axes: tuple[str, ...] | None = None,
     *,
     prompts: bool = False,
 ) -> Derived:
-    """Returns the step of a phase; ``axes`` stay in it whatever their sizes. The strategy says if it repeats heads. A
-    packed step has ``prompts`` if its sequences have several rows."""
-    if phase == "packed" and not storage.page_len:
-        raise InputError("a packed step has its caches in pages. Give a page_len, such as 16.")
+    """Returns the step of a server; ``axes`` stay in it whatever their sizes. The strategy says if it repeats heads. A
+    step has ``prompts`` if its sequences have several rows."""
     # where positions of a cache are split, heads are gathered for all of them
     joined = prompts and not strategy.rules("cache").get("S")
-    program = generation_program(without_mtp(model), phase, storage, joined=joined)
-    if phase == "packed":
-        strategy = packed_rows(strategy, prompts=prompts)
-    return derive_forward(program, one_position(strategy) if phase == "decode" else strategy, axes)
+    program = generation_program(without_mtp(model), storage, joined=joined)
+    return derive_forward(program, packed_rows(strategy, prompts=prompts), axes)
 
 
 def job_strategy(job: Job, strategy: Strategy) -> Strategy:
-    """Returns the strategy as the step of a job runs it.
+    """Returns the strategy as the step of a job runs it."""
+    return strategy if job.trains else generation_strategy(strategy, prompts=job.has_prompts)
 
-    Generation has one microbatch, but pipelined prefill, which is priced, not executed; nothing to offload and no bound
-    on the slots of experts. A device's cache has every position of its sequences, so keys are gathered over
-    ``context`` also where training uses a ring or ulysses. Raises CannotRunError for decode over pipeline stages.
+
+def generation_strategy(strategy: Strategy, *, prompts: bool = False) -> Strategy:
+    """Returns the strategy as a step that generates runs it.
+
+    It has one microbatch, but pipelined steps of prompts, which are priced, not executed; nothing to offload and no
+    bound on the slots of experts. Keys are gathered over ``context`` also where training uses a ring or ulysses. Raises
+    CannotRunError for pipeline stages without prompts.
     """
-    if job.trains:
-        return strategy
     stages = strategy.mesh.get("pipeline", 1)
-    if stages > 1 and job.kind == "decode":
+    if stages > 1 and not prompts:
         raise CannotRunError(
             f"pipeline={stages} trains but does not generate in this version. Use its devices as tensor, data or fsdp."
         )
@@ -240,7 +230,7 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
         return {}
     table = {name: weight for name, (weight, _) in weight_variables(model).items()}
     kept: dict[str, set[str]] = {}
-    for program in (_plain_program(model, phase, AS_WRITTEN) for phase in PHASES):
+    for program in (_plain_program(model, AS_WRITTEN, joined=joined) for joined in (False, True)):
         for op in (op for block in program.blocks for op in block.ops if op.kind in QUANTISED):
             weight = table.get(op.inputs[1])
             if weight and weight.part not in ("router", "adapter") and weight.dims[0] != "P":
@@ -281,20 +271,16 @@ QUANTISED = ("einsum", "embed")
 # -- programs -------------------------------------------------------------------------------------------
 
 
-def generation_program(
-    model: Model, phase: GenerationPhase, storage: Storage = AS_WRITTEN, *, joined: bool = False
-) -> Program:
-    """Returns the program of a phase, which ends in logits[B,V].
+def generation_program(model: Model, storage: Storage = AS_WRITTEN, *, joined: bool = False) -> Program:
+    """Returns the program, which ends in logits[O,V].
 
-    Prefill reads tokens[B,T] at positions[B,T], and ``last``[B], the index of each row's last token; what follows is
-    padding. Decode reads the same of one token of each row (T is 1, ``last`` 0), whose key it writes first.
-
-    Packed reads one token a row too, and ``slots``[B, T], the slot of each row in the pool of pages (padding: beyond
-    it). A sequence of Q has the rows from ``first``[Q] on, ``counts``[Q] of them, and ``lengths``[Q] positions with
-    these. ``last``[O] are the rows whose logits it ends in. With several adapters, ``adapters``[B, T] is the number of
-    each row's own, -1 for none.
+    It reads a token of each row, tokens[B,T] at positions[B,T] where T is 1, and ``slots``[B, T], the slot of each row
+    in the pool of pages (padding: beyond it), to which it writes the row's key first. A sequence of Q has the rows from
+    ``first``[Q] on, ``counts``[Q] of them, and ``lengths``[Q] positions with these. ``last``[O] are the rows whose
+    logits it ends in. With several adapters, ``adapters``[B, T] is the number of each row's own, -1 for none. With
+    latents, ``joined`` says that rows meet those of their own step by keys and values of heads, as in training.
     """
-    program = _plain_program(model, phase, storage, joined=joined)
+    program = _plain_program(model, storage, joined=joined)
     if not (found := quantised_weights(model, storage.weights)):
         return program
     variables = program.variables | {each.name: each for pair in found.values() for each in pair}
@@ -309,7 +295,7 @@ def generation_program(
     return Program(blocks, variables, program.stacks)
 
 
-def _plain_program(model: Model, phase: GenerationPhase, storage: Storage, *, joined: bool = False) -> Program:
+def _plain_program(model: Model, storage: Storage, *, joined: bool = False) -> Program:
     if model.encoder or model.relative_buckets:
         raise CannotRunError(
             f"{model.name} has an encoder or relative positions and does not generate in this version."
@@ -320,7 +306,7 @@ def _plain_program(model: Model, phase: GenerationPhase, storage: Storage, *, jo
             f"there when it is generated. Use prefix_lm, transfusion or causal & ... to generate."
         )
     training = transformer(model)
-    writer = _Writer(model, phase, storage, training, joined=joined)
+    writer = _Writer(model, storage, training, joined=joined)
     blocks = tuple(map(writer.block, training.blocks))
     used = {name for block in blocks for op in block.ops for name in (*op.inputs, op.out)}
     return Program(blocks, {name: v for name, v in writer.variables.items() if name in used}, training.stacks)
@@ -336,22 +322,19 @@ def _sees_later(mask: str) -> bool:
 
 
 class _Writer:
-    """Blocks of a training program rewritten for one phase, and every variable that they name."""
+    """Blocks of a training program rewritten for generation, and every variable that they name."""
 
-    def __init__(
-        self, model: Model, phase: GenerationPhase, storage: Storage, training: Program, *, joined: bool
-    ) -> None:
+    def __init__(self, model: Model, storage: Storage, training: Program, *, joined: bool) -> None:
         self.joined = joined and model.latent_attention and not (model.attention_mask or model.attention_score)
-        self.model, self.phase, self.storage = model, phase, storage
+        self.model, self.storage = model, storage
         self.training, self.variables = training, dict(training.variables)
         self.ops: list[Op] = []
         self.outputs: list[str] = []
         if storage.adapters:
             self.variables |= {"adapters": Variable("adapters", ("B", "T"), "position")}
-        for name in mask_data(model, PLAIN) if phase != "prefill" else ():  # of all positions of a sequence
-            known = {"T": "S"} | ({"B": "Q"} if phase == "packed" else {})
-            role = "position" if phase == "packed" else self.variables[name].role
-            self.variables[name] = Variable(name, tuple(known.get(dim, dim) for dim in MASK_DATA[name]), role)
+        for name in mask_data(model, PLAIN):  # of all positions of a sequence
+            known = {"B": "Q", "T": "S"}
+            self.variables[name] = Variable(name, tuple(known.get(dim, dim) for dim in MASK_DATA[name]), "position")
 
     def block(self, block: Block) -> Block:
         """Returns the rewritten block under its name, without ops whose results are no longer used."""
@@ -381,29 +364,28 @@ class _Writer:
         return made.name
 
     def _head(self, block: Block) -> None:
-        """Writes the logits of one position."""
+        """Writes the logits of the rows that are asked for."""
         norm, *division, loss = block.ops
         table, softcap = self.variables[loss.inputs[1]], self.model.logit_softcap
         vectors = ", ".join(f"{name}[D]" for name in norm.inputs[1:])
         stream, result = "hd" if division else "hl", "uncapped" if softcap else "logits"
-        row = "O" if self.phase == "packed" else "B"
         lines = [
-            f"xl[{row},D] = pick(x[B,T,D], last[{row}])",
-            f"hl[{row},D] = {norm.kind}(xl[{row},D], {vectors})",
-            *(f"hd[{row},D] = {op.kind}(hl[{row},D]; by={dict(op.attributes)['by']})" for op in division),
-            f"{result}[{row},V] = {stream}[{row},D] * {table.name}[{','.join(table.dims)}]",
-            *([f"logits[{row},V] = softcap(uncapped[{row},V])"] if softcap else []),
+            "xl[O,D] = pick(x[B,T,D], last[O])",
+            f"hl[O,D] = {norm.kind}(xl[O,D], {vectors})",
+            *(f"hd[O,D] = {op.kind}(hl[O,D]; by={dict(op.attributes)['by']})" for op in division),
+            f"{result}[O,V] = {stream}[O,D] * {table.name}[{','.join(table.dims)}]",
+            *(["logits[O,V] = softcap(uncapped[O,V])"] if softcap else []),
         ]
         for name, dims, role, dtype in (
-            ("last", (row,), "position", ""),
-            ("uncapped", (row, "V"), "activation", "fp32"),
-            ("logits", (row, "V"), "output", "fp32"),
+            ("last", ("O",), "position", ""),
+            ("uncapped", ("O", "V"), "activation", "fp32"),
+            ("logits", ("O", "V"), "output", "fp32"),
         ):
             self.variables[name] = Variable(name, dims, role, dtype)
         self.ops += parse_block(block.name, "\n".join(lines), self.variables).ops
 
     def _attention(self, op: Op, block: Block) -> None:
-        """Writes keys and values, or latents and rotated keys, into the cache; in decode, attention reads the cache."""
+        """Writes keys and values, or latents and rotated keys, into the cache, which attention reads."""
         q, k, v, *others = op.inputs
         made_by = {made.out: made for made in block.ops}
         sources = {"k": k, "v": v}
@@ -411,26 +393,19 @@ class _Writer:
             own, shared = made_by[k].inputs
             sources = {"c": made_by[own].inputs[0], "p": shared}
         suffix = next(kind.suffix for kind in layer_kinds(self.model) if kind.block == block.name)
-        where = "last" if self.phase == "prefill" else "positions"
-        place: tuple[str, ...] = ("positions",)
-        packed: Attributes = ()
-        if self.phase == "packed":
-            apart = bool(self.storage.window_pages) and window_of(block) is not None
-            pages, where = (WINDOW_PAGES, "window_slots") if apart else (PAGES, "slots")
-            of_sequences = ("first", "counts", "lengths")
-            place, packed = (*of_sequences, pages), (("packed", "true"),)
-            self.variables |= {name: Variable(name, ("Q",), "position") for name in of_sequences}
-            self.variables[pages] = Variable(pages, ("Q", "Bp"), "position")  # the pages of each sequence
-            self.variables[where] = Variable(where, ("B", "T"), "position")
+        apart = bool(self.storage.window_pages) and window_of(block) is not None
+        pages, where, pool = (WINDOW_PAGES, "window_slots", "Pw") if apart else (PAGES, "slots", "Pg")
+        of_sequences = ("first", "counts", "lengths")
+        self.variables |= {name: Variable(name, ("Q",), "position") for name in of_sequences}
+        self.variables[pages] = Variable(pages, ("Q", "Bp"), "position")  # the pages of each sequence
+        self.variables[where] = Variable(where, ("B", "T"), "position")
         cached, cached_scales = list[str](), list[str]()
         for letter, source in sources.items():
-            array, *its_scales = self._write(f"cache_{letter}{suffix}", source, where, packed)
+            array, *its_scales = self._write(f"cache_{letter}{suffix}", source, where, pool)
             cached.append(array)
             cached_scales += its_scales
-        inputs, attributes = (*cached, *place, *cached_scales), (*op.attributes, *packed)
-        if self.phase == "prefill":
-            self.ops.append(op)
-        elif self.model.latent_attention:
+        inputs, attributes = (*cached, *of_sequences, pages, *cached_scales), op.attributes
+        if self.model.latent_attention:
             # queries are multiplied with the keys' projection and attend to latents; the values' projection follows
             keys, values, latent = made_by[made_by[k].inputs[0]].inputs[1], made_by[v].inputs[1], ("B", "T", "N", "Rkv")
             own = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
@@ -453,7 +428,7 @@ class _Writer:
         else:
             self.ops.append(Op("cached_attention", (q, *inputs, *others), op.out, attributes))
 
-    def _write(self, cache: str, source: str, where: str, packed: Attributes) -> list[str]:
+    def _write(self, cache: str, source: str, where: str, pool: str) -> list[str]:
         """Adds the ops that write into a cache; returns the names of the written cache and, with int8, its scales."""
         dims, dtype = self.variables[source].dims, str(self.storage.cache_dtype)
         writes = [(cache, source, dims, dtype)]
@@ -462,14 +437,12 @@ class _Writer:
             quantised = Variable(f"{source}_int8", dims, "activation", dtype)
             values = self._add("kv_quantise", (source, scale), quantised)
             writes = [(cache, values, dims, dtype), (scale_name(cache), scale, dims[:-1], "fp32")]
-        prompt: Attributes = (("prompt", "true"),) if self.phase == "prefill" else ()
         written = []
         for name, array, own, width in writes:
-            pool = ("Pw" if where == "window_slots" else "Pg", "Pl") if packed else ("B", "S")
-            before = Variable(name, (*pool, *own[2:]), "cache", width)
+            before = Variable(name, (pool, "Pl", *own[2:]), "cache", width)
             self.variables[name] = before
             after = replace(before, name=f"{name}'")
-            written.append(self._add("cache_write", (name, array, where), after, (*prompt, *packed)))
+            written.append(self._add("cache_write", (name, array, where), after))
         self.outputs += written
         return written
 
@@ -531,15 +504,12 @@ def pages_of_windows(window: int, page_len: int, *, num_seqs: int, num_rows: int
 def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN) -> dict[str, int]:
     """Returns the sizes of the dims that only caches have, for sequences of up to ``max_len`` positions.
 
-    S is the number of slots of a contiguous cache; see `slots_kept` for rings. There are enough pages for every
-    sequence to be full, unless the storage says how many.
+    There are enough pages for every sequence to be full, unless the storage says how many.
     """
-    found = {"S": max_len}
-    if storage.page_len:
-        each = -(-max_len // storage.page_len)
-        found |= {"Pl": storage.page_len, "Bp": each, "Pg": storage.num_pages or batch_seqs * each}
-        found["Pw"] = storage.window_pages
-    return found
+    page_len = storage.page_len or max_len
+    each = -(-max_len // page_len)
+    pages = storage.num_pages or batch_seqs * each
+    return {"S": max_len, "Pl": page_len, "Bp": each, "Pg": pages, "Pw": storage.window_pages}
 
 
 def cache_table(
@@ -549,19 +519,24 @@ def cache_table(
     max_len: int,
     storage: Storage = AS_WRITTEN,
     strategy: Strategy = ONE_DEVICE,
-    phase: GenerationPhase = "decode",
 ) -> tuple[CacheArray, ...]:
     """Returns the rows of the cache of ``batch_seqs`` sequences of up to ``max_len`` positions, on all devices.
 
     int8 keeps a float32 scale for each token and head, or for each token of latents.
     """
-    program = repeating(_plain_program(model, phase, storage), strategy_of_heads(strategy, model.num_kv_heads))
+    program = repeating(_plain_program(model, storage), strategy_of_heads(strategy, model.num_kv_heads))
     sizes = held_dims(model.dims, strategy.mesh) | {"B": batch_seqs}
     sizes |= cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
     rows = []
     for block in program.blocks:
-        own = sizes | {"S": int(slots_kept(max_len, window_of(block)))}
         for array in (program.variables[name] for name in caches_of(block)):
-            shape = tuple(own[dim] for dim in array.dims)
+            shape = tuple(sizes[dim] for dim in array.dims)
             rows.append(CacheArray(array.name, array.dims, shape, array.dtype, block.repeat))
     return tuple(rows)
+
+
+def sequence_bytes(model: Model, num_positions: int, storage: Storage) -> int:
+    """Returns the bytes of the cache of one sequence, on all devices: of layers with a window its positions alone."""
+    window = min(model.sliding_window or 0, num_positions)
+    exact = replace(storage, page_len=1, num_pages=0, window_pages=window)
+    return sum(row.num_bytes for row in cache_table(model, batch_seqs=1, max_len=num_positions, storage=exact))

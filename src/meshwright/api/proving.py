@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from meshwright.algebra.generation import GenerationPhase
 from meshwright.algebra.rewrites.torus import mesh_order
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import Checked
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
-from meshwright.plan.serving.file import PHASES, ServiceFile
+from meshwright.plan.serving.file import PHASES, GenerationPhase, ServiceFile
 from meshwright.spec.strategy import AS_RUN, Form, Strategy, require_runnable_assumptions
 from meshwright.verify.request import Depth, Request
 from meshwright.verify.targets import CompilerPlatform, target_of, usable_target

@@ -1,26 +1,21 @@
 """Runs of plans on the devices at hand: training, and text from trained or published models."""
 
-import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from meshwright.algebra.generation import WeightStorage
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.core.fields import Checked, check_figures, fitted
-from meshwright.core.files import cache_folder
+from meshwright.core.fields import fitted
 from meshwright.core.toml_file import sealed_toml
-from meshwright.core.units import format_bytes
+from meshwright.serve.options import EngineOptions
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan
-from meshwright.spec.strategy import Strategy, make_mesh, mesh_words, require_runnable_assumptions
-from meshwright.spec.weights import without_mtp_words
+from meshwright.spec.strategy import require_runnable_assumptions
 
 if TYPE_CHECKING:
-    from meshwright.parallel.generation.generate_step import GenerateStep
-    from meshwright.serve.model_folder import ModelFolder
     from meshwright.train.loop import OnStep
     from meshwright.train.record.result import TrainResult
 
@@ -96,31 +91,26 @@ def require_devices(plan: Plan) -> None:
 # -- text -----------------------------------------------------------------------------------------------
 
 
-class TextOptions(Checked, frozen=True, kw_only=True):
-    """How text is generated. The defaults are all devices on tensor and the likeliest tokens (``sampling`` takes a
-    `Sampling`); ``weights`` is their dtype, and ``cache_dtype`` that of keys and values, by default the weights'."""
+class TextOptions(EngineOptions, frozen=True, kw_only=True):
+    """How text is generated: by the likeliest tokens (``sampling`` takes a `Sampling`), on an engine that has room for
+    all prompts unless the options say more."""
 
     max_tokens: int = 128
     sampling: Any = None
-    mesh: dict[str, int] | None = None
-    weights: WeightStorage = "as they are"
-    cache_dtype: str = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_figures(self, "TextOptions", may_be_zero=("max_tokens",))
 
 
 AS_TRAINED = TextOptions()
 
 
 class GeneratedText(msgspec.Struct, frozen=True, kw_only=True):
-    """The continuation of each prompt as text; ``generated`` has tokens and times, see `serve.offline.generate`."""
+    """The continuation of each prompt as text; ``generated`` has tokens and times, see `serve.offline.generate`, and
+    ``opened_s`` is the time until the engine was there, with its programs compiled."""
 
     model: str
     mesh: dict[str, int]
     texts: tuple[str, ...]
     generated: Any
+    opened_s: float
 
 
 def generate_text(
@@ -133,19 +123,31 @@ def generate_text(
 ) -> GeneratedText:
     """Continues prompts with the model of a folder: a finished run, or config.json with safetensors files.
 
-    ``on_text`` gets the number of a prompt and the next piece of its text as soon as it exists; ``on_loaded`` gets a
-    line about the loaded model. Raises InputError for prompts that the model has too few positions for.
+    ``on_text`` gets the number of a prompt and the next piece of its text as soon as it exists; ``on_loaded`` gets
+    lines about the loaded model. Raises InputError for prompts that the model has too few positions for.
     """
-    import jax
-
     from meshwright.serve.drawing.sampling import LIKELIEST
     from meshwright.serve.model_folder import TextStream, open_model
-    from meshwright.serve.offline.generate import generate
+    from meshwright.serve.offline.generate import as_requests, generate
+    from meshwright.serve.opening import open_engine
 
-    source = open_model(Path(folder))
+    start = time.perf_counter()
+    source = open_model(Path(folder), options.adapters or {})
     tokens = [source.text.encode(text) for text in prompts]
-    mesh = make_mesh(options.mesh or {"tensor": len(jax.devices())})
-    step, params = _loaded(source, mesh, tokens, options, on_loaded or (lambda line: None))
+    sampling = fitted(options.sampling or LIKELIEST, type(LIKELIEST), "TextOptions.sampling")
+    requests = as_requests(tokens, max_tokens=options.max_tokens, sampling=sampling, end_tokens=source.end_tokens)
+    longest, there, more = max(map(len, tokens)), source.model.max_positions, options.max_tokens
+    if longest + more > there:  # beyond its positions the model would not write text
+        raise InputError(
+            f"a prompt of {longest:,} {'token' if longest == 1 else 'tokens'} and {more:,} more need "
+            f"{longest + more:,} positions, but {source.model.name} has {there:,}. Shorten the prompt, or use a "
+            f"smaller --max-tokens."
+        )
+    opened = open_engine(source, options, requests=requests)
+    opened_s = time.perf_counter() - start
+    if on_loaded is not None:
+        for line in opened.lines:
+            on_loaded(line)
     streams = [TextStream(source.text, prompt) for prompt in tokens]
     pieces: list[list[str]] = [[] for _ in prompts]
 
@@ -154,66 +156,9 @@ def generate_text(
         if on_text is not None:
             on_text(row, text)
 
-    found = generate(
-        step,
-        params,
-        tokens,
-        max_tokens=options.max_tokens,
-        sampling=fitted(options.sampling or LIKELIEST, type(LIKELIEST), "TextOptions.sampling"),
-        end_tokens=source.end_tokens,
-        on_token=lambda row, token: push(row, streams[row].push(token)),
-    )
+    found = generate(opened.engine, requests, lambda row, token: push(row, streams[row].push(token)))
     for row, stream in enumerate(streams):
         push(row, stream.finish())
     texts = tuple("".join(parts) for parts in pieces)
-    return GeneratedText(model=source.model.name, mesh=mesh, texts=texts, generated=found)
-
-
-def _loaded(
-    source: "ModelFolder",
-    mesh: dict[str, int],
-    prompts: Sequence[Sequence[int]],
-    options: TextOptions,
-    say: Callable[[str], None],
-) -> tuple["GenerateStep", dict[str, Any]]:
-    """Returns the step for these prompts, and the weights on its devices."""
-    import jax
-    import jax.numpy as jnp
-
-    from meshwright.nn.hf.weights import load_params
-    from meshwright.parallel.generation.generate_step import GenerateStep
-    from meshwright.parallel.mesh import keep_compiled_programs
-    from meshwright.serve.offline.generate import require_prompts
-
-    keep_compiled_programs(cache_folder())
-    source = source.served("" if options.weights == "as they are" else options.weights, jax.default_backend())
-    longest, there, more = max(map(len, prompts)), source.model.max_positions, options.max_tokens
-    if longest + more > there:  # beyond its positions the model would not write text
-        raise InputError(
-            f"a prompt of {longest:,} {'token' if longest == 1 else 'tokens'} and {more:,} more need "
-            f"{longest + more:,} positions, but {source.model.name} has {there:,}. Shorten the prompt, or use a "
-            f"smaller --max-tokens."
-        )
-    strategy = Strategy(mesh=mesh, state="fp32" if source.dtype == "fp32" else "bf16-adam")
-    parts = mesh["data"] * mesh["fsdp"] * mesh["expert"]
-    step = GenerateStep(
-        source.model,
-        strategy,
-        max_len=max(1, *map(len, prompts)) + max(1, options.max_tokens),
-        batch_seqs=-(-len(prompts) // parts) * parts,
-        cache_dtype=options.cache_dtype or source.dtype,  # type: ignore[arg-type]
-        weights=options.weights,
-    )
-    require_prompts(step, prompts, max_tokens=options.max_tokens)
-    for line in (*step.compiler.notes, *source.notes):
-        say(line)
-    dtype = jnp.float32 if source.dtype == "fp32" else jnp.bfloat16
-    params = step.place(load_params(source.model, source.folder, step.loaded_shardings, dtype))
-    held = sum(array.addressable_shards[0].data.nbytes for array in params.values())
-    cache = sum(row.num_bytes for row in step.table) / math.prod(mesh.values())
-    say(
-        f"{source.model.name}: {mesh_words(mesh)}, {format_bytes(held)} of weights on each device, "
-        f"{format_bytes(cache)} of {step.table[0].dtype} keys and values over {step.batch_seqs} x {step.cache_len} "
-        f"positions{without_mtp_words(source.model)}"
-    )
-    return step, params
+    mesh = {**opened.engine.engines[0].packed.strategy.mesh, "data": len(opened.engine.engines)}
+    return GeneratedText(model=source.model.name, mesh=mesh, texts=texts, generated=found, opened_s=opened_s)

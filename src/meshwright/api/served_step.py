@@ -17,7 +17,8 @@ from meshwright.parallel.generation.packed_step import PackedStep
 from meshwright.profile.memory import Owner
 from meshwright.profile.subjects import held_owners
 from meshwright.serve.engine import Engine
-from meshwright.serve.layout import EngineOptions, with_usual
+from meshwright.serve.layout import with_usual
+from meshwright.serve.options import EngineOptions
 from meshwright.serve.request import TokenRequest
 from meshwright.simulate.step_prices import StepPrices
 from meshwright.spec.chip import chip_of_kind

@@ -9,12 +9,13 @@ from meshwright.algebra.generation import WeightStorage, weight_dtype
 from meshwright.cli.output import compiling, say
 from meshwright.cli.verb import Bytes, Count, MeshSizes, Options, argument, option
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.serve.options import EngineOptions
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import make_mesh
 
 if TYPE_CHECKING:
     from meshwright.serve.model_folder import ModelFolder
-    from meshwright.serve.opening import EngineOptions, OpenedEngine
+    from meshwright.serve.opening import OpenedEngine
 
 
 class EngineGiven(Options):
@@ -72,23 +73,29 @@ class EngineGiven(Options):
     )
 
 
-def open_given(given: EngineGiven, source: "ModelFolder | None" = None, **more: bool) -> "OpenedEngine":
+def open_given(
+    given: EngineGiven, source: "ModelFolder | None" = None, *, in_background: bool = True
+) -> "OpenedEngine":
     """Opens the engine that was asked for, of a folder that may be open, and says what it has."""
-    if given.plan and given.axes:
-        raise InputError(f"{given.plan} says the axes. Leave --axes out, or --plan.")
-    devices_of(given.on, given.axes)
+    options = opened_options(given)
     from meshwright.serve.opening import open_engine
 
-    opened = open_engine(source or given.what, engine_options(given, given.axes), on_shape=compiling(), **more)
+    opened = open_engine(source or given.what, options, on_shape=compiling(), in_background=in_background)
     for line in opened.lines:
         say(line)
     return opened
 
 
-def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> "EngineOptions":
-    """Returns the options of an engine."""
-    from meshwright.serve.opening import EngineOptions
+def opened_options(given: EngineGiven) -> EngineOptions:
+    """Returns the options of an engine whose devices are there, or are emulated from now on."""
+    if given.plan and given.axes:
+        raise InputError(f"{given.plan} says the axes. Leave --axes out, or --plan.")
+    devices_of(given.on, given.axes)
+    return engine_options(given, given.axes)
 
+
+def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> EngineOptions:
+    """Returns the options of an engine."""
     if given.cache_bytes == 0:
         raise InputError("a cache of 0 bytes holds no page. Give --cache-bytes such as 4GB, or leave it out.")
     return EngineOptions(

@@ -11,8 +11,8 @@ from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation import (
     AS_WRITTEN,
     Storage,
+    derive_generation,
     derive_job,
-    derive_phase,
     job_strategy,
     pages_of_window,
 )
@@ -123,9 +123,9 @@ class Setting(Checked, frozen=True, dict=True):
         """
         optimizer, fused_head = self.job.optimizer, self.assumptions.fused_head
         if not self.job.trains:
-            axes, prompts = tuple(axis for axis in strategy.mesh if axis not in without), self.job.kind == "prefill"
+            axes, prompts = tuple(axis for axis in strategy.mesh if axis not in without), self.job.has_prompts
             given = job_strategy(self.job, strategy)
-            return derive_phase(self.model, "packed", given, self.step_storage, axes, prompts=prompts)
+            return derive_generation(self.model, given, self.step_storage, axes, prompts=prompts)
         return derive(
             self.program, strategy, symbolic=True, without=without, optimizer=optimizer, fused_head=fused_head
         )

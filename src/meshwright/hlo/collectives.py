@@ -187,8 +187,7 @@ class _Walk:
         if name not in self.reaching:
             body = self.module.computations.get(name)
             self.reaching[name] = body is not None and any(
-                self.counts(one) or any(self.reaches(called) for _, called in one.called)
-                for one in body.instructions
+                self.counts(one) or any(self.reaches(called) for _, called in one.called) for one in body.instructions
             )
         return self.reaching[name]
 

@@ -278,17 +278,25 @@ class Engine:
         scoring = [shape._replace(outputs=shape.rows) for shape in chunks if shape.outputs < shape.rows]
         return [*chunks[:1], *decode, *chunks[1:], *scoring]
 
-    def warm_up(self, on_shape: Callable[[int, int], None] = lambda done, all: None) -> None:
+    def warm_up(
+        self,
+        on_shape: Callable[[int, int], None] = lambda done, all: None,
+        requests: Sequence[TokenRequest] = (),
+    ) -> None:
         """Compiles every shape, and what draws from it; ``on_shape`` is told how many are done of how many. May run in
-        a thread of its own while the engine runs, unless it is batch-invariant."""
+        a thread of its own while the engine runs, unless it is batch-invariant.
+
+        Of an engine for some ``requests`` alone only the shapes of their first steps are compiled, which the others
+        use too."""
         if self._step.batch_invariant:
             self._decode_sizes = sizes_up_to(ALIKE_ROWS, least=2, halves_from=8)
-        shapes = self.shapes()
+        shapes = self._first_shapes(requests) if requests and not self._step.batch_invariant else self.shapes()
         for number, shape in enumerate(shapes):
             on_shape(number, len(shapes))
             self._step.compiled(shape)
             for adjusted in (False, True)[shape.outputs > shape.sequences and not self._drafter :]:
-                self._drawer.compiled(shape.outputs, adjusted)
+                if not requests or adjusted == any(adjusts(one) for one in requests):
+                    self._drawer.compiled(shape.outputs, adjusted)
         if self._drafter:
             self._drafter.warm_up(shapes)
         if self._host_pages:
@@ -296,6 +304,16 @@ class Engine:
         if self._step.batch_invariant:
             self._keep_alike()
         on_shape(len(shapes), len(shapes))
+
+    def _first_shapes(self, requests: Sequence[TokenRequest]) -> list[PackedShape]:
+        """Returns the shapes that steps of requests have, as those of fewer rows are left out from now on."""
+        count, checked = len(self._owners), 1 + self.limits.num_drafts
+        slots = count * min(-(-len(requests) // count), self.limits.max_requests // count)
+        rows = slots * max(checked, *(len(one.prompt) for one in requests))
+        self._decode_sizes = [size for size in self._decode_sizes if size >= slots * checked]
+        self._chunk_sizes = [size for size in self._chunk_sizes if size >= min(rows, self._chunk_sizes[-1])]
+        chunk, decode, *_ = self.shapes()
+        return [chunk, decode]
 
     def _keep_alike(self) -> None:
         """Keeps the numbers of rows by which a first request has the bits that it has in a step of `ALIKE_ROWS`."""

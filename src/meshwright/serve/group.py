@@ -66,10 +66,19 @@ class EngineGroup:
         """Runs requests to their ends and returns the outputs of each."""
         return run_requests(self, requests)
 
-    def warm_up(self, on_shape: Callable[[int, int], None] = lambda done, all: None) -> None:
+    def warm_up(
+        self,
+        on_shape: Callable[[int, int], None] = lambda done, all: None,
+        requests: Sequence[TokenRequest] = (),
+    ) -> None:
         """Compiles every shape of every engine, see `Engine.warm_up`."""
+        own = sorted(requests, key=lambda one: -len(one.prompt))[: -(-len(requests) // len(self.engines))]
         for place, engine in enumerate(self.engines):
-            engine.warm_up(lambda done, all, before=place: on_shape(before * all + done, len(self.engines) * all))  # type: ignore[misc]
+
+            def tell(done: int, all: int, before: int = place) -> None:
+                on_shape(before * all + done, len(self.engines) * all)
+
+            engine.warm_up(tell, own)
 
     @property
     def is_compiled(self) -> bool:

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread, main_thread
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from meshwright.algebra.generation import (
     Storage,
     cache_table,
-    derive_phase,
+    derive_generation,
     pages_of_windows,
     quantised_weights,
     weight_bytes,
@@ -35,11 +35,16 @@ from meshwright.parallel.mesh import device_mesh, in_order
 from meshwright.serve.drawing.drafts import Drafter, ModelDrafter, NgramDrafter
 from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
-from meshwright.serve.layout import USUAL_ENGINE, EngineLayout, EngineOptions, engine_layout
+from meshwright.serve.layout import EngineLayout, engine_layout
 from meshwright.serve.model_folder import ModelFolder, open_model
+from meshwright.serve.options import USUAL_ENGINE, EngineOptions
+from meshwright.serve.request import TokenRequest
 from meshwright.spec.model import GROUP, GROUPED, Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, make_mesh, sequence_shards
 from meshwright.spec.weights import without_mtp_words
+
+MOST_EXACTLY = 32
+"""Requests that an engine for these alone has slots for; of more only as many run at once as usual."""
 
 
 class OpenedEngine(NamedTuple):
@@ -56,16 +61,24 @@ def open_engine(
     *,
     on_shape: Callable[[int, int], None] | None = None,
     in_background: bool = True,
+    requests: Sequence[TokenRequest] = (),
 ) -> OpenedEngine:
     """Loads a folder, a finished run or a Hugging Face model, and compiles every shape of its steps; a folder that is
     open already has its adapters.
 
     ``on_shape`` is told how many shapes are compiled, of how many. Programs that are in files are read while the engine
-    runs already, if that may be done ``in_background``. Raises InputError for options that contradict the
-    model or the memory, CannotRunError for a model that cannot be served.
+    runs already, if that may be done ``in_background``. An engine for some ``requests`` alone has room for these, as
+    far as options do not say more, and few shapes. Raises InputError for options that contradict the model or the
+    memory, CannotRunError for a model that cannot be served.
     """
     keep_freed_memory()
     source = folder if isinstance(folder, ModelFolder) else open_model(Path(folder), options.adapters or {})
+    if requests:
+        options = replace(
+            options,
+            max_requests=options.max_requests or (len(requests) if len(requests) <= MOST_EXACTLY else 0),
+            max_len=options.max_len or max(len(one.prompt) + one.max_tokens for one in requests),
+        )
     devices = jax.devices()[: options.num_devices or None]
     layout = engine_layout(source, options, devices)
     options, strategy = layout.options, layout.strategy
@@ -98,7 +111,9 @@ def open_engine(
         steps = [step.on(device_mesh(strategy.mesh, some)) for some in own]
     engines = [_engine(source, draft, layout, own, limits) for own in steps]
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
-    if in_background and engine.is_compiled and not options.batch_invariant:
+    if requests:
+        engine.warm_up(on_shape or (lambda done, all: None), requests)
+    elif in_background and engine.is_compiled and not options.batch_invariant:
         # programs are read while the first requests run; a process that ends waits for one of them at most
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
     else:
@@ -223,9 +238,9 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
         )
     longest, page_len = options.max_len or model.max_positions, storage.page_len
     one, strategy = replace(storage, num_pages=1), strategy_of_heads(layout.strategy, model.num_kv_heads)
-    sizes: dict[str, Any] = {"batch_seqs": options.max_requests, "max_len": page_len, "phase": "packed"}
+    sizes: dict[str, Any] = {"batch_seqs": options.max_requests, "max_len": page_len}
     table = cache_table(model, storage=one, strategy=strategy, **sizes)
-    declared = derive_phase(model, "packed", strategy, one).declared
+    declared = derive_generation(model, strategy, one).declared
     spread = product(strategy.mesh[axis] for axis in declared[table[0].name].axes_of("Pg"))
     # bytes of a page on each of the devices over which pages are spread: a device has one of so many; and of all rings
     held = [(row, row.num_bytes / product(strategy.mesh[a] for a in declared[row.name].spread)) for row in table]

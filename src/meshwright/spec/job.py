@@ -48,6 +48,11 @@ class Job(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.kind == "train"
 
     @property
+    def has_prompts(self) -> bool:
+        """True if a step that generates runs whole prompts."""
+        return self.kind == "prefill"
+
+    @property
     def step_len(self) -> int:
         """Positions of each sequence that one step runs."""
         return 1 if self.kind == "decode" else self.seq_len

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.generation import derive_forward, generation_program, one_position
+from meshwright.algebra.generation import derive_generation
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.ops.collective_matmul import NAME as COLLECTIVE_MATMUL
 from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls
@@ -93,7 +93,7 @@ def test_a_sum_that_stays_whole_is_gathered_after_its_round():
 
 
 def test_generation_sums_in_blocks_of_the_weights_columns():
-    derived = derive_forward(generation_program(LLAMA, "decode"), one_position(strategy(collective_matmul="one-way")))
+    derived = derive_generation(LLAMA, strategy(collective_matmul="one-way"))
     block = next(found for found in derived.blocks if found.block.name == "layer")
     made = [step for step in block.forward if step.op == COLLECTIVE_MATMUL]
     assert [(step.details.form, step.dim) for step in made] == [("all_reduce", "D")] * 2

@@ -1,7 +1,6 @@
 """`meshwright generate` on a tiny model's folder: text out, figures beside it, refusals in one line."""
 
 import json
-import re
 from types import SimpleNamespace
 
 import msgspec
@@ -43,12 +42,13 @@ def test_one_prompt_is_written_out_with_what_follows(call, folder):
     said = call("generate", folder, "--prompt", "Once", "--max-tokens", "6", "--on", "cpu:2", "--axes", "tensor=2")
     assert said.code == 0
     assert said.out == expected("Once", 6) + "\n"
-    first, last = said.err.splitlines()
+    first, cache, slots, last = said.err.splitlines()
     assert "tensor 2" in first
     assert "of weights on each device" in first
     # 2 layers, keys and values, of half of the heads
-    assert re.search(r", \S+ k?B of fp32 keys and values over 1 x \d+ positions$", first)
-    assert "compiled in" in last
+    assert cache.startswith("cache: 1 pages of 32 positions, 8.19 kB of fp32 keys and values on each device")
+    assert slots.startswith("up to 1 request at once of 10 positions at most")
+    assert last.startswith("loaded and compiled in")
     assert "tokens/s; 6 tokens" in last
 
 
@@ -78,20 +78,20 @@ def test_several_prompts_as_one_object(call, folder, tmp_path):
     asked = Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=3)
     assert said.json["sampling"] == json.loads(msgspec.json.encode(asked))
     for one in said.json["completions"]:
-        assert one["finish"] == "end" or len(one["tokens"]) == 4
+        assert one["finish"] == "stop" or len(one["tokens"]) == 4
     assert said.json["pace"]["num_tokens"] == sum(len(one["tokens"]) for one in said.json["completions"])
 
 
 def test_several_texts_are_numbered(capsys):
     generated = Generated(
-        completions=tuple(Completion(tokens=(1,), finish="end") for _ in range(2)),
-        pace=GenerationPace(compile_s=1.0, first_token_s=0.5, tokens_per_s=None, num_tokens=7),
+        completions=tuple(Completion(tokens=(1,), finish="stop") for _ in range(2)),
+        pace=GenerationPace(first_token_s=0.5, tokens_per_s=None, num_tokens=7),
     )
-    found = GeneratedText(model="tiny", mesh={"data": 1}, texts=(" it is", "!"), generated=generated)
+    found = GeneratedText(model="tiny", mesh={"data": 1}, texts=(" it is", "!"), generated=generated, opened_s=1.0)
     told = answer(found, ["so", "Once"], LIKELIEST, live=False)
     assert list(as_text(told.pieces, 80)) == ["[1] so it is", "[2] Once!"]
     assert answer(found, ["so", "Once"], LIKELIEST, live=True).pieces == []
-    assert capsys.readouterr().err == "compiled in 1 s; first token after 500 ms; 7 tokens\n" * 2
+    assert capsys.readouterr().err == "loaded and compiled in 1 s; first token after 500 ms; 7 tokens\n" * 2
 
 
 @pytest.mark.parametrize(
@@ -100,18 +100,13 @@ def test_several_texts_are_numbered(capsys):
         ([], 2, "generate needs a prompt. Write: generate runs/NAME-001 --prompt"),
         (["--prompts", "none.txt"], 2, "none.txt cannot be read"),
         (["--prompt", "a", "--on", "cpu:4", "--axes", "tensor=2"], 2, "tensor=2 is 2 devices and --on cpu:4 is 4"),
-        (["--prompt", "a", "--on", "cpu:3"], 2, "does not divide by tensor=3"),
+        (["--prompt", "a", "--on", "cpu:3", "--axes", "tensor=3"], 2, "does not divide by tensor=3"),
         (["--prompt", "a", "--axes", "pipeline=2"], 3, "pipeline=2 trains but does not generate"),
         (["--prompt", "a", "--top-p", "0"], 2, "--top-p 0.0 must be more than 0"),
         (["--prompt", "a", "--on", "h200:1"], 3, "h200:1x1 is not this machine"),
         (["--prompt", "", "--on", "cpu:1"], 2, "prompt 1 is empty"),
         (["--prompt", "a", "--on", "cpu:1", "--max-tokens", "5000"], 2, "need 5,001 positions, but "),
         (["--prompt", "a\udc80"], 2, "prompt 1 is not UTF-8"),
-        (
-            ["--prompt", "a", "--max-requests", "4"],
-            2,
-            "--max-requests changes nothing here: it is for answers to a file, with -o;",
-        ),
         (["--prompt", "a", "--axes", "tensor=64"], 3, "emulate them: --on cpu:64"),
     ],
 )

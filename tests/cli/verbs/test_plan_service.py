@@ -9,8 +9,9 @@ import jax
 import pytest
 
 from meshwright.core.units import format_seconds
-from meshwright.serve.layout import EngineOptions, engine_layout
+from meshwright.serve.layout import engine_layout
 from meshwright.serve.model_folder import open_model
+from meshwright.serve.options import EngineOptions
 from tests.nn.hf.test_published import folder_of
 
 SERVE = ("plan", "llama3-70b", "--on", "v5e:16x16", "--serve", "--prompt", "8192", "--output", "512")

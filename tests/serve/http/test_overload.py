@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from meshwright.serve.frontend import Frontend
-from meshwright.serve.opening import EngineOptions, open_engine
+from meshwright.serve.opening import open_engine
+from meshwright.serve.options import EngineOptions
 from meshwright.serve.request import TokenRequest
 from tests.clients.folder import NAME, make_folder
 from tests.clients.server import Server

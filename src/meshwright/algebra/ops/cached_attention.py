@@ -1,7 +1,5 @@
 """Attention of new positions on the keys and values of a cache."""
 
-import numpy as np
-
 from meshwright.algebra.kinds import OpKind, StepKind, stream
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops.attention import Attention, AttentionArrays
@@ -14,16 +12,15 @@ from meshwright.core.notation import Axes
 
 
 class CachedAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details of attention; ``packed``: rows are of any sequences, whose keys and values are in pages. In place of
-    positions are each sequence's first row, rows, positions and pages. With ``past`` rows see what the cache had before
-    the step, and largest scores and sums of exponentials are left (`prompt_attention`)."""
+    """Details of attention of rows of any sequences, whose keys and values are in pages: in place of positions are each
+    sequence's first row, rows, positions and pages. With ``past`` rows see what the cache had before the step, and
+    largest scores and sums of exponentials are left (`prompt_attention`)."""
 
-    packed: bool = False
     past: bool = False
 
 
 def queries_of(step: Step) -> ShardedArray:
-    """Returns the queries of any attention step; those of packed rows have them first."""
+    """Returns the queries of any attention step; those on a cache have them first."""
     of_rows = step.details is None or isinstance(step.details, CachedAttention)
     return step.inputs[0] if of_rows else AttentionArrays.of(step).q
 
@@ -32,14 +29,14 @@ def forward(tape: Tape) -> None:
     """Moves the queries to the devices of their cache, attends, and reshards the result for the product after it.
 
     Devices that split a cache over sequences beyond the batch of the queries exchange heads for sequences by
-    all-to-all. Packed rows that further axes split stay so. Devices that split the positions of a cache, or the slots
-    of its pages, gather the heads of queries, and each attends to its own positions: results are scaled by each
-    device's share of the sum of exponentials, and summed.
+    all-to-all. Rows that further axes split stay so. Devices that split the slots of pages gather the heads of queries,
+    and each attends to its own positions: results are scaled by each device's share of the sum of exponentials, and
+    summed.
     """
     (first, *others), details = tape.inputs, tape.details(CachedAttention)
-    cache = next(array for array in others if array.dims[1:2] in (("S",), ("Pl",)))
+    cache = next(array for array in others if array.dims[1:2] == ("Pl",))
     rows, apart = cache.axes[0], cache.axes[1]
-    # a latent (B S Rkv) has no heads: every device has all of it
+    # a latent (Pg Pl Rkv) has no heads: every device has all of it
     kept = tuple(axis for axis in first.axes_of("N") if axis not in (*rows, *apart))
     for array in others:
         if len(array.dims) == 4 and array.dims[:2] == cache.dims[:2] and array.axes[2] != kept:
@@ -69,30 +66,16 @@ def forward(tape: Tape) -> None:
     tape.move(part, tape.out)
 
 
-def slots_kept(slots: Number, window: int | None) -> Number:
-    """Returns the slots of one sequence that has ``slots`` positions: at most the window, if there is one."""
-    if window is None:
-        return slots
-    return np.minimum(slots, window) if isinstance(slots, np.ndarray) else min(slots, window)
-
-
 def slots_met(step: Step, sizes: OpSizes) -> Number:
-    """Returns the slots that a query meets on a device in the mean: the positions that packed rows see, or the slots
-    of its sequence's row in the cache."""
-    window = step.details.window
-    if step.details.packed:
-        rows = sum(one.count * one.rows for one in sizes.sequences)
-        pairs = (one.past_pairs if step.details.past else one.pairs(window) for one in sizes.sequences)
-        met = sum(pairs) / rows
-    else:
-        met = slots_kept(sizes.dims["S"], window)
-    return met / product(sizes.mesh[axis] for axis in split_slots(step))
+    """Returns the slots that a query meets on a device in the mean: the positions that it sees."""
+    past, window = step.details.past, step.details.window
+    rows = sum(one.count * one.rows for one in sizes.sequences)
+    pairs = sum(one.past_pairs if past else one.pairs(window) for one in sizes.sequences)
+    return pairs / rows / product(sizes.mesh[axis] for axis in split_slots(step))
 
 
 def slots_read(step: Step, sizes: OpSizes) -> Number:
-    """Returns the slots that a device reads: of packed rows those that any row of its sequences sees."""
-    if not step.details.packed:
-        return sizes.local(step.inputs[0])["B"] * slots_met(step, sizes)
+    """Returns the slots that a device reads: those that any row of its sequences sees."""
     past, window = step.details.past, step.details.window
     seen = sum(one.count * one.before if past else one.positions(window) for one in sizes.sequences)
     owners = next(array.axes[0] for array in step.inputs if array.dims == ("Q",))
@@ -100,23 +83,20 @@ def slots_read(step: Step, sizes: OpSizes) -> Number:
 
 
 def split_slots(step: Step) -> Axes:
-    """Returns the mesh axes that split the positions of the cache that a step reads or writes, or its pages' slots."""
-    return next((array.axes_of(dim) for array in step.inputs for dim in ("S", "Pl") if dim in array.dims), ())
+    """Returns the mesh axes that split the slots of the pages that a step reads or writes."""
+    return next((array.axes_of("Pl") for array in step.inputs if "Pl" in array.dims), ())
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
-    """Returns 2 B T N S (H + Hv), with S slots: every slot of a row in a cache is multiplied, visible or not."""
+    """Returns 2 B T N S (H + Hv), with the S slots that a query meets."""
     queries, _, values = step.inputs[:3]
     rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
     return 2.0 * rows * slots_met(step, sizes) * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
-    """Counts every input, read, and the result, written once; of a cache, all slots of these sequences.
-
-    Pages of other sequences are not read, and no page is copied.
-    """
-    caches = [array for array in step.inputs if array.dims[1:2] in (("S",), ("Pl",))]
+    """Counts every input, read, and the result, written once; of a cache the slots that rows see. No page is copied."""
+    caches = [array for array in step.inputs if array.dims[1:2] == ("Pl",)]
     slots = slots_read(step, sizes)
     # bytes of one slot: the bytes of a cache over the elements of its first two dims
     each = sum(sizes.bytes(a) / sizes.elements(a.replace(dims=a.dims[:2], axes=a.axes[:2])) for a in caches)

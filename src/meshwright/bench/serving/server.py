@@ -11,7 +11,7 @@ import msgspec
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.bench.serving.clock import EngineClock, measure_clock
 from meshwright.core.errors import CannotRunError
-from meshwright.serve.opening import EngineOptions
+from meshwright.serve.options import EngineOptions
 
 END_S = 30.0
 """How long a server may take to end."""

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from meshwright.api.running import GeneratedText, TextOptions, generate_text
-from meshwright.cli.engine import EngineGiven, devices_of, open_given
+from meshwright.cli.engine import EngineGiven, open_given, opened_options
 from meshwright.cli.output import say
 from meshwright.cli.verb import Count, option, verb
 from meshwright.core.errors import InputError
@@ -35,25 +35,17 @@ class Given(EngineGiven):
     seed: int = option("Seed of the draws.", default=0)
 
 
-OF_ONE_BATCH = ("what", "on", "axes", "weights", "cache_dtype")
-"""Options of an engine that prompts without -o have too: they are one batch on a mesh, without an engine."""
-WITH_FILE = {"out": "answers to a file, with -o; without it --max-tokens bounds an answer"}
-for _name in EngineGiven.__annotations__.keys() - OF_ONE_BATCH:
-    _row = getattr(EngineGiven, _name)
-    setattr(Given, _name, replace(_row, needs=_row.needs or WITH_FILE))
-
-
 @verb(Given)
 def command(given: Given) -> Answer:
     """Continue prompts with the model of a FOLDER: a finished run, or config.json with safetensors files, or GGUF.
 
-    The text of one prompt is printed as it grows, those of several prompts when all are done. With -o the prompts of
-    a file go through the engine that serve runs, and its options apply.
+    The text of one prompt is printed as it grows, those of several prompts when all are done. All go through the
+    engine that serve runs.
     """
     if given.out is not None:
         return bulk(given)
     prompts = _prompts(given)
-    mesh = devices_of(given.on, given.axes)
+    options = opened_options(given)
     from meshwright.serve.drawing.sampling import Sampling
 
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
@@ -62,13 +54,7 @@ def command(given: Given) -> Answer:
     found = generate_text(
         given.what,
         prompts,
-        TextOptions(
-            max_tokens=given.max_tokens,
-            sampling=sampling,
-            mesh=mesh,
-            weights=given.weights,
-            cache_dtype="" if given.cache_dtype == "auto" else given.cache_dtype,
-        ),
+        TextOptions(**asdict(options), max_tokens=given.max_tokens, sampling=sampling),
         on_text=(lambda row, text: click.echo(next(ahead, "") + text, nl=False)) if live else None,
         on_loaded=say,
     )
@@ -104,10 +90,8 @@ def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *
     """Returns the texts, not printed again if they are ``live``; says the pace on standard error."""
     pace = found.generated.pace
     rate = "" if pace.tokens_per_s is None else f", then {format_count(round(pace.tokens_per_s, 1))} tokens/s"
-    say(
-        f"compiled in {format_seconds(pace.compile_s)}; first token after {format_seconds(pace.first_token_s)}{rate}; "
-        f"{pace.num_tokens} tokens"
-    )
+    opened, first = format_seconds(found.opened_s), format_seconds(pace.first_token_s)
+    say(f"loaded and compiled in {opened}; first token after {first}{rate}; {pace.num_tokens} tokens")
     completions = [
         {"prompt": prompt, "text": text, "tokens": one.tokens, "finish": one.finish}
         for prompt, text, one in zip(prompts, found.texts, found.generated.completions, strict=True)
@@ -119,6 +103,7 @@ def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *
             "mesh": {axis: size for axis, size in found.mesh.items() if size > 1},
             "sampling": sampling,
             "completions": completions,
+            "opened_s": found.opened_s,
             "pace": pace,
         },
         [] if live else lines,

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import asdict
 
-from meshwright.algebra.generation import CacheDtype, GenerationPhase, WeightStorage
+from meshwright.algebra.generation import CacheDtype, WeightStorage
 from meshwright.api.proving import TIMEOUT_S, ProofOptions, prove_service, prove_strategy
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, service_of, storage_of
 from meshwright.cli.verb import option, verb
 from meshwright.cli.verbs.plan_words import microbatch_words, remat_words, sharding_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
-from meshwright.plan.serving.file import PHASES, ServiceFile
+from meshwright.plan.serving.file import PHASES, GenerationPhase, ServiceFile
 from meshwright.report.answer import Answer, Fact, Heading, Piece, Table, TableColumns
 from meshwright.spec.strategy import Form, mesh_words
 from meshwright.verify.request import AskedStep, Depth

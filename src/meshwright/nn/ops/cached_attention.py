@@ -1,6 +1,5 @@
 """Attention of new positions on the keys and values of a cache."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,51 +12,22 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.cached_attention import split_slots
 from meshwright.algebra.steps import Step
 from meshwright.masks.names import mask_named
-from meshwright.nn import cache
 from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ScoreRule, SpreadSlots, ragged_attention
-from meshwright.nn.cache import LayerCache, OwnAttention, OwnSlots, ScorePart
+from meshwright.nn.cache import LayerCache
 from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context
 from meshwright.nn.ops import of_arrays
 from meshwright.nn.ops.attention import score_of
 
 
-def cache_facts(
-    context: Context, step: Step, positions: Array, cached: LayerCache, others: tuple[Any, ...]
-) -> dict[str, Any]:
-    """Returns the visible slots, the scale and the rules of scores of attention on a cache without pages; a mask reads
-    the integers among ``others``."""
-    slots, last, num_slots = OwnSlots.of(cached, split_slots(step)), positions[:, 0], cached.stack.shape[2]
-    held, score = cache.held_positions(last, num_slots, slots), score_of(context, step)
-    mask = mask_named(step.details.mask) if step.details.mask else None
-    data = [x for x in others if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
-
-    def scored(scores: Array) -> Array:
-        batch, *heads = scores.shape[:3]
-        num_heads = math.prod(heads)
-        own = first_index(step.inputs[0].axes_of("N"), num_heads) + jnp.arange(num_heads).reshape(1, *heads, 1, 1)
-        rows, q_idx = (x[:, None, None, None, None] for x in (jnp.arange(batch), last))
-        at = rows, own, q_idx, jnp.maximum(held, 0)[:, None, None, None]
-        found = scores if score is None else score(scores, *at)
-        return found if mask is None else jnp.where(mask.make(*data)(*at), found, -jnp.inf)
-
-    return {
-        "seen": cache.visible_slots(last, num_slots, window=step.details.window, slots=slots),
-        "scale": context.model.attention_scale,
-        "score": scored,
-    }
-
-
-def packed_call(
+def ragged_call(
     context: Context, step: Step, cached: LayerCache, queries: Float[Array, "B T N H"], others: tuple[Any, ...]
-) -> tuple[RaggedCall | None, tuple[Any, ...]]:
-    """Returns the parameters of attention of packed rows, None for others, and the inputs after these.
+) -> tuple[RaggedCall, tuple[Any, ...]]:
+    """Returns the parameters of attention, and the inputs after these.
 
-    ``others`` begin with positions; of packed rows with the first row, rows, positions and pages of each sequence.
-    These count rows and pages through all devices; a sequence has the rows of these that are here.
+    ``others`` begin with the first row, rows, positions and pages of each sequence. These count rows and pages through
+    all devices; a sequence has the rows of these that are here.
     """
-    if not step.details.packed:
-        return None, others[1:]
     first, counts, lengths, pages, *more = others
     known, num_heads = lengths, queries.shape[2]
     num_pages, page_len = cached.page_sizes
@@ -118,19 +88,15 @@ def score_rule(context: Context, step: Step, data: Sequence[Array], num_heads: i
     return scored
 
 
-def packed_attention(
-    call: RaggedCall, parts: Sequence[ScorePart], values: Array, value_scale: Array | None
-) -> Float[Array, "B T N Hv"] | OwnAttention:
-    """Returns attention on the pages of all layers, of which the call names those of one; see `LayerCache.entries`."""
-    packed = [PagedPart(part.queries.reshape(-1, *part.queries.shape[2:]), part.keys, part.scale) for part in parts]
-    rows = ragged_attention(call, packed, values, value_scale)
+def attention_of(
+    call: RaggedCall, parts: Sequence[PagedPart], values: Array, value_scale: Array | None
+) -> Array | tuple[Array, ...]:
+    """Returns attention [B, T, N, Hv] on the pages of all layers, of which the call names those of one, with its
+    statistics [B, T, N] if these are asked for; see `LayerCache.pages`."""
+    flat = [part._replace(queries=part.queries.reshape(-1, *part.queries.shape[2:])) for part in parts]
+    rows = ragged_attention(call, flat, values, value_scale)
     found, *more = (each.reshape(*parts[0].queries.shape[:2], *each.shape[1:]) for each in rows)
-    return OwnAttention(found, *more) if more else found
-
-
-def results_of(step: Step, found: OwnAttention) -> Array | OwnAttention:
-    """Returns attention alone, unless the cache of a sequence is split over devices that share their statistics."""
-    return found if step.more else found.result
+    return (found, *more) if more else found
 
 
 def scale_by_share(own: Array, share: Array, whole: Array) -> Array:
@@ -140,24 +106,20 @@ def scale_by_share(own: Array, share: Array, whole: Array) -> Array:
 
 def cached_attention(
     context: Context, step: Step, q: Array, k: LayerCache, v: LayerCache, *given: Any
-) -> Array | OwnAttention:
+) -> Array | tuple[Array, ...]:
     """Returns attention on the layer's keys and values, of one position of each row.
 
-    ``given`` are positions, see `packed_call`, then scales, then what a mask reads, then sinks.
+    ``given`` are the places of sequences, see `ragged_call`, then scales, then what a mask reads, then sinks.
     """
-    call, others = packed_call(context, step, k, q, given)
+    call, others = ragged_call(context, step, k, q, given)
     caches = (each for each in (k, v, *others) if isinstance(each, LayerCache))
-    keys, values, *scales = (each.entries(paged=step.details.packed) for each in caches)
+    keys, values, *scales = (each.pages for each in caches)
     sinks = next((x for x in others if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating)), None)
     key_scale, value_scale = scales or (None, None)
-    parts = [ScorePart(queries=q, keys=keys, scale=key_scale)]
     if sinks is not None and step.more:
         # sinks count once
         sinks = jnp.where(lax.axis_index(split_slots(step)) == 0, sinks, -jnp.inf)
-    if call is not None:
-        return packed_attention(replace(call, sinks=sinks), parts, values, value_scale)
-    facts = cache_facts(context, step, given[0], k, others)
-    return results_of(step, cache.cached_attention(parts, values, value_scale=value_scale, sinks=sinks, **facts))
+    return attention_of(replace(call, sinks=sinks), [PagedPart(q, keys, key_scale)], values, value_scale)
 
 
 STEPS = {"cached_attention": cached_attention, "scale_by_share": of_arrays(scale_by_share)}

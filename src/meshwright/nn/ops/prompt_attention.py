@@ -1,17 +1,18 @@
 """Attention of packed rows on the rows before them in the same step."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
-from meshwright.nn.attention.ragged import RaggedCall, SpreadSlots
-from meshwright.nn.cache import OwnAttention, ScorePart
+from meshwright.nn.attention.ragged import PagedPart, RaggedCall, SpreadSlots
 from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context
-from meshwright.nn.ops.cached_attention import own_rows, packed_attention
+from meshwright.nn.ops.cached_attention import attention_of, own_rows
 
 
-def prompt_attention(context: Context, step: Step, q: Array, k: Array, v: Array, *sequences: Array) -> OwnAttention:
+def prompt_attention(context: Context, step: Step, q: Array, k: Array, v: Array, *sequences: Array) -> Any:
     """Returns causal attention within each sequence's rows, which are pages of one slot, with its statistics."""
     first, counts = sequences
     begin = first - first_index(step.inputs[1].axes_of("B"), len(k))
@@ -26,9 +27,7 @@ def prompt_attention(context: Context, step: Step, q: Array, k: Array, v: Array,
         spread=SpreadSlots(0, 1),
         longest=context.longest,
     )
-    found = packed_attention(call, [ScorePart(queries=q, keys=k)], v, None)
-    assert isinstance(found, OwnAttention)
-    return found
+    return attention_of(call, [PagedPart(queries=q, keys=k)], v, None)
 
 
 STEPS = {"prompt_attention": prompt_attention}

@@ -13,7 +13,6 @@ from jaxtyping import Array
 from meshwright.algebra.derived import BlockSteps, Derived
 from meshwright.algebra.generation import CacheArray, Storage, quantised_weights
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.ops.cache_write import CacheWrite
 from meshwright.algebra.transformer import weight_variables
 from meshwright.nn import quantisation
 from meshwright.nn.attention.platform import platform_of
@@ -194,7 +193,7 @@ class HeldArrays:
                 if name in steps.block.reads
             }
             stream, env = run_block(context, steps, {**values, **held})
-            writes = (step for step in steps.forward if isinstance(step.details, CacheWrite))
+            writes = (step for step in steps.forward if step.op == "cache_write")
             written: Any = {step.inputs[0].name: env[step.result].stack for step in writes}
             for name, stack in written.items():
                 if isinstance(cache[name], tuple):

@@ -21,8 +21,8 @@ from meshwright.algebra.generation import (
     Storage,
     cache_sizes,
     cache_table,
-    derive_phase,
-    job_strategy,
+    derive_generation,
+    generation_strategy,
     scale_name,
 )
 from meshwright.algebra.notation import ShardedArray, check
@@ -155,18 +155,15 @@ class PackedStep(HeldArrays):
                 f"{model.name} has {model.max_positions} learned positions; give at most that, not max_len={max_len}."
             )
         _ = storage.executed  # refuses what is planned alone
-        self.strategy = strategy_of_heads(
-            job_strategy(Job(kind="decode", batch_seqs=max_seqs, seq_len=max_len), strategy), model.num_kv_heads
-        )
+        storage = replace(storage, page_len=storage.page_len or max_len)
+        self.strategy = strategy_of_heads(generation_strategy(strategy), model.num_kv_heads)
         self.model, self.max_len, self.max_seqs, self.storage = model, max_len, max_seqs, storage
         self.derived, self.derived_prompts = (
-            derive_phase(model, "packed", self.strategy, storage, prompts=prompts) for prompts in (False, True)
+            derive_generation(model, self.strategy, storage, prompts=prompts) for prompts in (False, True)
         )
         self.declared = self.derived.declared
         self.num_owners = self._parts_of(self.declared["first"], "Q")
-        self.table = cache_table(
-            model, batch_seqs=max_seqs, max_len=max_len, storage=storage, strategy=self.strategy, phase="packed"
-        )
+        self.table = cache_table(model, batch_seqs=max_seqs, max_len=max_len, storage=storage, strategy=self.strategy)
         self.cache_sizes = cache_sizes(batch_seqs=max_seqs, max_len=max_len, storage=storage)
         sizes = held_dims(model.dims, strategy.mesh)
         own = {row.name: dict(zip(row.dims, row.shape, strict=True)) for row in self.table}

@@ -4,10 +4,10 @@ What works on a `Setting` and a `Strategy` (prices, listings, proofs) works on e
 """
 
 from pathlib import Path
+from typing import Literal, get_args
 
 import msgspec
 
-from meshwright.algebra.generation import GenerationPhase
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import Checked, check_figures
 from meshwright.core.files import write_text_whole
@@ -26,7 +26,8 @@ from meshwright.spec.model import Model
 from meshwright.spec.plan_file import SERVICE, VERSION, require_version
 from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy
 
-PHASES: tuple[GenerationPhase, ...] = ("decode", "prefill")
+GenerationPhase = Literal["decode", "prefill"]
+PHASES: tuple[GenerationPhase, ...] = get_args(GenerationPhase)
 POOLS = ("generate", "prefill")
 """Tables of the engines of each phase."""
 

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from meshwright.algebra.generation import cache_table
+from meshwright.algebra.generation import sequence_bytes
 from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.formulas.serving import waiting_s
 from meshwright.plan.serving.engines import PricedFleet
@@ -186,10 +186,7 @@ def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Serv
         used = num_prefill * prefill_chips + num_decode * chips
         kept = (num_prefill > 0) & (num_decode > 0) & ((used <= total) | (service.requests_per_s is not None))
         rows, other, used = rows[kept], other[kept], used[kept]
-        sent = sum(
-            row.num_bytes
-            for row in cache_table(model, batch_seqs=1, max_len=service.prompt_len, storage=dtypes.storage)
-        )
+        sent = sequence_bytes(model, service.prompt_len, dtypes.storage)
         sent_s = prefill.batch[other] * sent / (np.minimum(chips, prefill_chips)[kept] * link)
         yield _services(
             service,

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import msgspec
 
-from meshwright.algebra.generation import GenerationPhase, cache_table
+from meshwright.algebra.generation import sequence_bytes
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.breakdown import Breakdown, Term
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.plan.serving.engines import BOUNDS, bounds_s, loads
-from meshwright.plan.serving.file import PHASES, ServiceFile
+from meshwright.plan.serving.file import PHASES, GenerationPhase, ServiceFile
 from meshwright.plan.serving.fleet import transfer_bytes_per_s
 from meshwright.plan.serving.result import EnginePool
 from meshwright.plan.why.explain import Algorithm, algorithm
@@ -166,7 +166,6 @@ def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplana
     """
     service, generate, fill, pools = file.service, file.generate, file.prefill, file.has_pools
     price = file.cluster.chip.price_usd_per_hour
-    cached = cache_table(file.model, batch_seqs=1, max_len=service.prompt_len, storage=file.stored.storage)
     held = [generate.memory if file.num_drafts else decode.memory, prefill.memory]
     kept = [sum(one.get(name, 0.0) for name in ("weights", "kv_cache")) for one in held]
     counts: dict[str, float] = {
@@ -176,7 +175,8 @@ def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplana
         "G_chips": generate.num_chips, "senders": min(generate.part.num_chips, fill.part.num_chips),
     }  # fmt: skip
     sizes = {
-        "KV": sum(row.num_bytes for row in cached), "link": transfer_bytes_per_s(file.cluster),
+        "KV": sequence_bytes(file.model, service.prompt_len, file.stored.storage),
+        "link": transfer_bytes_per_s(file.cluster),
         "room": file.setting.memory_room, "weights_and_KV": kept[0], "decoding": sum(held[0].values()) - kept[0],
         "prefilling": sum(prefill.memory.values()) - (0 if pools else kept[1]),
     }  # fmt: skip

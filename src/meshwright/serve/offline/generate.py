@@ -1,163 +1,106 @@
-"""Continues prompts token by token on a `GenerateStep`, all in one batch."""
+"""Prompts through an engine, all at once."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal
+from collections.abc import Callable, Collection, Sequence
 
-import jax
 import msgspec
-import numpy as np
 
 from meshwright.core.errors import InputError
-from meshwright.nn.weights import Params
-from meshwright.parallel.generation.generate_step import Cache, GenerateStep
-from meshwright.serve.drawing.sampling import LIKELIEST, Sampling, SamplingRows, as_arrays, draw
+from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
+from meshwright.serve.request import Finish, TokenEngine, TokenRequest
 
 OnToken = Callable[[int, int], None]
 """Called with the index of a prompt and its next token, except for the end token."""
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens after one prompt; ``finish`` is "end" after an end token, "length" at the limit."""
+    """The tokens after one prompt; ``finish`` is "stop" after an end token, "length" at the limit."""
 
     tokens: tuple[int, ...]
-    finish: Literal["end", "length"]
+    finish: Finish
 
 
 class GenerationPace(msgspec.Struct, frozen=True, kw_only=True):
-    """The speed of a generation. ``first_token_s`` is the time to the first token of all rows, without compilation;
-    ``tokens_per_s`` is the rate of all rows together after it, None if no token follows."""
+    """The speed of a generation. ``first_token_s`` is the time until every prompt has its first token; ``tokens_per_s``
+    is the rate of all together after it, None if no token follows."""
 
-    compile_s: float
     first_token_s: float
     tokens_per_s: float | None
     num_tokens: int
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion for each prompt, and the pace of the batch."""
+    """A completion for each prompt, and the pace of all."""
 
     completions: tuple[Completion, ...]
     pace: GenerationPace
 
 
-def generate(
-    step: GenerateStep,
-    params: Params,
+def as_requests(
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,
     sampling: Sampling | Sequence[Sampling] = LIKELIEST,
     end_tokens: Collection[int] = (),
-    on_token: OnToken | None = None,
-) -> Generated:
-    """Generates up to ``max_tokens`` tokens after each prompt; equal prompts get different samples.
+) -> list[TokenRequest]:
+    """Returns a request for up to ``max_tokens`` tokens after each prompt, or to any of ``end_tokens``.
 
-    ``sampling`` is one for all prompts, or a sequence with one for each. Generation of a prompt stops at any of
-    ``end_tokens``. Raises InputError for prompts that do not fit the step.
+    ``sampling`` is one for all prompts, or one for each; the n-th copy of a prompt gets the n-th sample number of its
+    seed. Raises InputError for no prompt, or an empty one.
     """
-    require_prompts(step, prompts, max_tokens=max_tokens)
-    rows = as_arrays(_of_rows(prompts, sampling, step.batch_seqs))
-    tokens, lengths = padded(step, prompts)
-    start = time.perf_counter()
-    step.compiled(tokens.shape[1])
-    step.compiled(0)
-    logits = np.zeros((step.batch_seqs, step.model.vocab_size), np.float32)
-    jax.block_until_ready(draw(jax.device_put(logits, step.logits_sharding), rows, lengths * 0))
-    compile_s = time.perf_counter() - start
-    cache = jax.block_until_ready(step.init_cache())
-    times = [time.perf_counter()]
-    found: list[list[int]] = [[] for _ in prompts]
-    ended = [False] * len(prompts)
-    for drawn in _drawn(step, params, cache, (tokens, lengths, rows), max_tokens):
-        times.append(time.perf_counter())
-        for row, mine in enumerate(found):
-            if ended[row]:
-                continue
-            token = int(drawn[row])
-            ended[row] = token in end_tokens
-            if not ended[row]:
-                mine.append(token)
-                if on_token is not None:
-                    on_token(row, token)
-        if all(ended):
-            break
-    after_s, num_tokens = times[-1] - times[1], sum(map(len, found))
-    num_after_first = num_tokens + sum(ended) - len(prompts)
-    pace = GenerationPace(
-        compile_s=compile_s,
-        first_token_s=times[1] - times[0],
-        tokens_per_s=num_after_first / after_s if num_after_first and after_s > 0 else None,
-        num_tokens=num_tokens,
-    )
-    completions = (
-        Completion(tokens=tuple(mine), finish="end" if end else "length")
-        for mine, end in zip(found, ended, strict=True)
-    )
-    return Generated(completions=tuple(completions), pace=pace)
-
-
-def require_prompts(step: GenerateStep, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> None:
-    """Raises InputError for no or too many prompts, empty or too long ones, and tokens outside the vocabulary."""
-    if not 1 <= len(prompts) <= step.batch_seqs:
-        raise InputError(f"{len(prompts)} prompts; the step takes 1 to {step.batch_seqs}. Change its batch_seqs.")
-    if max_tokens < 1:
-        raise InputError(f"max_tokens={max_tokens} must be at least 1.")
-    vocab = step.model.vocab_size
-    for number, prompt in enumerate(prompts, start=1):
+    if not prompts:
+        raise InputError("there is no prompt. Give at least one.")
+    given = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+    seen, found = dict[tuple[int, ...], int](), list[TokenRequest]()
+    for number, (prompt, one) in enumerate(zip(map(tuple, prompts), given, strict=True), start=1):
         if not prompt:
             raise InputError(f"prompt {number} is empty. Give at least one word or token.")
-        if wrong := [token for token in (min(prompt), max(prompt)) if not 0 <= token < vocab]:
-            raise InputError(f"prompt {number} has token {wrong[0]}, outside of V={vocab}. Give 0 to {vocab - 1}.")
-    longest = max(len(prompt) for prompt in prompts)
-    if longest + max_tokens > step.max_len:
-        raise InputError(
-            f"a prompt of {longest} tokens and {max_tokens} more need {longest + max_tokens} positions; the cache has "
-            f"{step.max_len}. Shorten them, or give a larger max_len."
-        )
+        times = seen[prompt] = seen.get(prompt, -1) + 1
+        own = msgspec.structs.replace(one, number=one.number + times)
+        stop = frozenset(end_tokens)
+        found.append(TokenRequest(prompt=prompt, max_tokens=max_tokens, sampling=own, stop_tokens=stop))
+    return found
 
 
-def _of_rows(
-    prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], num_rows: int
-) -> list[Sampling]:
-    """Returns the sampling of each row; the n-th copy of a prompt gets the n-th sample number of its seed."""
-    given = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
-    seen: dict[tuple[int, ...], int] = {}
-    found = []
-    for prompt, one in zip(prompts, given, strict=True):
-        times = seen.get(tuple(prompt), 0)
-        seen[tuple(prompt)] = times + 1
-        found.append(msgspec.structs.replace(one, number=one.number + times))
-    return [*found, *[LIKELIEST] * (num_rows - len(found))]
+def generate(engine: TokenEngine, requests: Sequence[TokenRequest], on_token: OnToken | None = None) -> Generated:
+    """Runs requests to their ends. Raises InputError for one that the engine could never run."""
+    start = time.perf_counter()
+    whose = {engine.submit(request): place for place, request in enumerate(requests)}
+    tokens: list[list[int]] = [[] for _ in requests]
+    finish: dict[int, Finish] = {}
+    begun, num_begun, first_s = set[int](), 0, 0.0
+    while engine.has_work:
+        for output in engine.step():
+            place = whose[output.number]
+            begun.add(place)
+            if output.token is not None:
+                tokens[place].append(output.token)
+                if on_token is not None:
+                    on_token(place, output.token)
+            if output.finish is not None:
+                finish[place] = output.finish
+        if not first_s and len(begun) == len(requests):
+            first_s, num_begun = time.perf_counter() - start, sum(map(len, tokens))
+    after_s, num_tokens = time.perf_counter() - start - first_s, sum(map(len, tokens))
+    rate = (num_tokens - num_begun) / after_s if num_tokens > num_begun else None
+    return Generated(
+        completions=tuple(Completion(tokens=tuple(own), finish=finish[place]) for place, own in enumerate(tokens)),
+        pace=GenerationPace(first_token_s=first_s, tokens_per_s=rate, num_tokens=num_tokens),
+    )
 
 
-def padded(step: GenerateStep, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the prompts padded to rows of equal length, and their lengths; a row without a prompt has length 1."""
-    longest = max(len(prompt) for prompt in prompts)
-    tokens = np.zeros((step.batch_seqs, step.padded_length(longest)), np.int32)
-    lengths = np.ones(step.batch_seqs, np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
-        lengths[row] = len(prompt)
-    return tokens, lengths
+def generate_uncached(engine: TokenEngine, request: TokenRequest) -> list[int]:
+    """Returns a request's likeliest tokens, each from a pass over the whole text before it, as without a cache.
 
-
-def _drawn(
-    step: GenerateStep,
-    params: Params,
-    cache: Cache,
-    given: tuple[np.ndarray, np.ndarray, SamplingRows],
-    max_tokens: int,
-) -> Iterator[np.ndarray]:
-    """Yields the next token of every row, ``max_tokens`` times. Each step is dispatched before the host reads its input
-    token, so that devices do not wait for the host; a step after the last end token is discarded."""
-    tokens, lengths, rows = given
-    logits, cache = step.prefill(params, cache, tokens, lengths)
-    drawn = draw(logits, rows, np.zeros(step.batch_seqs, np.int32))
-    for count in range(max_tokens):
-        following = drawn
-        if count + 1 < max_tokens:
-            logits, cache = step.generate(params, cache, drawn, lengths + count)
-            following = draw(logits, rows, np.full(step.batch_seqs, count + 1, np.int32))
-        yield np.asarray(drawn)
-        drawn = following
+    Raises InputError for a request that draws at random.
+    """
+    if request.sampling.temperature:
+        raise InputError(f"temperature={request.sampling.temperature}: each pass would draw anew. Give 0.")
+    found = list[int]()
+    for _ in range(request.max_tokens):
+        asked = msgspec.structs.replace(request, prompt=(*request.prompt, *found), max_tokens=1)
+        (completion,) = generate(engine, [asked]).completions
+        found += completion.tokens
+        if completion.finish == "stop":
+            break
+    return found

@@ -1,0 +1,122 @@
+"""JetStream's interface: a prompt is prefilled, inserted into a slot, and all slots generate together."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from msgspec.structs import replace
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.fields import checked
+from meshwright.nn.weights import Params
+from meshwright.parallel.generation.held_arrays import Cache
+from meshwright.parallel.generation.packed_step import PackedRows, PackedShape, PackedStep
+from meshwright.serve.drawing.sampling import LIKELIEST, Sampling, as_arrays, draw
+
+
+class Prefix(NamedTuple):
+    """What a prompt leaves: the pages of its keys and values, its length, and the logits [V] after it."""
+
+    cache: Cache
+    length: int
+    logits: Array
+
+
+class DecodeState(NamedTuple):
+    """The pages of all slots, and of each slot the latest token and how many tokens its pages hold, 0: it is free."""
+
+    cache: Cache
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+class SlotEngine:
+    """Sequences in the slots of a packed step, each with pages of its own in the order of its positions.
+
+    Raises CannotRunError for a step whose sequences belong to several places, or have more to say than tokens.
+    """
+
+    @checked
+    def __init__(self, step: PackedStep) -> None:
+        if step.num_owners > 1 or step.has_windows or step.mask_fields or step.storage.adapters:
+            raise CannotRunError(
+                "slots are for plain sequences of one place: no adapters, no masks with data, no pages for windows, "
+                "no sequences over devices. Use meshwright.serve.engine.Engine."
+            )
+        storage = replace(step.storage, num_pages=0)
+        alone = PackedStep(step.model, step.strategy, max_len=step.max_len, max_seqs=1, storage=storage)
+        self._step, self._alone, self._each = step, alone.on(step.mesh), step.cache_sizes["Bp"]
+        if step.cache_sizes["Pg"] != step.max_seqs * self._each:
+            raise InputError(f"{step.max_seqs} slots have {self._each} pages each. Give the storage num_pages=0.")
+
+    def init_decode_state(self) -> DecodeState:
+        """Returns free slots."""
+        return DecodeState(self._step.init_cache(), *np.zeros((2, self._step.max_seqs), np.int32))
+
+    def prefill(self, params: Params, tokens: Sequence[int]) -> Prefix:
+        """Runs a prompt; the program is compiled once for each power of two."""
+        step, length = self._alone, len(tokens)
+        if not 0 < length < step.max_len:
+            raise InputError(f"a prompt has {length:,} tokens. Give 1 to {step.max_len - 1:,}, one less than max_len.")
+        size = max(8, step.row_parts(2), 1 << (length - 1).bit_length())
+        shape = PackedShape(size, 1, 1, size)
+        at = np.arange(length)
+        rows = _rows(at, np.asarray(tokens), at, np.arange(self._each)[None])
+        rows = rows._replace(counts=np.array([length]), lengths=np.array([length]), last=np.array([length - 1]))
+        rows = PackedRows.joined([rows._replace(first=np.zeros(1, int))], shape)
+        logits, cache = step.step(params, step.init_cache(), jnp.zeros(1, jnp.int32), rows, size)
+        return Prefix(cache, length, logits[0])
+
+    def insert(self, prefix: Prefix, state: DecodeState, slot: int, sampling: Sampling = LIKELIEST) -> DecodeState:
+        """Copies a prompt's pages into a slot's and draws its first token; the pages of ``state`` are given up."""
+        cache = _inserted(state.cache, prefix.cache, slot * self._each)
+        tokens, lengths = state.tokens.copy(), state.lengths.copy()
+        tokens[slot], lengths[slot] = _drawn(prefix.logits[None], sampling, np.zeros(1, np.int32))[0], prefix.length
+        return DecodeState(cache, tokens, lengths)
+
+    def generate(self, params: Params, state: DecodeState, sampling: Sampling = LIKELIEST) -> tuple[DecodeState, Array]:
+        """Writes the latest token of each slot and draws the next; returns the state and the logits [S, V]."""
+        step, slots = self._step, np.arange(self._step.max_seqs)
+        if state.lengths.max() >= step.max_len:
+            raise InputError(f"a slot has {step.max_len:,} positions and they are full. Free it: lengths[slot] = 0.")
+        pages = slots[:, None] * self._each + np.arange(self._each)
+        rows = _rows(slots, state.tokens, state.lengths, pages)
+        page_len = step.storage.page_len
+        rows = rows._replace(slots=pages[slots, state.lengths // page_len] * page_len + state.lengths % page_len)
+        logits, cache = step.step(params, state.cache, jnp.zeros(len(slots), jnp.int32), rows, 1)
+        tokens = _drawn(logits, sampling, np.zeros(len(slots), np.int32) + state.lengths)
+        return DecodeState(cache, tokens, state.lengths + (state.lengths > 0)), logits
+
+
+def _rows(rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, pages: np.ndarray) -> PackedRows:
+    """Returns rows whose slots are their positions, as sequences of their own."""
+    return PackedRows(
+        tokens=tokens,
+        sources=np.full(len(rows), -1),
+        positions=positions,
+        slots=positions,
+        first=rows,
+        counts=np.ones(len(rows), int),
+        lengths=positions + 1,
+        pages=pages,
+        last=rows,
+    )
+
+
+@partial(jax.jit, donate_argnums=0)
+def _inserted(cache: Cache, prefix: Cache, first: Any) -> Cache:
+    def into(name: str) -> Any:
+        if isinstance(cache[name], tuple):  # of layers, whose first dim is pages
+            pairs = zip(cache[name], prefix[name], strict=True)
+            return tuple(jax.lax.dynamic_update_slice_in_dim(all, one, first, axis=0) for all, one in pairs)
+        return jax.lax.dynamic_update_slice_in_dim(cache[name], prefix[name], first, axis=1)
+
+    return {name: into(name) for name in cache}
+
+
+def _drawn(logits: Array, sampling: Sampling, counts: np.ndarray) -> np.ndarray:
+    return np.asarray(draw(logits, as_arrays([sampling] * len(logits)), counts))
