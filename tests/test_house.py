@@ -9,8 +9,9 @@ from tests.test_architecture import ROOT, SOURCE, imports_of, source_modules
 
 MOST_PARAMETERS = 6
 TOO_MANY = {
-    "accounting.attention_work", "layers.parse_block", "linear_cross_entropy.logits_backward", "loop.train", "marks.spans", "search.search",
-    "step_costs.op_sizes", "sweeps.curves_figure", "train_step.__init__", "transfer.channel_leg", "weights.write_hf",
+    "accounting.attention_work", "layers.parse_block", "linear_cross_entropy.logits_backward", "loop.train",
+    "marks.spans", "search.search", "step_costs.op_sizes", "sweeps.curves_figure", "train_step.__init__",
+    "transfer.channel_leg", "weights.write_hf",
 }  # fmt: skip
 """Functions of before the rule. None may join, and one that is mended leaves the list."""
 
@@ -22,7 +23,7 @@ KERNELS = {
 """Attention's kernels and its front door, which has PyTorch's parameters: operands, and what says how to compute."""
 
 BUDGETS = {
-    "core": 1_153, "masks": 1_203, "spec": 3_888, "algebra": 7_057, "cost": 6_333, "plan": 5_524, "nn": 9_305,
+    "core": 1_153, "masks": 1_203, "spec": 3_888, "algebra": 7_136, "cost": 6_328, "plan": 5_524, "nn": 9_393,
     "parallel": 3_382, "hlo": 2_027, "train": 4_367, "serve": 5_413, "verify": 1_595, "profile": 1_797,
     "accuracy": 2_057, "bench": 3_068, "report": 3_421, "api": 666, "cli": 5_281, "calculators": 9_368,
     "batching": 1_468, "simulate": 252,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from meshwright.algebra.notation import parse_array
-from meshwright.algebra.ops.cached_attention import CachedAttention
+from meshwright.algebra.ops.attention import Attention
 from meshwright.nn.cache import LayerCache
 from meshwright.nn.ops.cached_attention import cached_attention
 from meshwright.nn.ops.cached_latent_attention import cached_latent_attention
@@ -23,7 +23,7 @@ def test_drafts_are_attended_as_if_they_came_one_by_one(latent):
     rng = np.random.default_rng(0)
     context = SimpleNamespace(model=SimpleNamespace(attention_scale=0.3, qk_nope_head_dim=0), longest=3)
     arrays = tuple(map(parse_array, ("q[B,T,N,H]", "k[Pg,Pl,K,H]")))
-    step = SimpleNamespace(details=CachedAttention(window=9), more=(), inputs=arrays)
+    step = SimpleNamespace(details=Attention(window=9), more=(), inputs=arrays)
     heads = () if latent else (2,)
     widths = (6, 3) if latent else (6, 5)
     caches = [

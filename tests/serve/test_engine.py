@@ -11,6 +11,7 @@ from jax.sharding import SingleDeviceSharding
 from msgspec import structs
 
 from meshwright.algebra.generation import Storage, pages_of_windows
+from meshwright.algebra.ops import past_latent_attention
 from meshwright.batching.limits import POLICIES, SchedulerLimits
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.parallel.generation.packed_step import PackedStep
@@ -120,6 +121,18 @@ def test_greedy_tokens_of_quantised_weights_are_those_of_one_device(weights):
         outputs = engine_on(step, step.place(params)).run([request(prompt) for prompt in PROMPTS[:4]])
         found.append(list(map(tokens_of, outputs)))
     assert found[0] == found[1]
+
+
+def test_parts_of_prompts_meet_the_latents_before_them(monkeypatch):
+    """In chunks of 32 rows, of which some have something before them, and a token of a sequence beside them."""
+    monkeypatch.setattr(past_latent_attention, "CHUNK_BYTES", 1)
+    model = FAMILIES["deepseek_v2"]
+    params, step = float_params(model), step_of(model)
+    engine = engine_on(step, step.place(params), token_budget=48, prefix_cache=False)
+    prompts = [np.random.default_rng(number).integers(0, 64, 26).tolist() for number in range(3)]
+    found = engine.run([request(prompt, max_tokens=3) for prompt in prompts])
+    assert list(map(tokens_of, found)) == [likeliest(model, params, prompt, 3) for prompt in prompts]
+    assert max(shape.rows for shape in step._compiled) == 48
 
 
 def test_a_preempted_request_goes_on_where_it_was(engine_of, expected):

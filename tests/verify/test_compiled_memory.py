@@ -63,7 +63,9 @@ def test_decode_copies_no_cache(cluster, cache_dtype, seqs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", EXECUTED)
-@pytest.mark.parametrize(("model", "cluster"), [("llama3-70b", "h100:8x4"), ("gpt-oss-120b", "v5p:2x4x4")])
+@pytest.mark.parametrize(
+    ("model", "cluster"), [("llama3-70b", "h100:8x4"), ("gpt-oss-120b", "v5p:2x4x4"), ("deepseek-v3", "v5p:4x4x8")]
+)
 def test_steps_of_a_planned_service_are_as_predicted(model, cluster, stored):
     if not is_installed(target_of(parse_cluster(cluster)).platform):
         pytest.skip(f"the compiler for {cluster} is not installed")

@@ -286,6 +286,8 @@ def generation_program(model: Model, storage: Storage = AS_WRITTEN, *, joined: b
     variables = program.variables | {each.name: each for pair in found.values() for each in pair}
 
     def with_scale(op: Op) -> Op:
+        if op.kind == "past_latent_attention":
+            return replace(op, inputs=(*op.inputs, *(found[name][1].name for name in op.inputs[-2:] if name in found)))
         if op.kind not in QUANTISED or op.inputs[1] not in found:
             return op
         inputs = (*op.inputs, found[op.inputs[1]][1].name)
@@ -406,25 +408,25 @@ class _Writer:
             cached_scales += its_scales
         inputs, attributes = (*cached, *of_sequences, pages, *cached_scales), op.attributes
         if self.model.latent_attention:
-            # queries are multiplied with the keys' projection and attend to latents; the values' projection follows
-            keys, values, latent = made_by[made_by[k].inputs[0]].inputs[1], made_by[v].inputs[1], ("B", "T", "N", "Rkv")
-            own = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
-            ql = self._add("einsum", (own, keys), Variable("ql", latent, "activation"))
-            mixed = Variable("oc", latent, "activation")
-            attributes += (("past", "true"),) if self.joined else ()
-            self._add("cached_latent_attention", (ql, q, *inputs, *others), mixed, attributes)
+            keys, values = made_by[made_by[k].inputs[0]].inputs[1], made_by[v].inputs[1]
             if not self.joined:
-                self.ops.append(Op("einsum", ("oc", values), op.out))
+                # queries are multiplied with the keys' projection and attend to latents; that of values follows
+                latent = ("B", "T", "N", "Rkv")
+                own = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
+                ql = self._add("einsum", (own, keys), Variable("ql", latent, "activation"))
+                mixed = Variable("oc", latent, "activation")
+                oc = self._add("cached_latent_attention", (ql, q, *inputs, *others), mixed, attributes)
+                self.ops.append(Op("einsum", (oc, values), op.out))
                 return
             # with the rows of the step queries are multiplied as in training, by keys and values of heads
             whole = self.variables[op.out]
             fresh = self._add("prompt_attention", (q, k, v, "first", "counts"), replace(whole, name="of"))
+            past = self._add("past_latent_attention", (q, *inputs, keys, values), replace(whole, name="op"), attributes)
             parts = (
-                self._add("share", ("oc", fresh), replace(mixed, name="os")),
-                self._add("share", (fresh, "oc"), replace(whole, name="on")),
+                self._add("share", (fresh, past), replace(whole, name="on")),
+                self._add("share", (past, fresh), replace(whole, name="os")),
             )
-            past = self._add("einsum", (parts[0], values), replace(whole, name="op"))
-            self.ops.append(Op("add", (parts[1], past), op.out))
+            self.ops.append(Op("add", parts, op.out))
         else:
             self.ops.append(Op("cached_attention", (q, *inputs, *others), op.out, attributes))
 

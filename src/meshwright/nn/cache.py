@@ -54,20 +54,24 @@ def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], d
     """Returns the order in memory of a device's shard, all layers, of a cache with heads; None for the platform's own.
 
     The slots of a head are together on GPUs, as batched products read them. On TPUs a slot is a tile of heads and
-    widths, which a write replaces, unless its heads do not fill a word of 4 bytes, and scales have slots in the lanes.
-    In any other order XLA copies whole caches.
+    widths, which a write replaces, unless its heads do not fill a word of 4 bytes; scales, and what is narrow beside
+    latents, have slots in the lanes. In any other order XLA copies whole caches.
     """
-    on_tpu = platform == "tpu"
-    if not dims[2:3] or not dims[2].startswith("K") or not (on_tpu or platform in ("cuda", "rocm")):
+    on_tpu, packed = platform == "tpu", 4 // int(DTYPE_BYTES[dtype])
+    if not dims[2:3] or not (on_tpu or platform in ("cuda", "rocm")):
         return None
-    num_heads, has_widths, packed = shape[3], len(shape) == 5, 4 // int(DTYPE_BYTES[dtype])
+    num_heads, has_widths, rows = shape[3], len(shape) == 5, SUBLANES
     heads_in_tiles = on_tpu and has_widths and num_heads >= max(2, packed)
     order = (0, 1, 2, 3, 4) if heads_in_tiles else (0, 1, 3, 2, 4)[: len(shape)]
-    if not on_tpu:
+    if not dims[2].startswith("K"):
+        if not on_tpu or len(shape) < 4 or shape[3] >= LANES:
+            return None
+    elif not on_tpu:
         return Layout(order)
-    rows = min(SUBLANES, max(packed, 1 << (num_heads - 1).bit_length()))
-    if has_widths and not heads_in_tiles:
-        rows = SUBLANES * (4 if packed == 4 else 1)
+    elif not has_widths or heads_in_tiles:
+        rows = min(SUBLANES, max(packed, 1 << (num_heads - 1).bit_length()))
+    elif packed == 4:
+        rows *= 4
     return Layout(order, tiling=((rows, LANES), (packed, 1)) if packed > 1 else ((rows, LANES),))
 
 

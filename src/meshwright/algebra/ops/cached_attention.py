@@ -11,17 +11,14 @@ from meshwright.core.errors import InputError
 from meshwright.core.notation import Axes
 
 
-class CachedAttention(Attention, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Details of attention of rows of any sequences, whose keys and values are in pages: in place of positions are each
-    sequence's first row, rows, positions and pages. With ``past`` rows see what the cache had before the step, and
-    largest scores and sums of exponentials are left (`prompt_attention`)."""
-
-    past: bool = False
+def reads_cache(step: Step) -> bool:
+    """True if a step is attention on a cache."""
+    return step.op.endswith("attention") and any("Pl" in array.dims for array in step.inputs)
 
 
 def queries_of(step: Step) -> ShardedArray:
     """Returns the queries of any attention step; those on a cache have them first."""
-    of_rows = step.details is None or isinstance(step.details, CachedAttention)
+    of_rows = step.details is None or reads_cache(step)
     return step.inputs[0] if of_rows else AttentionArrays.of(step).q
 
 
@@ -33,7 +30,7 @@ def forward(tape: Tape) -> None:
     and each attends to its own positions: results are scaled by each device's share of the sum of exponentials, and
     summed.
     """
-    (first, *others), details = tape.inputs, tape.details(CachedAttention)
+    (first, *others), details = tape.inputs, tape.details(Attention)
     cache = next(array for array in others if array.dims[1:2] == ("Pl",))
     rows, apart = cache.axes[0], cache.axes[1]
     # a latent (Pg Pl Rkv) has no heads: every device has all of it
@@ -45,13 +42,8 @@ def forward(tape: Tape) -> None:
     queries = first.resharded({"B": rows + further, "N": kept})
     inputs = tuple(tape.move(array, array.like(queries)) for array in tape.inputs)
     result = tape.out.like(queries)
-    if details.past:
-        tape.run(tape.op.kind, inputs, result, *statistics(result), details=details)
-        for array, declared in zip(statistics(result), statistics(tape.out), strict=True):
-            tape.move(array, declared)
-    elif not apart:
-        tape.run(tape.op.kind, inputs, result, details=details)
     if not apart:
+        tape.run(tape.op.kind, inputs, result, details=details)
         tape.move(result, tape.out)
         return
     own = result.replace(name=f"{result.name}_own", unreduced=apart)
@@ -68,16 +60,14 @@ def forward(tape: Tape) -> None:
 
 def slots_met(step: Step, sizes: OpSizes) -> Number:
     """Returns the slots that a query meets on a device in the mean: the positions that it sees."""
-    past, window = step.details.past, step.details.window
     rows = sum(one.count * one.rows for one in sizes.sequences)
-    pairs = sum(one.past_pairs if past else one.pairs(window) for one in sizes.sequences)
+    pairs = sum(one.pairs(step.details.window) for one in sizes.sequences)
     return pairs / rows / product(sizes.mesh[axis] for axis in split_slots(step))
 
 
 def slots_read(step: Step, sizes: OpSizes) -> Number:
     """Returns the slots that a device reads: those that any row of its sequences sees."""
-    past, window = step.details.past, step.details.window
-    seen = sum(one.count * one.before if past else one.positions(window) for one in sizes.sequences)
+    seen = sum(one.positions(step.details.window) for one in sizes.sequences)
     owners = next(array.axes[0] for array in step.inputs if array.dims == ("Q",))
     return seen / product(sizes.mesh[axis] for axis in (*owners, *split_slots(step)))
 

@@ -12,7 +12,7 @@ from meshwright.algebra.ops.attention import (
     positions_of,
     score_elements,
 )
-from meshwright.algebra.ops.cached_attention import CachedAttention
+from meshwright.algebra.ops.cached_attention import reads_cache
 from meshwright.algebra.ops.collective_matmul import num_blocks
 from meshwright.algebra.sizes import Number
 from meshwright.algebra.steps import Step
@@ -60,11 +60,6 @@ def amounts_of(step: Step, sizes: SlotSizes, *, kept: frozenset[ShardedArray] = 
 def pace_of(step: Step, host: HostRates) -> Pace:
     """Returns the pace of a local step's kind."""
     return host.product if is_product(step) or reads_cache(step) else host.ops.get(step.op, host.stream)
-
-
-def reads_cache(step: Step) -> bool:
-    """True if a local step is attention on a cache: two products, of queries with keys and of weights with values."""
-    return isinstance(step.details, CachedAttention)
 
 
 def is_product(step: Step) -> bool:

@@ -41,6 +41,9 @@ a block of several, queries x heads of a key head."""
 LN2, NO_PEAK = math.log(2.0), -(2.0**22)
 """On CPUs largest scores are whole numbers, of powers of two, and at least this."""
 
+NOTHING_SEEN = NO_PEAK * LN2
+"""The largest score of a query that sees nothing, whose sum of exponentials is 1."""
+
 LANE = 128
 """Entries of a row of registers on a TPU."""
 
@@ -73,9 +76,9 @@ class RaggedCall:
     Sequence b has ``lengths[b]`` positions, p in slot p mod Pl of page ``pages[b, p // Pl]``. Its queries are the rows
     ``first[b]`` to ``first[b] + counts[b] - 1`` and have its last positions. A query sees positions that are not later
     and, with a window, fewer than ``window`` back. ``longest`` is at least the largest count. ``sinks`` are an
-    additional logit per head. Of pages that are ``spread`` over devices this one has some slots. A ``rule`` changes
-    scores, and may forbid some; if sequences have so many positions in ``known``, it says of later ones too whether
-    they are seen.
+    additional logit per head. Of pages that are ``spread`` over devices this one has some slots. If sequences have so
+    many positions in ``known``, all of their queries see these, and no others. A ``rule`` changes scores, and may
+    forbid some.
     """
 
     scale: float
@@ -122,7 +125,7 @@ def ragged_attention(
     rows, heads = parts[0].queries.shape[:2]
     out: RaggedRows = (jnp.zeros((rows, heads, values.shape[-1]), parts[0].queries.dtype),)
     if call.spread:
-        out += (jnp.full((rows, heads), NO_PEAK * LN2, jnp.float32), jnp.ones((rows, heads), jnp.float32))
+        out += (jnp.full((rows, heads), NOTHING_SEEN, jnp.float32), jnp.ones((rows, heads), jnp.float32))
     mixed = PagedValues(values, value_scale)
     on_cpu = call.platform == "cpu"
     most = max(8, CPU_ROWS * values.shape[2] // heads) if on_cpu else QUERY_BLOCK
@@ -199,7 +202,7 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
     In a running softmax, [M, K, R], the G heads of a block's queries are the rows of one matrix for each key head.
     """
     num_blocks, (kv_heads, width), block = len(tiles.starts), mixed.values.shape[2:], tiles.block
-    lanes, group = LANES, parts[0].queries.shape[1] // kv_heads
+    lanes, group = min(LANES, num_blocks) if block > 1 else LANES, parts[0].queries.shape[1] // kv_heads
     latent, order = mixed.values is parts[0].keys, partial(_in_memory, call.platform)
     parts = [part._replace(**jax.tree.map(order, {"keys": part.keys, "scale": part.scale})) for part in parts]
     mixed = jax.tree.map(order, mixed)
@@ -382,13 +385,14 @@ def _by_turns(
     own = jnp.minimum(place, num_blocks - 1)
     sequence, index = tiles.sequence[own], tiles.chunk[own] + tile - tiles.starts[own]
     row, first = (call.lengths - call.counts)[sequence] + tiles.row[own], _first_positions(call, tiles, index)
-    ahead = (row - first)[:, None]
+    ahead = ((row if call.known is None else call.known[sequence] - 1) - first)[:, None]
     number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
     page = jnp.clip(call.pages.at[sequence[:, None], number].get(mode="clip"), 0, len(mixed.values) - 1)
     known: tuple[Array, ...] = place, ahead, page
     if call.rule:
         known += sequence, row, first
-    back = ((np.arange(block * group, dtype=np.int32) // group)[:, None] - tiles.offsets.astype(np.int32)[None])[None]
+    query = np.arange(block * group, dtype=np.int32) // group * (call.known is None)
+    back = (query[:, None] - tiles.offsets.astype(np.int32)[None])[None]
 
     def read(pool: Array, page: Array) -> Array:
         """Returns [lanes, K, slots, width] of whole pages, which are copied as such before they are transposed."""
@@ -421,7 +425,6 @@ def _by_turns(
         if call.rule:
             sequence, row, first = others
             slot = first[:, None] + tiles.offsets[None]
-            seen = seen if call.known is None else (slot < call.known[sequence][:, None])[:, None]
             scores = _ruled(call.rule, scores, sequence, row[:, None] + np.arange(block)[None], slot)
         seen = seen if call.window is None else seen & (distance < call.window)
         scores = jnp.where(seen[:, None], scores, -jnp.inf)
@@ -500,7 +503,9 @@ def _by_kernel(
     own = jnp.minimum(jnp.searchsorted(tiles.ends, jnp.arange(most), side="right"), num_blocks - 1)
     # a tile's last pages may be beyond the table, and entries without a page may be any number
     table = jnp.clip(call.pages, 0, len(mixed.values) - 1)
-    position = (call.lengths - call.counts)[tiles.sequence] + tiles.row - (call.spread.first if call.spread else 0)
+    position = (call.lengths - call.counts)[tiles.sequence] + tiles.row
+    position = position if call.known is None else (call.known - 1)[tiles.sequence]
+    position = position - (call.spread.first if call.spread else 0)
     scalars = [own, tiles.starts, tiles.chunk, position]
     scalars = [x.astype(jnp.int32) for x in (*scalars, tiles.sequence * table.shape[1], table.reshape(-1))]
 
@@ -517,6 +522,7 @@ def _by_kernel(
         return own[tile], 0, 0
 
     query, head = np.divmod(np.arange(rows), heads)
+    query = query * (call.known is None)
     heads_first = _heads_first("tpu", mixed.values, kv_heads)
     grid = np.indices((num_pages, kv_heads, page_len))
     number, key_head, slot = (grid if heads_first else np.swapaxes(grid, 2, 3)).reshape(3, -1)
@@ -539,6 +545,9 @@ def _by_kernel(
     gathered = [of_tiles(scale) for scale in scales if scale is not None]
     pools = [part.keys for part in parts] + ([] if latent else [mixed.values])
     pools = [_in_memory("tpu", pool).reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
+    # what all heads share beside latents is narrow and has its slots in the lanes, see `nn.cache.cache_layout`
+    turned = [latent and number > 0 and pool.shape[-1] < LANE for number, pool in enumerate(pools)]
+    pools = [jnp.swapaxes(pool, 1, 2) if turn else pool for pool, turn in zip(pools, turned, strict=True)]
 
     def kernel(*refs: Any) -> None:
         own, starts, chunk, position, _, _, begin_ref, back_ref, *arrays = refs
@@ -557,13 +566,13 @@ def _by_kernel(
         def read(pool: int) -> Array:
             pages = [ref[0] for ref in page_refs[pool * num_pages : (pool + 1) * num_pages]]
             # TPUs have casts of bytes to float32 alone
-            return jnp.concatenate([x.astype(jnp.float32) if x.dtype.itemsize == 1 else x for x in pages]).astype(dtype)
+            pages = [x.astype(jnp.float32) if x.dtype.itemsize == 1 else x for x in pages]
+            return jnp.concatenate(pages, axis=int(turned[pool])).astype(dtype)
 
         keys = [read(number) for number in range(len(parts))]
-        over_width = (((1,), (1,)), ((), ()))
         products = (
-            lax.dot_general(ref[0], each, over_width, preferred_element_type=jnp.float32)
-            for ref, each in zip(query_refs, keys, strict=True)
+            lax.dot_general(ref[0], each, (((1,), (int(not turn),)), ((), ())), preferred_element_type=jnp.float32)
+            for ref, each, turn in zip(query_refs, keys, turned, strict=False)
         )
         if scaled:
             products = (each * ref[0] for each, ref in zip(products, scale_refs, strict=False))

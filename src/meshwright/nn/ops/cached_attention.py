@@ -29,24 +29,21 @@ def ragged_call(
     all devices; a sequence has the rows of these that are here.
     """
     first, counts, lengths, pages, *more = others
-    known, num_heads = lengths, queries.shape[2]
+    known = lengths if step.details.mask else None
+    num_heads = queries.shape[2]
     num_pages, page_len = cached.page_sizes
     held = next(array for array in step.inputs if array.dims[1:2] == ("Pl",))
     data = [x for x in more if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
     rule = score_rule(context, step, data, num_heads) if step.details.score or step.details.mask else None
-    if step.details.past:
-        known, rule = lengths - counts, _as_they_are
     first, counts, lengths = own_rows(step.inputs[0], len(queries), first, counts, lengths)
     slots = held.axes[1]
-    spread = SpreadSlots(0, page_len) if step.details.past else None
-    if slots:
-        spread = SpreadSlots(first_index(slots, page_len), page_len * lax.axis_size(slots))
+    spread = SpreadSlots(first_index(slots, page_len), page_len * lax.axis_size(slots)) if slots else None
     call = RaggedCall(
         scale=context.model.attention_scale,
         window=step.details.window,
         softcap=None if rule else step.details.softcap,
         rule=rule,
-        known=known if step.details.mask or step.details.past else None,
+        known=known,
         first=first,
         counts=counts,
         lengths=lengths,
@@ -63,15 +60,22 @@ def own_rows(
 ) -> tuple[Array, Array, Array]:
     """Returns the first rows, rows and positions of sequences among the ``num_rows`` that a device has; first rows are
     counted through all devices, and a sequence has its last positions there."""
-    if not (axes := queries.axes_of("B")):
-        return first, counts, lengths
-    first = first - first_index(axes, num_rows)
-    start, end = (jnp.clip(place, 0, num_rows) for place in (first, first + counts))
-    return start, end - start, lengths - (first + counts - end)
+    axes = queries.axes_of("B")
+    return _within(first_index(axes, num_rows), num_rows, first, counts, lengths) if axes else (first, counts, lengths)
 
 
-def _as_they_are(scores: Array, *at: Array) -> Array:
-    return scores
+def rows_from(call: RaggedCall, start: Array, num_rows: int) -> RaggedCall:
+    """Returns the call of ``num_rows`` rows from one on."""
+    first, counts, lengths = _within(start, num_rows, call.first, call.counts, call.lengths)
+    return replace(call, first=first, counts=counts, lengths=lengths, longest=min(call.longest, num_rows))
+
+
+def _within(
+    start: Array | int, num_rows: int, first: Array, counts: Array, lengths: Array
+) -> tuple[Array, Array, Array]:
+    begin = first - start
+    begin, end = (jnp.clip(place, 0, num_rows) for place in (begin, begin + counts))
+    return begin, end - begin, lengths - (first + counts - start - end)
 
 
 def score_rule(context: Context, step: Step, data: Sequence[Array], num_heads: int) -> ScoreRule:

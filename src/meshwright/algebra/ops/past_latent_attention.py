@@ -1,0 +1,87 @@
+"""Attention of rows on the latents that a cache had before their step.
+
+Queries are multiplied with the keys' projection, what they find with that of values; nothing where nothing came before.
+"""
+
+import numpy as np
+
+from meshwright.algebra.kinds import OpKind, StepKind
+from meshwright.algebra.notation import product
+from meshwright.algebra.ops.attention import Attention
+from meshwright.algebra.ops.prompt_attention import statistics
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.algebra.steps import Step
+from meshwright.algebra.tape import Tape
+
+CHUNK_BYTES = 2**27
+"""Bytes of the absorbed queries, in float32, that are at work at a time."""
+
+
+def chunk_rows(num_rows: Number, elements: Number) -> Number:
+    """Returns the rows at work at a time, of rows with so many ``elements`` of absorbed queries."""
+    return np.minimum(num_rows, np.maximum(32, CHUNK_BYTES // (4 * elements)))
+
+
+def forward(tape: Tape) -> None:
+    """Attends with ``past_latent_attention(q[B,T,N,H], latents[Pg,Pl,Rkv], shared[Pg,Pl,Hr], .., wk, wv)`` where the
+    sequences are, and leaves statistics (`prompt_attention`); rows that further axes split stay so."""
+    q, latents, *others = tape.inputs
+    owners = latents.axes[0]
+    heads = tuple(axis for axis in q.axes_of("N") if axis not in owners)
+    further = tuple(axis for axis in q.axes_of("B") if axis not in owners)
+    queries = tape.move(q, q.resharded({"B": owners + further, "N": heads}))
+    placed = [
+        array
+        if {"Pl", "Q"} & {*array.dims}
+        else tape.move(array, array.resharded({dim: heads if dim == "N" else () for dim in array.dims}))
+        for array in others
+    ]
+    result = tape.out.like(queries)
+    tape.run(tape.op.kind, (queries, latents, *placed), result, *statistics(result), details=tape.details(Attention))
+    for array, declared in zip((result, *statistics(result)), (tape.out, *statistics(tape.out)), strict=True):
+        tape.move(array, declared)
+
+
+def _share(sizes: OpSizes) -> Number:
+    """Returns the share of rows with something before them."""
+    rows = sum(one.count * one.rows for one in sizes.sequences)
+    return sum(one.count * one.rows * (np.asarray(one.before) > 0) for one in sizes.sequences) / rows
+
+
+def flops(step: Step, sizes: OpSizes) -> Number:
+    """Returns 2 B T N (Hn Rkv + Rkv Hv), of rows with something before them, + 2 B T N S (Rkv + Hr + Rkv)."""
+    queries, latents, shared = step.inputs[:3]
+    rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
+    width, rotated, whole = (sizes.dims[array.dims[-1]] for array in (latents, shared, queries))
+    met = sum(one.past_pairs for one in sizes.sequences) / sum(one.count * one.rows for one in sizes.sequences)
+    projected = _share(sizes) * width * (whole - rotated + sizes.dims[step.result.dims[-1]])
+    return 2.0 * rows * (projected + met * (2 * width + rotated))
+
+
+def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Counts the results, written once; of rows with something before them the queries, the latents and the weights."""
+    caches = [array for array in step.inputs if "Pl" in array.dims]
+    seen = sum(one.count * one.before for one in sizes.sequences)
+    seen = seen / product(sizes.mesh[axis] for axis in caches[0].axes[0])
+    each = sum(sizes.bytes(a) / sizes.elements(a.replace(dims=a.dims[:2], axes=a.axes[:2])) for a in caches)
+    others = [array for array in step.inputs if array not in caches]
+    share = _share(sizes)
+    read = share * sizes.bytes(others[0]) + (share > 0) * sizes.total(*others[1:])
+    return sizes.total(*step.results) + read + seen * each
+
+
+def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
+    """Returns the bytes of the rows at work: absorbed queries, running sums of tiles and of blocks, in float32."""
+    local = sizes.local(step.inputs[0])
+    elements = local["N"] * sizes.dims[step.inputs[1].dims[-1]]
+    return 5 * 4 * elements * chunk_rows(local["B"] * local["T"], elements)
+
+
+OP = OpKind(
+    forward=forward,
+    steps={
+        "past_latent_attention": StepKind(
+            flops=flops, hbm_bytes=hbm_bytes, group="attention", scratch_bytes=scratch_bytes
+        )
+    },
+)

@@ -1,0 +1,71 @@
+"""Attention of rows on the latents that a cache had before their step."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from meshwright.algebra.generation import scale_name
+from meshwright.algebra.ops.past_latent_attention import chunk_rows
+from meshwright.algebra.steps import Step
+from meshwright.nn.attention.ragged import NOTHING_SEEN, PagedPart, SpreadSlots, ragged_attention
+from meshwright.nn.cache import LayerCache
+from meshwright.nn.context import Context
+from meshwright.nn.contract import Turned
+from meshwright.nn.ops.cached_attention import ragged_call, rows_from
+from meshwright.nn.quantisation import dequantised
+
+
+def past_latent_attention(
+    context: Context, step: Step, q: Array, latent: LayerCache, shared: LayerCache, *given: Any
+) -> tuple[Array, ...]:
+    """Returns attention [B, T, N, Hv] on what came before each sequence's rows, with its statistics.
+
+    Rows are taken in chunks, from the first to the last that has something before it.
+    """
+    call, others = ragged_call(context, step, latent, q, given)
+    known, unrotated = call.lengths - call.counts, context.model.qk_nope_head_dim
+    call = replace(call, known=known, spread=SpreadSlots(0, latent.page_sizes[1]))
+    caches = (latent, shared, *(x for x in others if isinstance(x, LayerCache)))
+    latents, keys, *scales = (each.pages[:, :, None] for each in caches)
+    latent_scale, shared_scale = scales or (None, None)
+    named = dict(zip((array.name for array in step.inputs), (q, latent, shared, *given), strict=True))
+    dims = {array.name: array.dims for array in step.inputs}
+    weights = [array.name for array in step.inputs if "Rkv" in array.dims and "Pl" not in array.dims][:2]
+
+    def weight(name: str) -> Array:
+        whole = named[name].plain if isinstance(named[name], Turned) else named[name]
+        scale = scale_name(name)
+        return (dequantised(whole, named[scale], dims[name], dims[scale]) if scale in named else whole).astype(q.dtype)
+
+    wk, wv = (jnp.moveaxis(weight(name), dims[name].index("Rkv"), 0) for name in weights)
+    rows, heads = q.shape[0], q.shape[2]
+    size = int(chunk_rows(rows, heads * wk.shape[0]))
+
+    def chunk(number: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
+        start = jnp.minimum(number * size, rows - size)
+        own = lax.dynamic_slice_in_dim(q[:, 0], start, size)
+        absorbed = jnp.einsum("bnh,rnh->bnr", own[..., :unrotated], wk)
+        parts = [
+            PagedPart(absorbed, latents, latent_scale),
+            PagedPart(own[..., unrotated:], keys, shared_scale),
+        ]
+        mixed, *more = ragged_attention(rows_from(call, start, size), parts, latents, latent_scale)
+        made = jnp.einsum("bnr,rnv->bnv", mixed, wv), *more
+        return tuple(
+            lax.dynamic_update_slice_in_dim(all, one.astype(all.dtype), start, 0)
+            for all, one in zip(found, made, strict=True)
+        )
+
+    has_past = (known > 0) & (call.counts > 0)
+    first = jnp.min(jnp.where(has_past, call.first, rows)) // size
+    last = jnp.max(jnp.where(has_past, call.first + call.counts, 0))
+    nothing = jnp.zeros((rows, heads, wv.shape[-1]), q.dtype)
+    none = jnp.full((rows, heads), NOTHING_SEEN, jnp.float32)
+    found = lax.fori_loop(first, -(-last // size), chunk, (nothing, none, jnp.ones_like(none)))
+    return tuple(one[:, None] for one in found)
+
+
+STEPS = {"past_latent_attention": past_latent_attention}
