@@ -17,6 +17,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn import cache
 from meshwright.nn.quantisation import stored_params
 from meshwright.parallel.generation.packed_step import PackedShape, PackedStep
+from meshwright.parallel.mesh import abstract_mesh
 from meshwright.spec.strategy import GENERATION_RULES, LAYOUTS, Strategy, make_mesh
 from tests.parallel.generate_cases import (
     FAMILIES,
@@ -302,3 +303,12 @@ def test_what_cannot_run_is_refused():
         InputError, match=r"Fg=3 of w_down_scale.* does not divide by tensor=2. Use weights without groups"
     ):
         packed_step(LLAMA, {"tensor": 2}, weights="int4")
+
+
+@pytest.mark.parametrize("cache_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "gemma2"])
+def test_it_is_lowered_for_a_tpu_that_is_not_there(family, cache_dtype):
+    """Latents have scales of slots alone, heads one for each."""
+    step = packed_step(FAMILIES[family], cache_dtype=cache_dtype).on(abstract_mesh(make_mesh({})), "tpu")
+    for longest in (1, 8):
+        assert "cache_" in step.lower(PackedShape(8, 2, 2, longest)).as_text(debug_info=True)

@@ -91,7 +91,7 @@ def _by_head(index: tuple[Any, ...], values: Array, dtype: Any) -> tuple[Any, ..
     """Returns the index of slots for values[R, ...], with heads where they are outside of slots on a TPU, as
     `cache_layout` says: written one by one, else XLA copies the whole array."""
     few = LANES // 2 if values.ndim == 2 else 4 // dtype.itemsize
-    if default_platform() != "tpu" or not (values.ndim != 2) < values.shape[1] < few:
+    if default_platform() != "tpu" or values.ndim == 1 or not (values.ndim != 2) < values.shape[1] < few:
         return index
     return (*(one[:, None] for one in index), jnp.arange(values.shape[1])[None])
 
