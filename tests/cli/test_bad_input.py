@@ -219,7 +219,6 @@ def test_json_comes_alone_on_standard_output(call):
         (("generate", "x", "-max-len", "5"), "No such option '-max-len'. Did you mean '--max-len'?"),
         (("generate", "x", "-out", "y"), "No such option '-out'. Did you mean '--out'?"),
         (("train", "x", "-seq", "5"), "No such option '-seq'. Did you mean '--seq'?"),
-        (("generate", "x", "--prompt", "a", "--max-len", "5"), "with -o; without it --max-tokens bounds an answer."),
     ],
 )
 def test_long_options_with_one_dash(call, args, message):

@@ -1,7 +1,7 @@
 """The step of a server: rows of any sequences on caches in pages, in few compiled shapes."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,20 +23,16 @@ from meshwright.algebra.generation import (
     cache_table,
     derive_generation,
     generation_strategy,
-    scale_name,
 )
 from meshwright.algebra.notation import ShardedArray, check
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
-from meshwright.algebra.transformer import rows, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import checked
 from meshwright.nn.attention.platform import platform_of
-from meshwright.nn.contract import FLOATS, Turned
-from meshwright.nn.hf.weights import OutputsFirst
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
 from meshwright.parallel.generation.program_store import ProgramStore
-from meshwright.parallel.mesh import GivenOptions, compiler_options, lower, partition_spec, shardings, strategy_mesh
+from meshwright.parallel.mesh import GivenOptions, compiler_options, lower, partition_spec, shardings
 from meshwright.spec.job import Job
 from meshwright.spec.model import MASK_DATA, Model, require_runnable
 from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
@@ -215,73 +211,15 @@ class PackedStep(HeldArrays):
         return other
 
     @cached_property
-    def mesh(self) -> Mesh | AbstractMesh:  # type: ignore[override]
-        """The mesh of the strategy, on the devices of all processes unless `on` has given others."""
-        return strategy_mesh(self.strategy)
-
-    @cached_property
-    def platform(self) -> str:
-        """The platform of the mesh's devices."""
-        return platform_of(self.mesh.devices.flat[0])
-
-    @cached_property
     def compiler(self) -> GivenOptions:
         """The options of the compiler."""
         return compiler_options(self.mesh)
-
-    @cached_property
-    def unrolled(self) -> bool:
-        """True on CPUs: weights and caches are tuples of layers, and loops over layers are unrolled."""
-        return self.platform == "cpu"
 
     def keep_programs(self, folder: Path) -> None:
         """Keeps compiled programs in files under a folder, and reads those that are there."""
         sizes = self.max_len, self.max_seqs, self.batch_invariant, [device.id for device in self.mesh.devices.flat]
         about = [replace(self.model, name=""), self.strategy, self.storage, sizes, self.compiler.used]
         self.programs = ProgramStore(folder, about)
-
-    def place(self, params: Mapping[str, Any]) -> Params:
-        """Puts weights on their devices as `HeldArrays.place` does, those of layers by themselves if unrolled."""
-        arrays = super().place(params)
-        if not self.unrolled:
-            return arrays
-        layers = self._num_layers
-        kept = {n: array if n in layers else array[0] for n, array in arrays.items() if isinstance(array, tuple)}
-        others = {n: array for n, array in arrays.items() if n not in kept}
-        specs = {name: self.param_specs[name] for name in others}
-        return kept | jax.jit(self._by_layer, out_shardings=shardings(self.mesh, self._by_layer(specs)))(others)
-
-    def _on_devices(self, name: str, array: Any) -> Any:
-        """Puts an array, or what was loaded as a tuple, on its devices."""
-        if not isinstance(array, tuple):
-            return super()._on_devices(name, array)
-        spec = self._in_order(name, self.param_specs[name], 0 if name in self._num_layers else None)
-        own, dtype = NamedSharding(self.mesh, spec), self.param_shapes[name].dtype
-        return tuple(jax.device_put(jnp.asarray(one, dtype), own) for one in array)
-
-    @property
-    def loaded_shardings(self) -> dict[str, Any]:
-        """The sharding of each weight of a checkpoint, of layers one by one in their order in memory."""
-        if not self.unrolled or self.quantises:
-            return super().loaded_shardings
-        before, after = self._loaded_shapes
-        found: dict[str, Any] = {}
-        for name, spec in self._loaded_specs.items():
-            number = 0 if name in self._num_layers else None
-            one: Any = NamedSharding(self.mesh, spec if number is None else PartitionSpec(*spec[1:]))
-            if name in self.outputs_first and before[name].shape == after[name].shape:
-                own = NamedSharding(self.mesh, self._in_order(name, spec, number))
-                one = OutputsFirst(one, own, self.outputs_first[name])
-            found[name] = one if number is None else (one,) * self._num_layers[name]
-        return found
-
-    def init_cache(self) -> Cache:
-        """Returns empty pages, made on their devices."""
-        if not self.unrolled:
-            return super().init_cache()
-        shapes, split = jax.eval_shape(self._by_layer, self.cache_shapes), self._by_layer(self.cache_specs)
-        zeros = partial(jax.tree.map, lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
-        return jax.jit(zeros, out_shardings=shardings(self.mesh, split))()
 
     def step(self, params: Params, cache: Cache, latest: Array, rows: PackedRows, longest: int) -> tuple[Array, Cache]:
         """Returns logits [O, V] of rows ``last``, and the cache.
@@ -316,7 +254,7 @@ class PackedStep(HeldArrays):
 
     def lower(self, shape: PackedShape) -> jax.stages.Lowered:
         """Lowers the program of a shape without data."""
-        params, cache = (jax.eval_shape(self._by_layer, shapes) for shapes in (self.param_shapes, self.cache_shapes))
+        params, cache = (jax.eval_shape(self.by_layer, shapes) for shapes in (self.param_shapes, self.cache_shapes))
         latest = jax.ShapeDtypeStruct((self.max_seqs,), jnp.int32)
         flat = jax.ShapeDtypeStruct((sum(map(math.prod, self._parts(shape))),), jnp.int32)
         platform = self.platform if isinstance(self.mesh, AbstractMesh) else ""
@@ -348,7 +286,7 @@ class PackedStep(HeldArrays):
     def _program(self, shape: PackedShape) -> Any:
         """Returns the jitted function (weights, cache, latest, rows) -> (logits, cache)."""
         names = [name for name in self.fields if name != "sources"]
-        params, cache = (self._by_layer(specs) for specs in (self.param_specs, self.cache_specs))
+        params, cache = (self.by_layer(specs) for specs in (self.param_specs, self.cache_specs))
         whole = NamedSharding(self.mesh, PartitionSpec())
         derived = self._derived(shape.longest)
         declared = derived.declared
@@ -373,84 +311,13 @@ class PackedStep(HeldArrays):
             logits, cache = mapped(params, cache, given)
             return logits[:, : self.model.vocab_size], cache
 
-        formats = self.cache_formats if not self.unrolled else shardings(self.mesh, cache)
         return jax.jit(
             step,
-            in_shardings=(shardings(self.mesh, params), formats, whole, whole),
-            out_shardings=(self.logits_sharding, formats),
+            in_shardings=(shardings(self.mesh, params), self.held_formats, whole, whole),
+            out_shardings=(self.logits_sharding, self.held_formats),
             donate_argnums=1,
             compiler_options=self.compiler.used,
         )
-
-    def run(self, derived: Derived, params: Params, *given: Any, longest: int = 1) -> tuple[Array, Cache]:
-        def declared(name: str) -> Any:
-            shape = self.param_shardings[name].shard_shape(self.param_shapes[name].shape)
-            own, inputs = shape[isinstance(params[name], tuple) :], self.outputs_first[name]
-            return jax.tree.map(lambda one: Turned(one.reshape(own[inputs:] + own[:inputs]), inputs), params[name])
-
-        params = params | {name: declared(name) for name in self.outputs_first}
-        return super().run(derived, params, *given, longest=longest)
-
-    @cached_property
-    def cache_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shapes and dtypes of the cache, on CPUs of the bits of floats; see `nn.contract.FLOATS`."""
-        bits = {floats: bits for bits, floats in FLOATS.items()} if self.unrolled else {}
-        shapes = super().cache_shapes.items()
-        return {name: jax.ShapeDtypeStruct(one.shape, bits.get(one.dtype, one.dtype)) for name, one in shapes}
-
-    @cached_property
-    def _num_layers(self) -> dict[str, int]:
-        """Maps caches, and weights of layers with their scales, to the number of layers in their first dim."""
-        found = {row.name: row.num_layers for row in self.table}
-        weights = {name: repeat for name, (weight, repeat) in weight_variables(self.model).items() if weight.layers}
-        return found | weights | {scale_name(name): repeat for name, repeat in weights.items()}
-
-    def _by_layer(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns stacked arrays, or their shardings, by name: if unrolled tuples of layers, in their order in
-        memory."""
-        layers = self._num_layers if self.unrolled else {}
-        return {
-            name: tuple(self._in_order(name, one, number) for number in range(layers[name]))
-            if name in layers
-            else self._in_order(name, one, None)
-            for name, one in given.items()
-        }
-
-    def _in_order(self, name: str, one: Any, number: int | None) -> Any:
-        """Returns an array, or that layer of it, in its order in memory: caches with heads before slots, matrices as
-        `outputs_first` says; or the sharding of this."""
-        inputs = self.outputs_first.get(name)
-        if not isinstance(one, PartitionSpec):
-            own = one if number is None else one[number]
-            if inputs:
-                return own.reshape(math.prod(own.shape[:inputs]), -1).T
-            return jnp.swapaxes(own, 1, 2) if name in self.heads_first else own
-        dims = list(one if number is None else one[1:])
-        if inputs:
-            return PartitionSpec(dims[inputs], dims[0])
-        if name in self.heads_first:
-            dims[1:3] = dims[2], dims[1]
-        return PartitionSpec(*dims)
-
-    @property
-    def heads_first(self) -> Collection[str]:
-        with_heads = (row.name for row in self.table if row.dims[2:3] and row.dims[2][0] == "K")
-        return frozenset(with_heads) if self.unrolled else ()
-
-    @cached_property
-    def outputs_first(self) -> dict[str, int]:
-        """Maps weights that are in memory as matrices [outputs, inputs], if unrolled, to the number of their dims that
-        are inputs.
-
-        Products on CPUs read them up to twice as fast as [inputs, outputs] (bf16, 2 to 16 rows, jaxlib 0.10.2).
-        """
-        parts = "attention", "mlp", "shared_experts", "unembedding"
-        table = rows(self.model).items() if self.unrolled else ()
-        return {
-            name: len(weight.inputs)
-            for name, weight in table
-            if weight.kind == "matrix" and weight.part in parts and name not in self.quantised
-        }
 
 
 def sizes_up_to(most: int, *, least: int = 1, halves_from: int = 0) -> list[int]:
