@@ -172,17 +172,6 @@ def generation_strategy(strategy: Strategy, *, prompts: bool = False) -> Strateg
     return replace(strategy, context_attention="gather", num_microbatches=count, offload=(), capacity_factor=0.0)
 
 
-def one_position(strategy: Strategy) -> Strategy:
-    """Returns the strategy for rows of one position: no axis splits T, and only axes of B split slots."""
-    assignment = {}
-    for role, rules in strategy.assignment.items():
-        kept = {dim: axes for dim, axes in rules.items() if dim != "T"}
-        if "C" in kept and "B" in kept:
-            kept["C"] = tuple(axis for axis in kept["C"] if axis in kept["B"])
-        assignment[role] = kept
-    return replace(strategy, assignment=assignment)
-
-
 def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:
     """Returns the strategy for packed rows.
 
@@ -206,7 +195,13 @@ def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:
     for role in ("activation", "input"):
         rows = _merged(split[role], roles[role].get("T", ()) if prompts else ())
         changed[role] = {**roles[role], "B": rows, "O": split[role]}
-    return one_position(replace(strategy, assignment=roles | changed))
+    assignment = roles | changed
+    for role, rules in assignment.items():  # a row is one position, whose slots of experts are split as rows are
+        kept = {dim: axes for dim, axes in rules.items() if dim != "T"}
+        if "C" in kept and "B" in kept:
+            kept["C"] = tuple(axis for axis in kept["C"] if axis in kept["B"])
+        assignment[role] = kept
+    return replace(strategy, assignment=assignment)
 
 
 def _merged(*several: tuple[str, ...]) -> tuple[str, ...]:

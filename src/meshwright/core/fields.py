@@ -128,10 +128,15 @@ def fitted(value: Any, hint: Any, what: str) -> Any:
     return found
 
 
+@cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint) or hint, get_args(hint)
+
+
 def _fit(value: Any, hint: Any) -> Any:
-    kind, parts = get_origin(hint) or hint, get_args(hint)
-    if kind is Any:
+    if hint is Any or (type(value) is hint and (hint is str or hint is bool)):
         return value
+    kind, parts = _parts(hint)
     if kind in (Union, UnionType):
         return next((found for part in parts if (found := _fit(value, part)) is not _UNFIT), _UNFIT)
     if kind is Literal:
