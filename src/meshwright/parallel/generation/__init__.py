@@ -1,1 +1,1 @@
-"""Steps of generation on a mesh: prompts and decode of one length, and the packed rows of a server."""
+"""The step of a server on a mesh: rows of any sequences, weights and pages on their devices."""
