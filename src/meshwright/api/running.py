@@ -10,6 +10,7 @@ import msgspec
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import fitted
 from meshwright.core.toml_file import sealed_toml
+from meshwright.core.units import counted
 from meshwright.serve.options import EngineOptions
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan
@@ -121,7 +122,8 @@ def generate_text(
     on_text: Callable[[int, str], None] | None = None,
     on_loaded: Callable[[str], None] | None = None,
 ) -> GeneratedText:
-    """Continues prompts with the model of a folder: a finished run, or config.json with safetensors files.
+    """Returns the texts that continue prompts, without these, by the model of a folder: a finished run, or config.json
+    with safetensors files.
 
     ``on_text`` gets the number of a prompt and the next piece of its text as soon as it exists; ``on_loaded`` gets
     lines about the loaded model. Raises InputError for prompts that the model has too few positions for.
@@ -130,6 +132,7 @@ def generate_text(
     from meshwright.serve.model_folder import TextStream, open_model
     from meshwright.serve.offline.generate import as_requests, generate
     from meshwright.serve.opening import open_engine
+    from meshwright.serve.request import RequestBounds
 
     start = time.perf_counter()
     source = open_model(Path(folder), options.adapters or {})
@@ -139,10 +142,12 @@ def generate_text(
     longest, there, more = max(map(len, tokens)), source.model.max_positions, options.max_tokens
     if longest + more > there:  # beyond its positions the model would not write text
         raise InputError(
-            f"a prompt of {longest:,} {'token' if longest == 1 else 'tokens'} and {more:,} more need "
-            f"{longest + more:,} positions, but {source.model.name} has {there:,}. Shorten the prompt, or use a "
-            f"smaller --max-tokens."
+            f"a prompt of {counted(longest, 'token')} and {more:,} more need {longest + more:,} positions, but "
+            f"{source.model.name} has {there:,}. Shorten the prompt, or use a smaller max_tokens."
         )
+    bounds = RequestBounds(source.model.vocab_size, options.max_len or there, source.adapters)
+    for request in requests:  # before anything compiles
+        bounds.check(request)
     opened = open_engine(source, options, requests=requests)
     opened_s = time.perf_counter() - start
     if on_loaded is not None:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.request import ActiveRequest, GenerationRequest
 from meshwright.batching.scheduler import EngineStep
-from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.host_pages import HostPages
 from meshwright.parallel.generation.packed_step import (
@@ -33,7 +33,15 @@ from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drafts import Drafter, Drafting
 from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjusts
 from meshwright.serve.drawing.grammar import MaskedRow, TokenMasks
-from meshwright.serve.request import MOST_LOGPROBS, EngineState, Finish, TokenEngine, TokenOutput, TokenRequest
+from meshwright.serve.request import (
+    MOST_LOGPROBS,
+    EngineState,
+    Finish,
+    RequestBounds,
+    TokenEngine,
+    TokenOutput,
+    TokenRequest,
+)
 from meshwright.serve.sequences.live import Live, SequenceOwner, Tables
 from meshwright.serve.sequences.prefix_tree import CacheSnapshot, tree_pages
 from meshwright.serve.sequences.step_rows import OutputOf, RowsOf, rows_of
@@ -94,6 +102,7 @@ class Engine:
             )
         self._adapters = {"": -1} | {name: number for number, name in enumerate(adapters)}
         self.limits, self.max_len, self.vocab_size = limits, step.max_len, step.model.vocab_size
+        self.bounds = RequestBounds(self.vocab_size, self.max_len, adapters)
         self._step, self._params, self._cache = step, params, step.init_cache()
         self._host_pages = HostPages(self._cache, step.programs) if host_cache_bytes else None
         num_on_host = int(host_cache_bytes // self._host_pages.page_bytes) if self._host_pages else 0
@@ -167,20 +176,7 @@ class Engine:
 
     def check(self, request: TokenRequest) -> None:
         """Raises InputError for a request that could never run."""
-        if request.adapter not in self._adapters:
-            known = nearest(request.adapter, list(self._adapters)[1:] or ["none"])
-            raise InputError(f"this engine has no adapter {request.adapter!r}.{known}")
-        prompt, vocab = len(request.prompt), self.vocab_size
-        if wrong := [token for token in (min(request.prompt), max(request.prompt)) if not 0 <= token < vocab]:
-            raise InputError(f"the prompt has token {wrong[0]}, outside of V={vocab}. Give 0 to {vocab - 1}.")
-        if prompt + request.max_tokens > self.max_len:
-            raise InputError(
-                f"a prompt of {prompt:,} tokens and {request.max_tokens:,} more need {prompt + request.max_tokens:,} "
-                f"positions; this engine has {self.max_len:,}. Shorten the prompt, or ask for fewer tokens."
-            )
-        for token in (*request.stop_tokens, *(token for token, _ in request.sampling.logit_bias)):
-            if not 0 <= token < self.vocab_size:
-                raise InputError(f"token {token} is outside of V={self.vocab_size}. Use the model's own tokenizer.")
+        self.bounds.check(request)
 
     def cancel(self, number: int) -> None:
         """Ends a request at once: its slot and pages are free, and no output follows. Does nothing after its end."""

@@ -168,7 +168,7 @@ def _lines(
         more += f", a scale for each {min(groups)} to {max(groups)} inputs"
     return (
         f"{model.name}: {layout.words}, {format_bytes(weight_bytes)} of weights on each device{more}",
-        f"cache: {found.num_pages:,} pages of {storage.page_len} positions, {format_bytes(found.bytes)} of "
+        f"cache: {counted(found.num_pages, 'page')} of {storage.page_len:,} positions, {format_bytes(found.bytes)} of "
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}"
         + (f"; {storage.window_pages:,} pages for windows" if storage.window_pages else "")
         + (f"; {format_bytes(options.host_cache_bytes)} on the host" if options.host_cache_bytes else ""),
@@ -271,10 +271,11 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
         taken = wanted * page_bytes + window_bytes
         return _FoundPages(wanted, longest, taken, f"{requests} of {longest:,} positions")
     if own < 1 or (options.max_len and own < each):
+        remedy = "a smaller max_len, more cache_bytes, or a cache in int8"
+        remedy = "a smaller page_len, more cache_bytes, or both" if longest <= page_len else remedy
         raise InputError(
-            f"{format_bytes(there)} ({limited_by}) hold {own:,} pages of {page_len} positions; one request of "
-            f"{longest:,} positions needs {each:,}, {format_bytes(each * spread * page_bytes)}. Give a smaller "
-            f"max_len, more cache_bytes, or a cache in int8."
+            f"{format_bytes(there)} ({limited_by}) hold {counted(own, 'page')} of {page_len:,} positions; one request "
+            f"of {longest:,} positions needs {each:,}, {format_bytes(each * spread * page_bytes)}. Give {remedy}."
         )
     taken = most * page_bytes + window_bytes
     return _FoundPages(most, min(longest, own * page_len - options.drafts), taken, limited_by)

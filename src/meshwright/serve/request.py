@@ -1,10 +1,12 @@
 """What an engine is asked for, and what it says of each token."""
 
-from typing import Literal, Protocol
+from collections.abc import Collection
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, nearest
+from meshwright.core.units import counted
 from meshwright.serve.drawing.grammar import Grammar
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
 from meshwright.serve.step_sums import StepKey, StepSums
@@ -43,6 +45,32 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"min_tokens={self.min_tokens} is beside a grammar, whose texts may be shorter. Give one.")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise InputError(f"logprobs={self.logprobs} must be between 0 and {MOST_LOGPROBS}.")
+
+
+class RequestBounds(NamedTuple):
+    """What requests an engine can run: tokens below ``vocab_size``, at most ``max_len`` positions, some adapters."""
+
+    vocab_size: int
+    max_len: int
+    adapters: Collection[str] = ()
+
+    def check(self, request: TokenRequest) -> None:
+        """Raises InputError for a request that could never run."""
+        if request.adapter and request.adapter not in self.adapters:
+            known = nearest(request.adapter, list(self.adapters)) if self.adapters else " Give --adapters NAME=FOLDER."
+            raise InputError(f"this engine has no adapter {request.adapter!r}.{known}")
+        prompt, vocab = len(request.prompt), self.vocab_size
+        if wrong := [token for token in (min(request.prompt), max(request.prompt)) if not 0 <= token < vocab]:
+            raise InputError(f"the prompt has token {wrong[0]}, outside of V={vocab}. Give 0 to {vocab - 1}.")
+        if prompt + request.max_tokens > self.max_len:
+            raise InputError(
+                f"a prompt of {counted(prompt, 'token')} and {request.max_tokens:,} more need "
+                f"{prompt + request.max_tokens:,} positions; this engine has {self.max_len:,}. Shorten the prompt, ask "
+                f"for fewer tokens, or give a larger max_len if the model has more positions."
+            )
+        for token in (*request.stop_tokens, *(token for token, _ in request.sampling.logit_bias)):
+            if not 0 <= token < vocab:
+                raise InputError(f"token {token} is outside of V={vocab}. Use the model's own tokenizer.")
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):

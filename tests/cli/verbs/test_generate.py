@@ -46,7 +46,7 @@ def test_one_prompt_is_written_out_with_what_follows(call, folder):
     assert "tensor 2" in first
     assert "of weights on each device" in first
     # 2 layers, keys and values, of half of the heads
-    assert cache.startswith("cache: 1 pages of 32 positions, 8.19 kB of fp32 keys and values on each device")
+    assert cache.startswith("cache: 1 page of 32 positions, 8.19 kB of fp32 keys and values on each device")
     assert slots.startswith("up to 1 request at once of 10 positions at most")
     assert last.startswith("loaded and compiled in")
     assert "tokens/s; 6 tokens" in last
@@ -106,6 +106,21 @@ def test_several_texts_are_numbered(capsys):
         (["--prompt", "a", "--on", "h200:1"], 3, "h200:1x1 is not this machine"),
         (["--prompt", "", "--on", "cpu:1"], 2, "prompt 1 is empty"),
         (["--prompt", "a", "--on", "cpu:1", "--max-tokens", "5000"], 2, "need 5,001 positions, but "),
+        (
+            ["--prompts", "lines.jsonl"],
+            2,
+            "lines.jsonl has JSON lines, whose answers go to a file. Give -o answers.jsonl",
+        ),
+        (
+            ["--prompt", "abc", "--max-len", "4", "--max-tokens", "3", "--on", "cpu:1"],
+            2,
+            "need 6 positions; this engine has 4. Shorten the prompt, ask for fewer tokens, or give a larger --max-len",
+        ),
+        (
+            ["--prompt", "a", "--max-tokens", "3", "--page-len", "1000000000", "--on", "cpu:1"],
+            2,
+            "Give a smaller --page-len, more --cache-bytes, or both",
+        ),
         (["--prompt", "a\udc80"], 2, "prompt 1 is not UTF-8"),
         (["--prompt", "a", "--axes", "tensor=64"], 3, "emulate them: --on cpu:64"),
     ],

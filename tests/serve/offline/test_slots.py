@@ -43,7 +43,12 @@ def test_what_has_no_slot_is_refused():
     engine = SlotEngine(step)
     with pytest.raises(InputError, match=r"a prompt has 24 tokens. Give 1 to 23"):
         engine.prefill({}, range(24))
+    with pytest.raises(InputError, match=r"a prompt has tokens 3 to 64. Give 0 to 63"):
+        engine.prefill({}, [3, 64])
     state = engine.init_decode_state()
+    for slot in (-1, 4):
+        with pytest.raises(InputError, match=f"there is no slot {slot}. Give 0 to 3"):
+            engine.insert(None, state, slot)
     state.lengths[1] = 24
     with pytest.raises(InputError, match="a slot has 24 positions and they are full"):
         engine.generate({}, state)

@@ -49,7 +49,9 @@ def command(given: Given) -> Answer:
     for count in [*counts, 0]:
         asked = Given(**vars(given) | ({"num_drafts": count} if count else {"draft": None}))
         opened = open_given(asked, in_background=False)
-        requests = [request for _, request in read_prompts(opened.source, opened.engine, given.prompts, usual).values()]
+        requests = [
+            request for _, request in read_prompts(opened.source, opened.engine.check, given.prompts, usual).values()
+        ]
         found.append(measure_drafts(opened.engine, requests))
         say(f"{counted(count, 'draft')}: {three_digits(found[-1].tokens_per_s)} tokens/s")
     found = [found[-1], *found[:-1]]

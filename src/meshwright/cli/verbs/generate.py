@@ -8,7 +8,7 @@ import click
 from msgspec.structs import asdict, replace
 
 from meshwright.api.running import GeneratedText, TextOptions, generate_text
-from meshwright.cli.engine import EngineGiven, open_given, opened_options
+from meshwright.cli.engine import EngineGiven, devices_of, folders_by_name, open_given, opened_options
 from meshwright.cli.output import say
 from meshwright.cli.verb import Count, option, verb
 from meshwright.core.errors import InputError
@@ -68,13 +68,19 @@ def bulk(given: Given) -> Answer:
     if given.prompt_file is None or given.prompt_file.suffix != ".jsonl" or given.prompts:
         raise InputError("-o takes the answers to --prompts FILE.jsonl. Give such a file, and no --prompt.")
     from meshwright.serve.drawing.sampling import Sampling
-    from meshwright.serve.offline.bulk import USUAL, generate_file, read_lines
+    from meshwright.serve.model_folder import open_model
+    from meshwright.serve.offline.bulk import USUAL, generate_file, read_work
+    from meshwright.serve.request import RequestBounds
 
-    read_lines(given.prompt_file)  # what cannot be read is said before anything compiles
-    opened = open_given(given)
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
     usual, said, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out
     assert out is not None
+    # what cannot be read or run is said before anything compiles
+    devices_of(given.on, given.axes)
+    source = open_model(given.what, folders_by_name(given.adapters))
+    bounds = RequestBounds(source.model.vocab_size, given.max_len or source.model.max_positions, source.adapters)
+    read_work(source, bounds.check, (given.prompt_file, out), usual)
+    opened = open_given(given, source)
 
     def tell(done: int, all: int) -> None:
         if (tenth := 10 * done // all) not in said:
@@ -114,6 +120,8 @@ def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *
 def _prompts(given: Given) -> list[str]:
     """Returns all prompts, those of the file last. Raises InputError if there is none."""
     texts, file = list(given.prompts), given.prompt_file
+    if file is not None and file.suffix == ".jsonl":
+        raise InputError(f"{file} has JSON lines, whose answers go to a file. Give -o answers.jsonl.")
     if file is not None:
         lines = read_text(file, "Give a text file with a prompt on each line.").splitlines()
         texts += [line for line in lines if line.strip()]

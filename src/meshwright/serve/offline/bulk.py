@@ -43,6 +43,14 @@ class CompletionLine(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
+class BulkWork(NamedTuple):
+    """The lines of a file of prompts with their requests, the digest of each, and the lines that are answered."""
+
+    requests: dict[int, tuple[PromptLine, TokenRequest]]
+    digests: dict[int, str]
+    there: set[int]
+
+
 class BulkDone(NamedTuple):
     """How many lines were written, and how many were there already."""
 
@@ -64,10 +72,8 @@ def generate_file(
     told how many lines are done, of how many. Raises InputError for a line that cannot be read or can never run, before
     anything is generated.
     """
-    prompts, out = files
-    requests = read_prompts(source, engine, prompts, usual)
-    digests = {number: _digest(source, request) for number, (_, request) in requests.items()}
-    there = _lines_there(out, digests)
+    requests, digests, there = read_work(source, engine.check, files, usual)
+    out = files[1]
     waiting = iter([number for number in sorted(requests) if number not in there])
     whose: dict[int, int] = {}
     tokens: dict[int, list[int]] = {}
@@ -95,6 +101,16 @@ def generate_file(
                 on_done(done, len(requests))
         os.fsync(written.fileno())
     return BulkDone(done - len(there), len(there))
+
+
+def read_work(
+    source: ModelFolder, check: Callable[[TokenRequest], None], files: tuple[Path, Path], usual: TokenRequest
+) -> BulkWork:
+    """Returns what both files have. Raises InputError for a line that cannot be read or that ``check`` refuses, or for
+    answers to other prompts."""
+    requests = read_prompts(source, check, files[0], usual)
+    digests = {number: _digest(source, request) for number, (_, request) in requests.items()}
+    return BulkWork(requests, digests, _lines_there(files[1], digests))
 
 
 def _submit(
@@ -135,14 +151,14 @@ def read_lines(path: Path) -> dict[int, PromptLine]:
     return found
 
 
-_LIKE = 'A line is like {"prompt": "The statement", "max_tokens": 16}.'
+_LIKE = 'A line is like {"prompt": "The statement", "id": 1}.'
 
 
 def read_prompts(
-    source: ModelFolder, engine: Engine | EngineGroup, path: Path, usual: TokenRequest
+    source: ModelFolder, check: Callable[[TokenRequest], None], path: Path, usual: TokenRequest
 ) -> dict[int, tuple[PromptLine, TokenRequest]]:
-    """Returns the lines of a file of prompts by number, with their requests. Raises InputError for one that the engine
-    could never run."""
+    """Returns the lines of a file of prompts by number, with their requests. Raises InputError for one that ``check``
+    refuses."""
     found = {}
     for number, given in read_lines(path).items():
         try:
@@ -154,7 +170,7 @@ def read_prompts(
                 stop_tokens=source.end_tokens,
                 adapter=given.adapter,
             )
-            engine.check(request)
+            check(request)
         except InputError as error:
             raise InputError(f"{path}:{number}: {error}") from None
         found[number] = given, request

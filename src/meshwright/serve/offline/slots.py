@@ -27,7 +27,8 @@ class Prefix(NamedTuple):
 
 
 class DecodeState(NamedTuple):
-    """The pages of all slots, and of each slot the latest token and how many tokens its pages hold, 0: it is free."""
+    """The pages of all slots, and of each slot the latest token, which its pages do not hold yet, and how many tokens
+    they hold, 0: it is free."""
 
     cache: Cache
     tokens: np.ndarray
@@ -62,6 +63,8 @@ class SlotEngine:
         step, length = self._alone, len(tokens)
         if not 0 < length < step.max_len:
             raise InputError(f"a prompt has {length:,} tokens. Give 1 to {step.max_len - 1:,}, one less than max_len.")
+        if not 0 <= min(tokens) <= max(tokens) < (vocab := step.model.vocab_size):
+            raise InputError(f"a prompt has tokens {min(tokens)} to {max(tokens)}. Give 0 to {vocab - 1:,}, below V.")
         size = max(8, step.row_parts(2), 1 << (length - 1).bit_length())
         shape = PackedShape(size, 1, 1, size)
         at = np.arange(length)
@@ -73,6 +76,8 @@ class SlotEngine:
 
     def insert(self, prefix: Prefix, state: DecodeState, slot: int, sampling: Sampling = LIKELIEST) -> DecodeState:
         """Copies a prompt's pages into a slot's and draws its first token; the pages of ``state`` are given up."""
+        if not 0 <= slot < len(state.lengths):
+            raise InputError(f"there is no slot {slot}. Give 0 to {len(state.lengths) - 1}, below max_seqs.")
         cache = _inserted(state.cache, prefix.cache, slot * self._each)
         tokens, lengths = state.tokens.copy(), state.lengths.copy()
         tokens[slot], lengths[slot] = _drawn(prefix.logits[None], sampling, np.zeros(1, np.int32))[0], prefix.length
