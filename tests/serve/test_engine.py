@@ -281,6 +281,15 @@ def test_nothing_compiles_after_the_warm_up(step, engine_of):
     assert set(engine._drawer._compiled) == drawn
 
 
+def test_stop_tokens_are_not_those_of_the_request_before(engine_of, expected):
+    """Of requests in one slot the second may have the first one's stop token as its first token."""
+    engine = engine_of(max_requests=4)
+    stop = frozenset(expected[0][:1])
+    engine.run([request(PROMPTS[0], min_tokens=3, stop_tokens=stop, max_tokens=4)])
+    (outputs,) = engine.run([request(PROMPTS[0], min_tokens=5, logprobs=1)])
+    assert tokens_of(outputs) == expected[0]
+
+
 def test_prompts_that_begin_alike_share_pages(engine_of, params):
     """A page has 4 positions; of a prompt that is known whole, the last page is computed again."""
     engine, long = engine_of(prefix_cache=True), PROMPTS[3]

@@ -114,7 +114,9 @@ class TokenDrawer:
         sampling = request.sampling
         for name, array in (self._fields | self._penalties).items():
             array[slot] = getattr(sampling, name)
-        self._fewest[slot], self._has_bias[slot] = request.min_tokens, bool(sampling.logit_bias)
+        self._has_bias[slot] = bool(sampling.logit_bias)
+        # without stop tokens those of the slot's request before would count
+        self._fewest[slot] = request.min_tokens if request.stop_tokens else 0
         if not adjusts(request):
             return
         vocab = self._size[1]
