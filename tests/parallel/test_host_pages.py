@@ -72,6 +72,13 @@ def test_pages_keep_their_bits(layers, split):
             np.testing.assert_array_equal(one, other)
 
 
+def test_the_warm_up_compiles_both_programs():
+    programs = ProgramStore(None, None)
+    host = HostPages({"k": jnp.zeros((2, 3, 4))}, programs)
+    host.warm_up()
+    assert programs.num_compiled == 2
+
+
 def test_a_page_may_leave_and_come_back_at_once():
     rng = np.random.default_rng(4)
     cache = random_cache(rng, layers=True, split=False)

@@ -36,7 +36,7 @@ class HostPages:
 
     def warm_up(self) -> None:
         """Compiles both programs."""
-        assert self._read, self._write
+        _ = self._read, self._write
 
     def move(self, cache: Cache, out: Mapping[Any, int], back: Mapping[Any, int]) -> Cache:
         """Copies pages ``out`` of a cache, then copies of others ``back`` to pages, and returns the cache.
