@@ -197,7 +197,7 @@ def test_an_unknown_adapter_is_refused_with_the_nearest(engine):
     with pytest.raises(InputError, match=r"no adapter 'sqll'\. Did you mean 'sql'\?"):
         engine.submit(request([1], "sqll"))
     with pytest.raises(InputError, match=r"the step has 3 adapters, and 0 names are given"):
-        Engine(engine._step, engine._params, engine.limits)
+        Engine(engine.packed, engine._params, engine.limits)
 
 
 def test_an_adapter_of_another_base_is_one_line(folders, tmp_path):

@@ -22,6 +22,7 @@ from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
 from meshwright.serve.request import TokenRequest
+from meshwright.serve.sequences.step_shapes import StepShapes
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.logits import logits_fn
 from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest, with_groups
@@ -288,6 +289,38 @@ def test_stop_tokens_are_not_those_of_the_request_before(engine_of, expected):
     engine.run([request(PROMPTS[0], min_tokens=3, stop_tokens=stop, max_tokens=4)])
     (outputs,) = engine.run([request(PROMPTS[0], min_tokens=5, logprobs=1)])
     assert tokens_of(outputs) == expected[0]
+
+
+def test_an_engine_answers_with_its_first_two_shapes(step, params, expected):
+    """A step without a program of its own takes a larger one that is there, and its own once that is compiled."""
+    alone = step_of()
+    engine = engine_on(alone, alone.place(params))
+    engine.warm_up(first_only=True)
+    chunk, decode = sorted(alone._compiled, key=lambda shape: shape.longest, reverse=True)
+    assert (chunk.rows, decode.rows, decode.longest) == (16, 4, 1)
+    assert [tokens_of(outputs) for outputs in engine.run(list(map(request, PROMPTS)))] == expected
+    assert len(alone._compiled) == 2
+    engine.warm_up()
+    assert set(alone._compiled) == set(engine.shapes())
+    (outputs,) = engine.run([request(PROMPTS[1])])
+    assert tokens_of(outputs) == expected[1]
+    assert ("decode", 1) in engine.state().sums
+    assert all(rows == 4 for kind, rows in list(engine.state().sums)[:2] if kind == "decode")
+
+
+def test_shapes_of_a_step_are_the_smallest_that_are_ready(step):
+    limits = {"max_requests": 4, "page_len": PAGE_LEN, "num_pages": NUM_PAGES}
+    shapes = StepShapes(step, SchedulerLimits(token_budget=32, **limits))
+    assert [(one.rows, one.outputs) for one in shapes.chunks] == [(16, 4), (16, 16), (32, 4), (32, 32)]
+    assert shapes.fitting(3, 3, alone=True) == (4, 4, 4, 1)
+    assert shapes.fitting(3, 3, alone=False) == (16, 4, 4, 16)
+    shapes.ready |= set(shapes.first)
+    assert shapes.first == [(32, 4, 4, 32), (4, 4, 4, 1)]
+    assert shapes.fitting(1, 1, alone=True) == (4, 4, 4, 1)
+    assert shapes.fitting(3, 3, alone=False) == (32, 4, 4, 32)
+    assert shapes.fitting(3, 9, alone=False) == (16, 4, 16, 16)  # no shape with so many logits is ready
+    shapes.ready.add(shapes.chunks[0])
+    assert shapes.fitting(3, 3, alone=False) == (16, 4, 4, 16)
 
 
 def test_prompts_that_begin_alike_share_pages(engine_of, params):

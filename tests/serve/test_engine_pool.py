@@ -133,7 +133,7 @@ def assert_all_there(engine: Engine) -> None:
     for live in engine._live.values():
         known = np.arange(min(live.computed, len(live.tokens)))
         slots = np.array(live.pages, int)[known // PAGE_LEN] * PAGE_LEN + known % PAGE_LEN
-        assert engine._step.tokens[slots].tolist() == live.tokens[: len(known)]
+        assert engine.packed.tokens[slots].tolist() == live.tokens[: len(known)]
     seen = engine.snapshot()
     assert sorted(one.page for one in seen.tree if one.page >= 0) == sorted({*idle, *shared})
     assert sum(one.page < 0 for one in seen.tree) == sum(len(pool._on_host) for pool in pools)
@@ -142,7 +142,7 @@ def assert_all_there(engine: Engine) -> None:
         assert all(node.copy is not None and not node.users for node in pool._on_host)
         assert not pool._leaving
         assert not pool._coming
-    if engine._step.has_windows:
+    if engine.packed.has_windows:
         windows = [pool.windows for pool in pools]
         held = {id(page): page for live in engine._live.values() for page in live.window.pages if page}
         kept = {id(node.window): node.window for pool in pools for node in nodes_of(pool) if node.window}
@@ -152,7 +152,7 @@ def assert_all_there(engine: Engine) -> None:
         for key, page in held.items():
             assert page.users == sum(id(one) == key for live in engine._live.values() for one in live.window.pages)
         numbers = [page.number for page in (held | kept).values()] + [n for window in windows for n in window.free]
-        assert sorted(numbers) == list(range(engine._step.storage.window_pages))
+        assert sorted(numbers) == list(range(engine.packed.storage.window_pages))
     assert sorted({page for pages in seen.requests.values() for page in pages} - {*idle, *shared}) == sorted(own)
     assert all(len(one.tokens) == PAGE_LEN for one in seen.tree)
     assert all(one.parent is None or one.parent < number for number, one in enumerate(seen.tree))

@@ -132,8 +132,8 @@ def test_another_thread_keeps_what_it_has_copied():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_seconds_add_up_to_the_time_that_an_engine_works(engine_of, policy):
     engine = engine_of(policy=policy)
-    slept, step = 0.002, engine._step.step
-    engine._step.step = lambda *given: (time.sleep(slept), step(*given))[1]
+    slept, step = 0.002, engine.packed.step
+    engine.packed.step = lambda *given: (time.sleep(slept), step(*given))[1]
     start_s = time.perf_counter()
     outputs = engine.run([TokenRequest(prompt=(1,) * prompt, max_tokens=output) for prompt, output in PROMPTS])
     wall_s, sums = time.perf_counter() - start_s, engine.state().sums.values()

@@ -110,16 +110,19 @@ def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
 
 
 def compiling() -> Callable[[int, int], None]:
-    """Returns what says how many programs are compiled: a line that grows on a terminal, else one a quarter."""
+    """Returns what says how many programs are compiled and how long the others will take: a line that grows on a
+    terminal, else the first two and one a quarter."""
     start, said = perf_counter(), set[int]()
 
     def show(done: int, all: int) -> None:
-        text = f"compiling {done} of {all} programs, {format_seconds(perf_counter() - start)}"
+        passed_s = perf_counter() - start
+        left = f", about {format_seconds(passed_s / done * (all - done))} more" if 0 < done < all else ""
+        text = f"compiling {done} of {all} programs, {format_seconds(passed_s)}{left}"
         if sys.stderr.isatty():
-            sys.stderr.write(f"\r{text} " + ("\n" if done == all else ""))
+            sys.stderr.write(f"\r{text:<78} " + ("\n" if done == all else ""))
             sys.stderr.flush()
-        elif 4 * done // all not in said:
-            said.add(4 * done // all)
+        elif (part := 4 * done // all if done != 1 else -1) not in said:
+            said.add(part)
             say(text)
 
     return show

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from meshwright.serve.engine import Engine, run_requests
-from meshwright.serve.request import EngineState, TokenOutput, TokenRequest
+from meshwright.serve.engine import Engine
+from meshwright.serve.request import EngineState, TokenOutput, TokenRequest, run_requests
 
 
 class EngineGroup:
@@ -70,6 +70,8 @@ class EngineGroup:
         self,
         on_shape: Callable[[int, int], None] = lambda done, all: None,
         requests: Sequence[TokenRequest] = (),
+        *,
+        first_only: bool = False,
     ) -> None:
         """Compiles every shape of every engine, see `Engine.warm_up`."""
         own = sorted(requests, key=lambda one: -len(one.prompt))[: -(-len(requests) // len(self.engines))]
@@ -78,9 +80,4 @@ class EngineGroup:
             def tell(done: int, all: int, before: int = place) -> None:
                 on_shape(before * all + done, len(self.engines) * all)
 
-            engine.warm_up(tell, own)
-
-    @property
-    def is_compiled(self) -> bool:
-        """True if the programs of all engines are kept in files."""
-        return all(engine.is_compiled for engine in self.engines)
+            engine.warm_up(tell, own, first_only=first_only)

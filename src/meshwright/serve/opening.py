@@ -43,6 +43,10 @@ from meshwright.spec.model import GROUP, GROUPED, Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims, make_mesh, sequence_shards
 from meshwright.spec.weights import without_mtp_words
 
+LEAST_LEN, LEN_STEP = 256, 1024
+"""The fewest positions of an engine for some requests; from the second on they are a multiple of it, before a power of
+two."""
+
 MOST_EXACTLY = 32
 """Requests that an engine for these alone has slots for; of more only as many run at once as usual."""
 
@@ -63,22 +67,18 @@ def open_engine(
     in_background: bool = True,
     requests: Sequence[TokenRequest] = (),
 ) -> OpenedEngine:
-    """Loads a folder, a finished run or a Hugging Face model, and compiles every shape of its steps; a folder that is
+    """Loads a folder, a finished run or a Hugging Face model, and compiles the shapes of its steps; a folder that is
     open already has its adapters.
 
-    ``on_shape`` is told how many shapes are compiled, of how many. Programs that are in files are read while the engine
-    runs already, if that may be done ``in_background``. An engine for some ``requests`` alone has room for these, as
-    far as options do not say more, and few shapes. Raises InputError for options that contradict the model or the
-    memory, CannotRunError for a model that cannot be served.
+    ``on_shape`` is told how many shapes are compiled, of how many. If that may be done ``in_background``, only the two
+    that every step fits are waited for, and the engine runs while the others are read from files or compiled. An engine
+    for some ``requests`` alone has room for these, as far as options do not say more, and two shapes. Raises InputError
+    for options that contradict the model or the memory, CannotRunError for a model that cannot be served.
     """
     keep_freed_memory()
     source = folder if isinstance(folder, ModelFolder) else open_model(Path(folder), options.adapters or {})
     if requests:
-        options = replace(
-            options,
-            max_requests=options.max_requests or (len(requests) if len(requests) <= MOST_EXACTLY else 0),
-            max_len=options.max_len or max(len(one.prompt) + one.max_tokens for one in requests),
-        )
+        options = _options_for(requests, options, source.model.max_positions)
     devices = jax.devices()[: options.num_devices or None]
     layout = engine_layout(source, options, devices)
     options, strategy = layout.options, layout.strategy
@@ -111,14 +111,22 @@ def open_engine(
         steps = [step.on(device_mesh(strategy.mesh, some)) for some in own]
     engines = [_engine(source, draft, layout, own, limits) for own in steps]
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
-    if requests:
-        engine.warm_up(on_shape or (lambda done, all: None), requests)
-    elif in_background and engine.is_compiled and not options.batch_invariant:
-        # programs are read while the first requests run; a process that ends waits for one of them at most
+    early = in_background and not requests and not options.batch_invariant
+    engine.warm_up(on_shape or (lambda done, all: None), requests, first_only=early)
+    if early:  # a process that ends waits for one program at most
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
-    else:
-        engine.warm_up(on_shape or (lambda done, all: None))
     return OpenedEngine(source, engine, _lines(source, layout, storage, found, engines[0].weight_bytes))
+
+
+def _options_for(requests: Sequence[TokenRequest], options: EngineOptions, most: int) -> EngineOptions:
+    """Returns options with room for all requests and some more, so that others like these have the same programs."""
+    slots = 1 << (len(requests) - 1).bit_length() if len(requests) <= MOST_EXACTLY else 0
+    needed = max(len(one.prompt) + one.max_tokens for one in requests)
+    length = -(-needed // LEN_STEP) * LEN_STEP
+    if needed <= LEN_STEP:
+        length = max(1 << (needed - 1).bit_length(), LEAST_LEN)
+    longest = max(needed, min(length, most))
+    return replace(options, max_requests=options.max_requests or slots, max_len=options.max_len or longest)
 
 
 def _storage(source: ModelFolder, options: EngineOptions, num_owners: int) -> Storage:

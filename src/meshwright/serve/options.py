@@ -16,7 +16,7 @@ class EngineOptions(Checked, frozen=True, kw_only=True):
     part of it. ``cache_bytes`` of each device hold pages: by default 90% of what the weights leave of an accelerator's
     memory, or half of a machine's free memory, but no more than all requests need at their longest.
     ``host_cache_bytes`` of the host hold pages of prompts that lost their room.
-    ``weights`` are stored in "int8", "fp8", "int4" or as they are (""). ``plan`` is a file of `plan --serve`, which
+    ``weights`` are stored in "int8", "fp8", "int4" or as they are (""). ``plan`` is a file of `service`, which
     says the mesh, and what is not given of these. ``mesh`` has an engine for each of ``data``; by default see
     `usual_mesh`, on the first ``num_devices`` (0: all). ``prefix_cache``: see `batching.limits.SchedulerLimits`.
     ``batch_invariant``: see `PackedStep`; up to 32 requests then run at once, in steps of 32 tokens. ``draft``:

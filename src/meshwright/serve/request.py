@@ -1,6 +1,6 @@
 """What an engine is asked for, and what it says of each token."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -99,11 +99,21 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     admitted_s: float = 0.0
 
 
+class EngineCounts(msgspec.Struct, kw_only=True):
+    """What an engine has counted since it began: requests that lost their pages, tokens of prompts that were looked for
+    and found in a prefix cache, steps, and drafted tokens, of which some were right."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine holds: requests that run and wait, pages, and counts since it began: requests that lost their
-    pages, tokens of prompts that were looked for and found in a prefix cache, steps, drafted tokens, of which some were
-    right, and tokens of prompts that came from the host. ``sums`` of steps go on as the engine does; a reader copies
-    them."""
+    """What an engine holds: requests that run and wait, pages, its `EngineCounts`, and tokens of prompts that came from
+    the host. ``sums`` of steps go on as the engine does; a reader copies them."""
 
     running: int = 0
     waiting: int = 0
@@ -133,3 +143,12 @@ class TokenEngine(Protocol):
     def cancel(self, number: int) -> None: ...
     def step(self) -> list[TokenOutput]: ...
     def state(self) -> EngineState: ...
+
+
+def run_requests(engine: TokenEngine, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
+    """Runs requests to their ends and returns the outputs of each."""
+    found: dict[int, list[TokenOutput]] = {engine.submit(request): [] for request in requests}
+    while engine.has_work:
+        for output in engine.step():
+            found[output.number].append(output)
+    return list(found.values())

@@ -46,8 +46,8 @@ def test_one_prompt_is_written_out_with_what_follows(call, folder):
     assert "tensor 2" in first
     assert "of weights on each device" in first
     # 2 layers, keys and values, of half of the heads
-    assert cache.startswith("cache: 1 page of 32 positions, 8.19 kB of fp32 keys and values on each device")
-    assert slots.startswith("up to 1 request at once of 10 positions at most")
+    assert cache.startswith("cache: 8 pages of 32 positions, 65.5 kB of fp32 keys and values on each device")
+    assert slots.startswith("up to 1 request at once of 256 positions at most")
     assert last.startswith("loaded and compiled in")
     assert "tokens/s; 6 tokens" in last
 

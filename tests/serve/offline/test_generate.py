@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from meshwright.core.errors import InputError
 from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.offline.generate import as_requests, generate, generate_uncached
+from meshwright.serve.opening import _options_for
+from meshwright.serve.options import USUAL_ENGINE
 from tests.parallel.generate_cases import LLAMA, engine_on, float_params, likeliest, step_of
 
 PROMPTS = [[5, 9, 60, 2, 7, 7, 1, 8, 30], [3], [11, 12, 13]]
@@ -102,6 +105,26 @@ def test_an_engine_for_some_requests_compiles_two_programs(params):
     assert set(step._compiled) == compiled
     for prompt, one in zip(PROMPTS, found, strict=True):
         assert list(one.tokens) == expected(params, prompt)[: len(one.tokens)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "expected"),
+    [
+        ([9, 3, 1], 2048, (4, 256)),
+        ([200, 100, 50, 7], 2048, (4, 256)),
+        ([300], 2048, (1, 512)),
+        ([1500] * 40, 8192, (0, 2048)),
+        ([1500], 1600, (1, 1600)),
+        ([40], 64, (1, 64)),
+    ],
+)
+def test_like_requests_have_engines_with_the_same_programs(lengths, most, expected):
+    """Slots and positions are rounded up, up to the model's; of many requests only some run at once."""
+    requests = as_requests([[1] * length for length in lengths], max_tokens=20)
+    options = _options_for(requests, USUAL_ENGINE, most)
+    assert (options.max_requests, options.max_len) == expected
+    own = replace(USUAL_ENGINE, max_requests=3, max_len=100)
+    assert _options_for(requests, own, most) == own
 
 
 def test_without_a_cache_the_likeliest_tokens_are_the_same(step, params):

@@ -27,6 +27,6 @@ def command(given: Given) -> None:
             "and unset JAX_COMPILATION_CACHE_DIR."
         )
     opened = open_given(given, in_background=False)
-    stores = [engine.programs for engine in opened.engine.engines]
+    stores = [engine.packed.programs for engine in opened.engine.engines]
     compiled, loaded = (sum(getattr(one, name) for one in stores) for name in ("num_compiled", "num_loaded"))
     say(f"{counted(compiled, 'program')} compiled, {loaded} were there: {', '.join(str(one.folder) for one in stores)}")

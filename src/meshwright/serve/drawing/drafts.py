@@ -38,7 +38,7 @@ class Drafter(Protocol):
     def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None: ...
     def follow(self, rows: PackedRows, longest: int, ends: dict[int, int]) -> None: ...
     def leave(self, number: int) -> None: ...
-    def warm_up(self, chunks: Sequence[PackedShape]) -> None: ...
+    def warm_up(self, shape: PackedShape) -> None: ...
 
 
 class NgramDrafter:
@@ -79,7 +79,7 @@ class NgramDrafter:
         self._places.pop(number, None)
         self._done.pop(number, None)
 
-    def warm_up(self, chunks: Sequence[PackedShape]) -> None:
+    def warm_up(self, shape: PackedShape) -> None:
         """Has nothing to compile."""
 
 
@@ -139,11 +139,10 @@ class ModelDrafter:
     def leave(self, number: int) -> None:
         """Needs nothing at a request's end."""
 
-    def warm_up(self, chunks: Sequence[PackedShape]) -> None:
-        """Compiles the shapes of drafts, and of steps with parts of prompts."""
+    def warm_up(self, shape: PackedShape) -> None:
+        """Compiles the shapes of drafts, and that of a step with parts of prompts."""
         for size in self._sizes:
             self._step.compiled(PackedShape(size, size, size, 1))
             self._drawer.compiled(size, False)
-        for shape in chunks:
-            if shape.outputs == shape.sequences:
-                self._step.compiled(shape)
+        if shape.longest > 1:
+            self._step.compiled(shape._replace(outputs=shape.sequences))

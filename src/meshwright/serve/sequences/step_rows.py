@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.parallel.generation.packed_step import PackedRows, PackedStep, slots_of
+from meshwright.parallel.generation.packed_step import PackedRows, PackedShape, PackedStep, slots_of
 from meshwright.serve.drawing.drawer import OutputRow
 from meshwright.serve.sequences.live import Live, Tables
 
@@ -78,3 +78,16 @@ def rows_of(step: PackedStep, tables: Tables, adapters: Mapping[str, int], parts
         given = of_seqs if name == "prefix" else np.zeros((len(parts), step.max_len))
         rows = rows._replace(**{name: np.array(given, np.int32)})
     return OwnRows(rows, whose, expected, outputs)
+
+
+def joined_rows(
+    step: PackedStep, every: Sequence[OwnRows], shape: PackedShape
+) -> tuple[PackedRows, list[OutputOf | None], list[OutputRow]]:
+    """Returns the rows of all owners as arrays of a shape, and what is expected and drawn of each row with logits."""
+    rows = [own.rows.each_alone(own.whose) if shape.longest == 1 else own.rows for own in every]
+    expected, outputs = list[OutputOf | None](), list[OutputRow]()
+    for number, own in enumerate(every):
+        between = shape.outputs // len(every) * number - len(outputs)  # rows of the owner before that draw nothing
+        expected += [*[None] * between, *own.expected]
+        outputs += [*[OutputRow(step.max_seqs, 0)] * between, *own.outputs]
+    return PackedRows.joined(rows, shape), expected, outputs

@@ -1,0 +1,99 @@
+"""The compiled shapes of an engine's steps: which there are, and which one a step takes."""
+
+from collections.abc import Sequence
+
+from meshwright.batching.limits import SchedulerLimits
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedShape, PackedStep, sizes_up_to
+from meshwright.serve.request import TokenRequest
+
+
+class StepShapes:
+    """The shapes of a packed step within ``limits``: `decode`, whose rows are sequences of their own, and `chunks`.
+
+    A step takes the smallest shape that holds it and is ``ready``, so that an engine answers before all shapes have
+    programs. Where none is, it takes the smallest, which is compiled then. Raises InputError for limits that are not
+    those of the step, or that it cannot keep, and CannotRunError for a mask that reads more than requests have.
+    """
+
+    def __init__(self, step: PackedStep, limits: SchedulerLimits) -> None:
+        there = step.max_seqs, step.storage.page_len, step.cache_sizes["Pg"]
+        if (limits.max_requests, limits.page_len, limits.num_pages) != there:
+            raise InputError(f"the step has {there} slots, positions of a page and pages. Give limits with these.")
+        if step.mask_fields and (limits.prefix_cache or limits.policy == "chunked"):
+            raise InputError(
+                f"attention_mask={step.model.attention_mask!r} lets positions of a prompt see later ones. Give limits "
+                "with the policy interleaved, which prefills whole prompts, and no prefix cache."
+            )
+        if unknown := [name for name in step.mask_fields if name in ("enter", "leave")]:
+            raise CannotRunError(
+                f"attention_mask={step.model.attention_mask!r} reads {unknown[0]} of each sequence, which no request "
+                "has. Use another mask, or give it to PackedStep.step."
+            )
+        self._limits, self._num_owners = limits, step.num_owners
+        self.ready = set[PackedShape]()
+        most = {
+            "chunked": limits.token_budget,
+            "interleaved": max(limits.token_budget, step.num_owners * step.max_len),
+            "static": step.max_seqs * step.max_len,
+        }[limits.policy]
+        if not step.batch_invariant:
+            decoding = step.max_seqs * (1 + limits.num_drafts)
+            self.set_decode_sizes(_divisible(sizes_up_to(decoding, halves_from=8), step.row_parts(1)))
+            self._set_chunk_sizes(_divisible(sizes_up_to(most, least=16 * step.num_owners), step.row_parts(2)))
+            return
+        if most > ALIKE_ROWS:
+            raise InputError(
+                f"a batch-invariant engine has steps of at most {ALIKE_ROWS} tokens, and {most:,} are asked for. Give "
+                f"a token_budget and max_requests of at most {ALIKE_ROWS}, and the policy chunked."
+            )
+        self.set_decode_sizes([ALIKE_ROWS])  # until the engine has found which others give the same bits
+        self._set_chunk_sizes([])
+
+    def set_decode_sizes(self, sizes: Sequence[int]) -> None:
+        """Gives steps of single rows these numbers of rows, in order."""
+        self.decode = [PackedShape(size, size, size, 1) for size in sizes]
+
+    def _set_chunk_sizes(self, sizes: Sequence[int]) -> None:
+        most = self._limits.max_requests
+        each = [(size, min(most, size)) for size in sizes]
+        # the second of a size has logits of all rows, for log-probabilities of prompts
+        self.chunks = [
+            PackedShape(size, sequences, outputs, size // self._num_owners)
+            for size, sequences in each
+            for outputs in dict.fromkeys((sequences, size))
+        ]
+
+    @property
+    def first(self) -> list[PackedShape]:
+        """The largest shapes: every step fits one of them, but one with logits of all rows."""
+        largest = [shape for shape in self.chunks if shape.outputs == shape.sequences][-1:]
+        return [*largest, self.decode[-1]]
+
+    @property
+    def every(self) -> list[PackedShape]:
+        """All shapes, the small ones first, last those with logits of all rows."""
+        usual = [shape for shape in self.chunks if shape.outputs == shape.sequences]
+        scoring = [shape for shape in self.chunks if shape.outputs > shape.sequences]
+        return [*usual[:1], *self.decode, *usual[1:], *scoring]
+
+    def keep_for(self, requests: Sequence[TokenRequest]) -> None:
+        """Leaves the two shapes out of which one holds every step of these requests and of no others."""
+        checked = 1 + self._limits.num_drafts
+        own, slots = -(-len(requests) // self._num_owners), self._limits.max_requests // self._num_owners
+        running = self._num_owners * min(own, slots)
+        rows = running * max(checked, *(len(one.prompt) for one in requests))
+        self.set_decode_sizes([next(one.rows for one in self.decode if one.rows >= running * checked)])
+        sizes = [one.rows for one in self.chunks]
+        self._set_chunk_sizes([next((size for size in sizes if size >= rows), sizes[-1])])
+
+    def fitting(self, rows: int, outputs: int, *, alone: bool) -> PackedShape:
+        """Returns the shape of a step with so many rows, and of these with logits; ``alone``: all of them decode."""
+        holding = [shape for shape in self.decode if shape.rows >= rows] if alone or not self.chunks else []
+        holding += [shape for shape in self.chunks if shape.rows >= rows and shape.outputs >= outputs]
+        return next((shape for shape in holding if shape in self.ready), holding[0])
+
+
+def _divisible(sizes: Sequence[int], parts: int) -> list[int]:
+    """Returns sizes that devices can share, each at least one of the given."""
+    return sorted({-(-size // parts) * parts for size in sizes})
