@@ -1,6 +1,6 @@
 """Steps of planned services, compiled for absent chips: memory and collectives beside the prediction.
 
-``python -m benchmarks.verify_serving [--only PATTERN] [--out FILE]`` needs the extras tpu and gpu. `plan --serve`
+``python -m benchmarks.verify_serving [--only PATTERN] [--out FILE]`` needs the extras tpu and gpu. `service`
 chooses the engines: the first plan of each of `SERVED` with weights and caches in bf16 or int8 (fp8 is planned and not
 executed), and the first in bf16 alone. `LAID_OUT` has engines of further layouts. The step of generation and the
 prefill are proved at partition depth, each on the engine's own part and placement. "arrays" and "bytes" compare all

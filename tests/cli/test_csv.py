@@ -20,6 +20,7 @@ TINY = ("tiny", "--on", "v5e:2x2", "--batch", "64seq", "--seq", "512")
 COMMANDS = [
     ("plan", *TINY, "--tokens", "1M", "--top", "2", "--pareto", "--why-not", "tensor=4", "--what-if", "chips=2x"),
     ("plan", *TINY, "--breakdown"),
+    ("service", "tiny", "--on", "v5e:2x2", "--prompt", "64", "--output", "8", "--why-not", "tensor=2"),
     ("explain", *TINY),
     ("sweep", "tiny", "--on", "h100:8x1", "batch=64seq", "seq_len=512"),
     ("sweep", "tiny", "--on", "h100:8x1", "micro=1", "seq_len=512", "--figure", "memory"),
@@ -60,7 +61,8 @@ ELSEWHERE = {"bench", "verify", "train", "profile", "convert", "launch", "genera
 """Verbs that need devices, a compiler or a run: they answer through the same tables."""
 LABELS = {"figure", "fact", "value", "source", "text", "plan", "terms", "formula", "phase", "assignment", "array",
           "sold", "die", "split", "stage", "state", "remat", "more_s", "number",
-          "usd_per_billion_tokens", "given", "doubled"}  # fmt: skip
+          "usd_per_billion_tokens", "given", "doubled", "engines", "prefill_engines", "batch",
+          "prompts_at_once"}  # fmt: skip
 """Names of columns that JSON has as names of fields, or that follow from two others."""
 AMOUNT = re.compile(
     r"[-+~<>$]?\s?\d[\d,]*(\.\d+)?(e[+-]?\d+)?\s?([kMGTPE]?(B|FLOP|B/s|FLOP/s|Wh?)|[mun]?s|h|days|[kMBT]|%)?"

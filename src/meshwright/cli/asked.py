@@ -20,6 +20,7 @@ from meshwright.plan.legal import check_rules, strategy_sizes, zero_rules
 from meshwright.plan.planner import rank_plans, refuse_given, space_of
 from meshwright.plan.result import PlanResult, plan_in
 from meshwright.plan.serving.file import ServiceFile, is_service_file, load_service
+from meshwright.report.answer import Facts
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
@@ -29,10 +30,10 @@ from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh, require_runnab
 
 RUN = ("train", "profile")
 """Verbs that run the plan."""
-Fields = Mapping[str, dict[str, Any]]
+Fields = Mapping[str, Facts]
 
 AXES = option("Mesh axes to keep fixed, such as fsdp=1024,tensor=4.")
-SET = option("A field: strategy.remat=block.", "--set", metavar="KEY=VALUE")
+SET = option("A field: model.num_layers=2, strategy.remat=block.", "--set", metavar="KEY=VALUE")
 
 
 class PlanOptions(Options):
@@ -64,7 +65,7 @@ WEIGHTS = option("Stored weights, for prefill and generation.", default="as they
 CACHE_DTYPE = option("Dtype of the cache, for prefill and generation.", default="bf16")
 
 
-def read_fields(pairs: Sequence[str]) -> dict[str, dict[str, Any]]:
+def read_fields(pairs: Sequence[str]) -> dict[str, Facts]:
     """Returns the fields of ``--set``. The run's optimizer is also the job's, whose price depends on it.
 
     A bound on the slots of experts (capacity_factor), which was a setting of training once, moves to the strategy.
@@ -114,7 +115,7 @@ def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None =
     return _planned(with_rates(setting, given.calibration, axes, fields["strategy"]), axes, fields["strategy"], verb)
 
 
-def with_rates(setting: Setting, calibration: Path | None, axes: Mapping[str, int], fields: dict[str, Any]) -> Setting:
+def with_rates(setting: Setting, calibration: Path | None, axes: Mapping[str, int], fields: Facts) -> Setting:
     """Returns the setting with the rates of `rates_for`; what cannot run is refused before this machine is measured."""
     if setting.cluster.kind == "host":
         refuse_given(space_of(setting, axes, fields))
@@ -129,7 +130,7 @@ def service_of(given: PlanOptions) -> ServiceFile | None:
     """
     if not is_service_file(given.what):
         return None
-    options: dict[str, Any] = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
+    options: Facts = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
     options |= {"--set": given.pairs, "--calibration": given.calibration}
     if named := [name for name, value in options.items() if value]:
         raise InputError(f"{given.what} says all of a service; leave {', '.join(named)} out, or plan it again.")
@@ -155,7 +156,7 @@ def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
     return Asked(setting, changed, found.predicted if same else None)
 
 
-def _planned(setting: Setting, axes: dict[str, int], fields: dict[str, Any], verb: str) -> Asked:
+def _planned(setting: Setting, axes: dict[str, int], fields: Facts, verb: str) -> Asked:
     try:
         result: PlanResult = rank_plans(setting, axes=axes, overrides=fields, top=1)
     except CannotRunError:

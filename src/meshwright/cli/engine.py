@@ -23,7 +23,7 @@ class EngineGiven(Options):
 
     what: Path = argument(metavar="FOLDER")
     on: Cluster | None = option("Devices: cpu:4 is this machine as 4 emulated ones. Default: those that it has.")
-    plan: Path | None = option("A plan written by plan --serve -o; it sets the mesh and options not given here.")
+    plan: Path | None = option("A plan written by service -o; it sets the mesh and options not given here.")
     axes: MeshSizes | None = option(
         "Mesh axes, such as tensor=2; each index of data has its own engine. Default: planned."
     )

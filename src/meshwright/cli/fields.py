@@ -11,6 +11,7 @@ from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import convert_fields, shown
 from meshwright.core.units import MOST, parse_count
+from meshwright.report.answer import Facts
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Assumptions, Strategy, standard_assignment
@@ -32,7 +33,7 @@ MAX_TRAIN_TOKENS = 10**24
 Thing = TypeVar("Thing", bound=msgspec.Struct)
 
 
-def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) -> dict[str, dict[str, Any]]:
+def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) -> dict[str, Facts]:
     """Returns section -> key -> value of texts such as ``strategy.remat=block`` or ``remat=block``.
 
     Values are TOML, or else plain text. Sizes of mesh axes (``strategy.tensor=4``) are gathered in
@@ -40,7 +41,7 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
     that they stand for. The section ``strategy`` also takes assumptions, which it once held. Raises InputError for a
     text without section, key or value, naming the nearest section.
     """
-    found: dict[str, dict[str, Any]] = {name: {} for name in sections}
+    found: dict[str, Facts] = {name: {} for name in sections}
     for pair in pairs:
         key, sep, text = pair.partition("=")
         section, name = field_name(key)
@@ -76,7 +77,7 @@ def field_name(key: str) -> tuple[str, str]:
     return section, ".".join((*tables, name))
 
 
-def _name_assignment(strategy: dict[str, Any]) -> None:
+def _name_assignment(strategy: Facts) -> None:
     """Replaces ``zero`` and ``sequence_parallel`` by the standard assignment that they stand for, in place."""
     short = {name: strategy.pop(name) for name in ("zero", "sequence_parallel") if name in strategy}
     if not short:
@@ -119,7 +120,7 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
     return convert_fields({**now, **changes}, type(thing), section=section)
 
 
-def _nested(now: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(now: Mapping[str, Any], changes: Mapping[str, Any]) -> Facts:
     """Returns the changes, with those of nested fields, such as ``lora.rank``, put into the dict of their field."""
     found = {name: value for name, value in changes.items() if "." not in name}
     for name, value in changes.items():
@@ -148,7 +149,7 @@ def split_pairs(text: str, wanted: str, *, what: str) -> dict[str, str]:
     return found
 
 
-def parse_why_not(text: str) -> dict[str, Any]:
+def parse_why_not(text: str) -> Facts:
     """Returns name -> value of ``"tensor=16,remat=block"``; values are TOML or else text."""
     pairs = split_pairs(text, "name=value. Write for example tensor=16,remat=block", what="--why-not")
     return {name: field_value(value) for name, value in pairs.items()}
@@ -187,7 +188,7 @@ def split_values(text: str, *, what: str, form: str = "FIELD=VALUES") -> tuple[s
     return tuple(found)
 
 
-def take_axes(given: Mapping[str, int] | None, strategy: dict[str, Any]) -> dict[str, int]:
+def take_axes(given: Mapping[str, int] | None, strategy: Facts) -> dict[str, int]:
     """Returns sizes of mesh axes from ``--axes`` and ``--set strategy.tensor=4``; removes these from ``strategy``."""
     axes = dict(given or {})
     for axis, size in strategy.pop("mesh", {}).items():

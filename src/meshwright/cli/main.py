@@ -18,6 +18,7 @@ from meshwright.core.errors import EX_TEMPFAIL, CannotRunError, FileWarning, Inp
 
 VERBS: dict[str, tuple[str, str]] = {
     "plan": ("cli", "Find how to split a training job over a cluster."),
+    "service": ("cli", "Find how to serve a model on a cluster: engines, times, cost."),
     "explain": ("cli", "Say why a plan is as it is, in the book's notation."),
     "sweep": ("calculators", "Plans over many sizes: scaling curves, heatmaps, memory, crossovers."),
     "limits": ("calculators", "When communication hides behind compute: closed forms without a plan."),

@@ -17,7 +17,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import LARGEST
 from meshwright.core.units import parse_bytes, parse_count
 from meshwright.plan.serving.service import parse_load, parse_target
-from meshwright.report.answer import Answer, Piece, as_csv, as_text
+from meshwright.report.answer import Answer, Facts, Piece, as_csv, as_text
 from meshwright.report.figure import save
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, chip
@@ -61,7 +61,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
     build: type[click.Parameter]
     flags: tuple[str, ...]
-    settings: dict[str, Any]
+    settings: Facts
     needs: dict[str, str] = {}
 
 
@@ -95,6 +95,9 @@ class VerbCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         named = {flag for param in self.params for flag in param.opts}
+        for param in self.params:
+            if getattr(param, "hidden", False) and set(param.opts) & set(args):  # what has moved says where
+                raise InputError(f"{param.opts[0]}: {getattr(param, 'help', '')}")
         for flag in (arg.partition("=")[0] for arg in args):
             if flag[:1] == "-" and flag not in named and f"-{flag}" in named:  # click would read -out as -o ut
                 raise click.NoSuchOption(flag, possibilities=[f"-{flag}"], ctx=ctx)

@@ -93,8 +93,8 @@ def decode_plan(file: TomlFile) -> Plan:
     if SERVICE in file.data:
         raise file.error(
             (SERVICE,),
-            "this is the plan of a service, and one of training is needed here. explain and verify take services; "
-            "to train, plan without --serve.",
+            "this is the plan of a service, and one of training is needed here. Write one with meshwright plan; "
+            "explain and verify take services.",
         )
     _move_assumptions(file)
     _move_bound(file)

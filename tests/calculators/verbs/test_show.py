@@ -325,7 +325,7 @@ def test_what_no_verb_would_read_is_shown(call, tmp_path):
         said = call("show", str(tmp_path))
         assert f"refused by generate, serve and train: {words}" in said.words
         assert "serving " in said.words
-        planned = call("plan", str(tmp_path), "--serve", "--on", "h100:1x1", "--prompt", "32", "--output", "16")
+        planned = call("service", str(tmp_path), "--on", "h100:1x1", "--prompt", "32", "--output", "16")
         assert f"serve would refuse the folder: {words}" in planned.words
 
 
@@ -341,6 +341,6 @@ def test_a_gguf_file(call, tmp_path):
         assert (found["method"], found["refused"]) == ("GGUF" if kind == Kind.Q8_0 else None, "")
         widened = "the Q8_0 weights have blocks of GGUF, for which there is no kernel: served in bf16"
         assert [note.rpartition(",")[0] for note in found["notes"]] == [widened] * (kind == Kind.Q8_0)
-    assert call("plan", str(path), "--serve", "--on", "v5e:1x1", "--prompt", "32", "--output", "16").code == 0
+    assert call("service", str(path), "--on", "v5e:1x1", "--prompt", "32", "--output", "16").code == 0
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
     call("show", str(path)).assert_refused(2, "is cut short")

@@ -237,12 +237,12 @@ def test_what_is_refused(call, args, message):
 
 
 def test_services(call):
-    """A row is the best service of `plan --serve` at these values, with the same figures."""
+    """A row is the best service of `service` at these values, with the same figures."""
     said = call(*SERVICES)
     assert said.out.startswith("llama3-8b on v5e:2x2: services by prompt; output 256, tpot 50ms")
     points = said.printed("json").json["points"]
     assert [one["values"]["prompt"] for one in points] == ["1 Ki", "2 Ki", "4 Ki"]
-    asked = ("plan", "llama3-8b", "--on", "v5e:2x2", "--serve", "--prompt", "2048", "--output", "256", "--tpot", "50ms")
+    asked = ("service", "llama3-8b", "--on", "v5e:2x2", "--prompt", "2048", "--output", "256", "--tpot", "50ms")
     plan = call(*asked, "--json").json["plans"][0]
     for name in ("ttft_s", "tpot_s", "tokens_per_s_per_chip", "usd_per_m_output", "weights"):
         assert points[1][name] == plan[name]

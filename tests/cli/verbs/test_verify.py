@@ -213,7 +213,7 @@ def test_what_the_compiler_makes_of_the_same_shardings(call):
 
 def test_both_steps_of_a_service(call, monkeypatch):
     """Each phase on its engine's part; weights in fp4 are refused."""
-    asked = ("plan", "tiny", "--on", "tpu7x:2x2x1", "--serve", "--prompt", "512", "--output", "64", "--tpot", "1s")
+    asked = ("service", "tiny", "--on", "tpu7x:2x2x1", "--prompt", "512", "--output", "64", "--tpot", "1s")
     fp8 = ("--weights", "fp8", "--kv", "fp8")
     assert call(*asked, "--axes", "tensor=2", *fp8, "-o", "service.toml").code == 0
     said = call("verify", "service.toml", "--depth", "lower")

@@ -1,4 +1,4 @@
-"""`plan --serve --why-not`: what a wanted engine lacks, and what it costs beside the first plan."""
+"""`service --why-not`: what a wanted engine lacks, and what it costs beside the first plan."""
 
 import pytest
 

@@ -21,6 +21,17 @@ class Given(EngineGiven):
     png: Path | None = PNG
 
 
+def _counts(text: str) -> list[int]:
+    """Returns the numbers of drafts, the smallest first. Raises InputError for what is no list of them."""
+    try:
+        counts = sorted({int(count) for count in text.split(",")})
+    except ValueError:
+        counts = [0]
+    if counts[0] < 1:
+        raise InputError(f"--counts {text} must be whole numbers of at least 1, such as 1,2,4.")
+    return counts
+
+
 @verb(Given)
 def command(given: Given) -> Answer:
     """Measure speculative decoding: the same prompts without drafts, then with each number of them.
@@ -32,12 +43,7 @@ def command(given: Given) -> Answer:
     """
     if not given.draft:
         raise InputError("nothing proposes tokens. Give --draft ngram, or the folder of a smaller model.")
-    try:
-        counts = sorted({int(one) for one in given.counts.split(",")})
-    except ValueError:
-        counts = [0]
-    if counts[0] < 1:
-        raise InputError(f"--counts {given.counts} must be whole numbers of at least 1, such as 1,2,4.")
+    counts = _counts(given.counts)
     from meshwright.bench.serving.drafts import measure_drafts, predicted_speedups
     from meshwright.report.machine.serving import load_figure
     from meshwright.serve.drawing.sampling import Sampling

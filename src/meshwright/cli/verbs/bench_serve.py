@@ -20,7 +20,7 @@ from meshwright.cli.verb import PNG, Count, TargetTime, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted, format_seconds
 from meshwright.plan.serving.service import parse_load
-from meshwright.report.answer import Answer, Fact, Heading, Piece, Show, Table
+from meshwright.report.answer import Answer, Fact, Facts, Heading, Piece, Show, Table
 from meshwright.report.figure import Figure
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ class LoadAnswer:
             return [(rate, of(one)) for rate, one in found]
 
         titles = ("output tokens/s", "median TTFT ({})", "median TPOT ({})")
-        panels: dict[str, Any] = {}
+        panels: Facts = {}
         for name, title, unit in zip(CURVES, titles, ("", "s", "s"), strict=True):
             of = FIGURES[name][0]
             between = [(rate, of(one)) for rate, one in self.between]

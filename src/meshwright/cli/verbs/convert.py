@@ -7,7 +7,7 @@ from meshwright.cli.verb import Bytes, Options, argument, option, verb
 from meshwright.core.digests import write_sums
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_params
-from meshwright.report.answer import Answer, Fact
+from meshwright.report.answer import Answer, Fact, Facts
 from meshwright.spec.catalogue import has_weights
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
@@ -48,7 +48,7 @@ def command(given: Given) -> Answer:
         raise CannotRunError(f"{folder} cannot be written: {error.strerror or error}. Give another one.") from None
     with open_checkpoint(folder) as tensors:
         dtype = str(next(iter(tensors.values())).dtype)
-    facts: dict[str, Any] = {
+    facts: Facts = {
         "model": model.name,
         "family": model.family,
         "source": given.source,
@@ -78,7 +78,7 @@ def _convert(given: Given, source: Path) -> tuple[Model, int | None, list[Path]]
     from meshwright.train.weights import checkpoint_steps, end_of_text, open_run_checkpoint
 
     folder, dtype = given.folder, given.dtype
-    options: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": int(given.file_size)}
+    options: Facts = {"dtype": dtype, "max_shard_bytes": int(given.file_size)}
     if given.step is None and is_adapter(source):
         base = base_folder(source)
         model = adapted_model(model_from_config(base / "config.json", source.resolve().name), source)

@@ -29,7 +29,7 @@ from meshwright.cost.setting import setting_of
 from meshwright.cost.work.ops import mfu_words
 from meshwright.plan.planner import assumption_notes, imbalance_notes
 from meshwright.plan.why.explain import Explanation, explain, limit_of_term
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Quantity, Table
+from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Quantity, Table
 from meshwright.spec.efficiency import power_notes
 from meshwright.spec.job import optimizer_words, require_training
 from meshwright.spec.plan_file import unmasked
@@ -67,7 +67,7 @@ def command(given: PlanOptions) -> Answer:
     return Answer(facts, _text(told), raw=[lines, told.terms, told.limits, [row]])
 
 
-def _facts(told: Explanation) -> dict[str, Any]:
+def _facts(told: Explanation) -> Facts:
     facts = asdict(told)
     plan, changes = facts.pop("plan"), msgspec.to_builtins(told.changes)
     if changes["best"]:

@@ -1,7 +1,6 @@
 """The answer of `explain` about a planned service: both phases line by line, and its figures as formulas."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 
@@ -14,7 +13,7 @@ from meshwright.plan.serving.fleet import engine_words
 from meshwright.plan.serving.planner import service_notes
 from meshwright.plan.why.explain import Algorithm, ListedStep
 from meshwright.plan.why.explain_service import PhaseExplanation, ServiceExplanation, StepPart, explain_service
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Table, TableColumns
 
 
 def service_explanation(file: ServiceFile, name: str) -> Answer:
@@ -36,7 +35,7 @@ def service_explanation(file: ServiceFile, name: str) -> Answer:
         for part in phase.blocks
         for line in part.lines
     ]
-    facts: dict[str, Any] = {
+    facts: Facts = {
         "model": file.model.name,
         "cluster": file.cluster.short_name,
         "service": file.service,

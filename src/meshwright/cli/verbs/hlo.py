@@ -20,7 +20,7 @@ from meshwright.hlo.loops import loops
 from meshwright.hlo.module import LINES, Instruction, Module
 from meshwright.hlo.shapes import Shape
 from meshwright.hlo.words import explain_instruction
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table, TableColumns, filled
+from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Table, TableColumns, filled
 from meshwright.report.arrays.hlo_graph import graph_figure
 from meshwright.report.arrays.tiling import tiling_figure
 
@@ -74,7 +74,7 @@ def _explained(module: Module, name: str, png: Path | None) -> Answer:
     if one is None:
         raise InputError(f"{module.name} has no instruction {name!r}.{nearest(name, (i.name for i in module))}")
     told = explain_instruction(module, one)
-    facts: dict[str, Any] = {
+    facts: Facts = {
         "name": one.name,
         "opcode": one.opcode,
         "computation": one.computation,
@@ -124,7 +124,7 @@ MAX_BODY = 44
 _MAX_STEPS = 4
 
 
-def _summary(module: Module, mesh: Mapping[str, int]) -> dict[str, Any]:
+def _summary(module: Module, mesh: Mapping[str, int]) -> Facts:
     """Returns all tables as one object; ``collectives`` is None if a loop's count, named in ``why``, is unreadable."""
     devices = math.prod(mesh.values())
     # A program that spans slices numbers the devices of one.
@@ -154,7 +154,7 @@ def _summary(module: Module, mesh: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _labelled(one: Any, *besides: str) -> dict[str, Any]:
+def _labelled(one: Any, *besides: str) -> Facts:
     """Returns the fields of a struct and further attributes, with its label as text."""
     fields = asdict(one) | {name: getattr(one, name) for name in besides}
     return fields | {"label": str(one.label) if one.label else None}

@@ -8,13 +8,20 @@ from typing import Any
 import click
 import msgspec
 
-from meshwright.batching.limits import POLICIES
-from meshwright.cli.asked import AXES, SET, with_rates
+from meshwright.cli.asked import with_rates
 from meshwright.cli.fields import PLANNED, job_of, parse_fields, parse_why_not, take_axes, with_fields
 from meshwright.cli.output import format_range, save_to, say, width
-from meshwright.cli.verb import BATCH, CALIBRATION, Count, Load, MeshSizes, Options, TargetTime, argument, option, verb
+from meshwright.cli.verb import BATCH, SEQ_NEEDED, Count, argument, option, verb
 from meshwright.cli.verbs.plan_parts import frontier_answer, recipe_answer, step_answer, what_if_answer, why_not_answer
-from meshwright.cli.verbs.plan_words import CHOICES, STEP, budget_text, cost_columns, overlap_words, placement_words
+from meshwright.cli.verbs.plan_words import (
+    CHOICES,
+    STEP,
+    PlannerOptions,
+    budget_text,
+    cost_columns,
+    overlap_words,
+    placement_words,
+)
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, format_count
 from meshwright.cost.setting import Setting
@@ -22,106 +29,41 @@ from meshwright.cost.train_step import Estimate
 from meshwright.plan.planner import rank_slices
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.run_budget import run_budget
-from meshwright.plan.serving.service import MAX_DRAFTS
 from meshwright.plan.space import FULL, USUAL
-from meshwright.plan.why.setup_changes import CHANGES, parse_what_if
-from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns, tables_of
+from meshwright.plan.why.setup_changes import parse_what_if
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table, TableColumns, tables_of
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.job import require_training
 from meshwright.spec.plan_file import save_plan
 from meshwright.spec.slices import parse_clusters
 from meshwright.spec.strategy import AS_RUN, COLLECTIVE_MATMULS, Strategy, mesh_words
 
-SERVED = {"serve": "--serve"}
-DRAFTED = {"accept": "--accept"}
-SIMULATED = {"is_simulated": "--simulate or --trace"}
 NUMBERS_WIDTH = 46
 """Columns that the numbers of the table need beside the strategy."""
 
 
-class Given(Options):
+class Given(PlannerOptions):
     model: str = argument()
     on: str = option("The cluster: v5p:16x20x28, h100:8x256, cpu:8; v5p:512chips finds the best slice.")
-    batch: str | None = BATCH
-    seq_len: Count | None = option("Tokens of a sequence.", "--seq")
+    batch: str = BATCH
+    seq_len: Count = SEQ_NEEDED
     tokens: Count | None = option("Tokens of the whole run, such as 15T: gives days and cost.")
-    price: float | None = option("Dollars of a chip and hour, in place of the catalogue's.")
-    axes: MeshSizes | None = AXES
-    top: Count = option("How many strategies to list.", default=5)
     collective_matmul: str | None = option(
         "Hide collectives over tensor behind products.", type=click.Choice(COLLECTIVE_MATMULS)
     )
-    pairs: tuple[str, ...] = SET
-    calibration: Path | None = CALIBRATION
-    out: Path | None = option("Write the best plan to this file.", "-o", "--out")
     full: bool = option("Try every schedule, ZeRO stage, offload and attention; screen nothing out.")
-    pareto: bool = option("List the plans that nothing beats in step time and memory, or in cost.")
-    breakdown: bool = option("Where the communication of the best plan's step goes.")
-    png: Path | None = option("Draw the plans of --pareto, or the parts of the step with --breakdown.")
-    why_nots: tuple[str, ...] = option("Why not tensor=16,remat=block?", "--why-not", metavar="AXIS=N,...")
-    what_ifs: tuple[str, ...] = option(
-        f"What if chip.flops=8x,chips=2x? Of {', '.join(CHANGES)}; network is nic and dcn, the links that leave the "
-        f"domain or slice.",
-        "--what-if",
-        metavar="WHAT=Nx,...",
-    )
+    breakdown: bool = option("Where the communication of the best plan's step goes; --png draws it.")
     verify: bool = option("Compile each for its hardware, and list those that run and fit.")
     recipe: bool = option("The rules of thumb of a lecture, step by step, beside the search.")
-    serve: bool = option("Plan a service in place of training: --prompt, --output and what follows.")
-    prompt: Count | None = option("Tokens of a prompt, in the mean.", needs=SERVED)
-    output: Count | None = option("Tokens of an answer, in the mean.", needs=SERVED)
-    ttft: TargetTime | None = option("Target of the time to the first token, such as 1s.", needs=SERVED)
-    tpot: TargetTime | None = option("Target of the time per output token, such as 20ms.", needs=SERVED)
-    rate: Load | None = option("Load, such as 20/s or 600/min: gives the number of chips.", needs=SERVED)
-    simulate: TargetTime | None = option("Simulate the first plan at --rate for so long, such as 600s.", needs=SERVED)
-    trace: Path | None = option("Simulate the requests of this file: arrival_s, prompt, output.", needs=SERVED)
-    prompts: str | None = option("Lengths of simulated prompts: 1..999, lognormal:500:0.8.", needs=SIMULATED)
-    outputs: str | None = option("Lengths of simulated outputs.", needs=SIMULATED)
-    concurrency: Count | None = option("Most requests of a client on their way at once.", needs=SIMULATED)
-    policy: str | None = option(
-        "Simulate the first plan without pools: how its engines take prompts up.", type=click.Choice(POLICIES),
-        needs=SIMULATED,
-    )  # fmt: skip
-    slots: Path | None = option("Draw who holds which slot of the simulated engines when.", needs=SIMULATED)
-    weights: str | None = option("Dtypes of weights to try, such as int8 or bf16,int8.", needs=SERVED)
-    kv: str | None = option("Dtypes of cached keys and values to try.", needs=SERVED)
-    prefix_share: float = option(
-        "Share of a prompt that is cached already.", "--prefix-hits", default=0.0, needs=SERVED,
-        type=click.FloatRange(0, 1, max_open=True),
-    )  # fmt: skip
-    itl: TargetTime | None = option(
-        "Target of the longest time between two tokens, such as 50ms: cuts prompts into chunks.", needs=SERVED
+    serve: bool = option(
+        "services have a verb of their own. Write: meshwright service MODEL --on CLUSTER --prompt 8192 --output 512.",
+        hidden=True,
     )
-    chunk: Count | None = option("Tokens of a prompt's chunk, such as 512.", needs=SERVED)
-    accept: float | None = option(
-        "Speculation: the probability that a drafted token is right.", type=click.FloatRange(0, 1, min_open=True),
-        needs=SERVED,
-    )  # fmt: skip
-    drafts: int | None = option(
-        "Drafts of a step [default: as many as make tokens fastest].", type=click.IntRange(0, MAX_DRAFTS),
-        needs=DRAFTED,
-    )  # fmt: skip
-    draft_cost: float = option(
-        "Time of a draft's step over one of the model.", type=click.FloatRange(0), default=0.05, needs=DRAFTED
-    )
-
-    @property
-    def is_simulated(self) -> bool:
-        """True if requests are sent to a service."""
-        return self.simulate is not None or self.trace is not None
 
 
 @verb(Given)
 def command(given: Given) -> Answer:
-    """Find how to split the training of MODEL (a name or a config.json) over a cluster, or how to serve it there."""
-    if given.serve:
-        # plans of training start without what simulates services
-        from meshwright.cli.verbs.plan_service import service_answer
-
-        return service_answer(given)
-    if given.batch is None or given.seq_len is None:
-        missing = "--batch" if given.batch is None else "--seq"
-        raise InputError(f"Missing option '{missing}': training needs --batch and --seq. A service takes --serve.")
+    """Find how to split the training of MODEL (a name or a config.json) over a cluster. `service` plans to serve it."""
     fields = parse_fields(given.pairs, sections=PLANNED)
     chosen = with_fields(load_model(given.model), "model", fields["model"])
     clusters = parse_clusters(given.on)
@@ -182,7 +124,7 @@ def command(given: Given) -> Answer:
     return Answer(facts, [*plan_text(result), *more], pictures, [listed, *tables_of(more)])
 
 
-def _verified(result: PlanResult) -> tuple[PlanResult, list[dict[str, Any]]]:
+def _verified(result: PlanResult) -> tuple[PlanResult, list[Facts]]:
     """Returns the plan with the strategies that the compiler accepts, and its verdict on each, after some seconds each.
 
     Raises CannotRunError if it accepts none.
@@ -191,7 +133,7 @@ def _verified(result: PlanResult) -> tuple[PlanResult, list[dict[str, Any]]]:
     from meshwright.verify.targets import usable_target
 
     kept: list[PlannedStrategy] = []
-    found: list[dict[str, Any]] = []
+    found: list[Facts] = []
     for number, one in enumerate(result.strategies, 1):
         proof = prove_strategy(msgspec.structs.replace(one.setting, calibration=result.setting.rates), one.strategy)
         needed = None if proof.memory is None else proof.memory.needed

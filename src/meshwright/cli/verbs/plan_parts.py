@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec.structs import asdict
@@ -20,7 +19,7 @@ from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.why.recipe import Recipe, recipe
 from meshwright.plan.why.what_if import WhatIf, what_if
 from meshwright.plan.why.why_not import WhyNot, why_not
-from meshwright.report.answer import Answer, Fact, Heading, Paragraph, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Facts, Heading, Paragraph, Piece, Table, TableColumns
 from meshwright.report.bars import breakdown_figure
 from meshwright.report.figure import Figure
 from meshwright.report.plans.pareto import pareto_figure
@@ -69,7 +68,7 @@ OF_FRONTIER = (
 """Keys of `plan --json` that a plan of a frontier has."""
 
 
-def _facts(found: PlannedStrategy) -> dict[str, Any]:
+def _facts(found: PlannedStrategy) -> Facts:
     every = found.to_json()
     chosen = {name: every[name] for name in OF_FRONTIER}
     return {**chosen, "cluster": found.cluster.short_name, "usd_per_token": found.usd_per_token}
@@ -183,14 +182,14 @@ MISSED = 1e-3
 # -- why not ----------------------------------------------------------------------------------------------
 
 
-def why_not_answer(result: PlanResult, asked: Sequence[dict[str, Any]]) -> Answer:
+def why_not_answer(result: PlanResult, asked: Sequence[Facts]) -> Answer:
     """Returns for each strategy asked about the rule that refuses it, and its best completion beside the winner."""
     told = [why_not(result, one) for one in asked]
     facts = [_why_not_facts(one, result) for one in told]
     return Answer({"why_not": facts}, [piece for one in told for piece in _why_not_text(one, result)])
 
 
-def _why_not_facts(told: WhyNot, result: PlanResult) -> dict[str, Any]:
+def _why_not_facts(told: WhyNot, result: PlanResult) -> Facts:
     """Returns the answer as plain data; each strategy has the assumptions under which it is priced."""
     found = {**msgspec.to_builtins(told), "slower_s": told.slower_s, "runs": told.refusal is None}
     assumed = msgspec.to_builtins(result.setting.assumptions)

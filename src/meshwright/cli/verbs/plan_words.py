@@ -1,9 +1,12 @@
 """Strategies and their costs in words and as columns, for the verbs that print plans."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from meshwright.cli.asked import AXES, SET
 from meshwright.cli.output import format_energy, format_power, three_digits
+from meshwright.cli.verb import CALIBRATION, Count, MeshSizes, Options, option
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import counted, format_bytes, format_count, format_params, format_seconds
 from meshwright.cost.breakdown import PricedOverlap
@@ -14,6 +17,7 @@ from meshwright.plan.run_budget import RunBudget
 from meshwright.plan.serving.result import ServicePlan
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
+from meshwright.plan.why.setup_changes import CHANGES
 from meshwright.report.answer import Fact, Piece, TableColumns
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import unmasked
@@ -22,6 +26,27 @@ from meshwright.verify.targets import target_of
 
 MIN_HIDDEN = 0.1
 """Least share of a step that overlap hides for it to be said."""
+
+
+class PlannerOptions(Options):
+    """What every verb that plans takes, beside its work."""
+
+    price: float | None = option("Dollars of a chip and hour, in place of the catalogue's.")
+    axes: MeshSizes | None = AXES
+    top: Count = option("How many plans to list.", default=5)
+    pairs: tuple[str, ...] = SET
+    calibration: Path | None = CALIBRATION
+    out: Path | None = option("Write the first plan to this file.", "-o", "--out")
+    pareto: bool = option("List the plans that nothing beats: time against memory, cost or tokens per chip.")
+    png: Path | None = option("Draw the plans that nothing beats.")
+    why_nots: tuple[str, ...] = option("Why not tensor=16,remat=block?", "--why-not", metavar="NAME=VALUE,...")
+    what_ifs: tuple[str, ...] = option(
+        f"What if chip.flops=8x,chips=2x? Of {', '.join(CHANGES)}; network is nic and dcn, the links that leave the "
+        f"domain or slice.",
+        "--what-if",
+        metavar="WHAT=Nx,...",
+    )
+
 
 STEP: TableColumns = {"step": ("estimate.step_s", format_seconds)}
 

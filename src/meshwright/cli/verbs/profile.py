@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.algebra.generation import CacheDtype, Storage, WeightStorage
 from meshwright.api.running import require_devices
@@ -12,7 +12,7 @@ from meshwright.cli.verb import Count, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.setting import setting_of
-from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.answer import Answer, Facts, Piece, Table
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan
 from meshwright.verify.request import AskedStep
@@ -151,7 +151,7 @@ OF_COMPARISON = ("shares_cores", "terms", "parts", "steps", "classes")
 OF_MEMORY = ("counted", "arguments_bytes", "temporaries_bytes", "live_bytes", "owners")
 
 
-def _facts(profile: "Profile") -> dict[str, Any]:
+def _facts(profile: "Profile") -> Facts:
     times, comparison, memory = profile.times, profile.comparison, profile.memory
     chosen = ((profile, OF_PROFILE), (times, OF_TIMES), (comparison, OF_COMPARISON))
     return {

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,7 +21,7 @@ from meshwright.core.files import cache_folder
 from meshwright.core.units import counted, format_bytes, format_count, format_seconds
 from meshwright.cost.setting import setting_of
 from meshwright.plan.planner import UNEVEN, imbalance_notes
-from meshwright.report.answer import Answer, Paragraph, Piece, Table, utilisation_rows
+from meshwright.report.answer import Answer, Facts, Paragraph, Piece, Table, utilisation_rows
 from meshwright.spec.job import require_training
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan
@@ -86,7 +86,7 @@ def command(given: Given) -> Answer | None:
     return _run(plan, settings, given)
 
 
-def _plan(given: Given, fields: dict[str, dict[str, Any]]) -> Plan:
+def _plan(given: Given, fields: dict[str, Facts]) -> Plan:
     """Returns the plan to run: of the file, of the model planned on the way, or of the run to resume."""
     if given.what is None and given.resume and given.resume.endswith(".toml"):
         # `train --resume plan.toml`: the option took the plan for its folder.
@@ -103,7 +103,7 @@ def _plan(given: Given, fields: dict[str, dict[str, Any]]) -> Plan:
     return plan_of(setting, strategy)
 
 
-def _resumed(plan: Plan, changes: dict[str, Any], given: Given) -> Answer | None:
+def _resumed(plan: Plan, changes: Facts, given: Given) -> Answer | None:
     """Goes on with a run under its own settings, with ``changes``; says so in one line if it is finished."""
     from meshwright.train.record.run_folder import finished_steps, newest_run, read_resolved, read_summary
     from meshwright.train.settings import settings_from_table
@@ -121,7 +121,7 @@ def _resumed(plan: Plan, changes: dict[str, Any], given: Given) -> Answer | None
     return Answer(read_summary(run), [])
 
 
-def _run(plan: Plan, settings: dict[str, Any], given: Given, *, resume: Path | None = None) -> Answer | None:
+def _run(plan: Plan, settings: Facts, given: Given, *, resume: Path | None = None) -> Answer | None:
     """Trains, with some steps under the profiler if that is asked for. Returns None in all processes but one."""
     require_runnable(plan.model)
     require_devices(plan)
@@ -155,7 +155,7 @@ def _run(plan: Plan, settings: dict[str, Any], given: Given, *, resume: Path | N
     return Answer(facts, pieces, raw=[[facts]], error=stopped)
 
 
-def _check_profiled(steps: int, settings: dict[str, Any], resume: Path | None) -> None:
+def _check_profiled(steps: int, settings: Facts, resume: Path | None) -> None:
     from meshwright.profile.run import warmup_steps
     from meshwright.train.record.run_folder import finished_steps
     from meshwright.train.settings import settings_from_table
@@ -170,7 +170,7 @@ def _check_profiled(steps: int, settings: dict[str, Any], resume: Path | None) -
 
 
 def _run_profiled(
-    plan: Plan, settings: dict[str, Any], given: Given, resume: Path | None
+    plan: Plan, settings: Facts, given: Given, resume: Path | None
 ) -> "tuple[TrainResult, Answer | None]":
     """Trains with some warm steps under the profiler, and writes their report into the folder of the run.
 

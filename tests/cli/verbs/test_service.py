@@ -1,4 +1,4 @@
-"""`meshwright plan --serve`: the table, what the best consists of, JSON, pictures, and what it refuses."""
+"""`meshwright service `: the table, what the best consists of, JSON, pictures, and what it refuses."""
 
 import csv
 import re
@@ -14,8 +14,8 @@ from meshwright.serve.model_folder import open_model
 from meshwright.serve.options import EngineOptions
 from tests.nn.hf.test_published import folder_of
 
-SERVE = ("plan", "llama3-70b", "--on", "v5e:16x16", "--serve", "--prompt", "8192", "--output", "512")
-QUICK = ("plan", "llama3-8b", "--on", "v5e:2x2", *SERVE[4:], "--axes", "tensor=4")
+SERVE = ("service", "llama3-70b", "--on", "v5e:16x16", "--prompt", "8192", "--output", "512")
+QUICK = ("service", "llama3-8b", "--on", "v5e:2x2", *SERVE[4:], "--axes", "tensor=4")
 TRAIN = ("plan", "tiny", "--on", "v5e:2x2", "--batch", "64seq", "--seq", "512")
 
 
@@ -65,7 +65,7 @@ def test_a_load_and_a_price(call):
 
 
 def test_experts(call):
-    said = call("plan", "qwen3-30b-a3b", "--on", "h100:8x1", "--serve", "--prompt", "2000", "--output", "200")
+    said = call("service", "qwen3-30b-a3b", "--on", "h100:8x1", "--prompt", "2000", "--output", "200")
     assert "; ep is expert, which also splits the sequences (experts with data-parallel attention)" in said.words
     assert any("expert" in one["generate"]["axes"] for one in said.printed("json").json["plans"])
 
@@ -92,7 +92,7 @@ def test_what_no_engine_does(call, more, message):
         (("--tpot", "0ms"), "--tpot '0ms' must be above 0."),
         (("--rate", "20/day"), "--rate '20/day' is not a rate of requests. Write for example 20/s"),
         (("--prefix-hits", "1"), "Invalid value for '--prefix-hits': 1.0 is not in the range 0<=x<1"),
-        (("--batch", "4Mi"), "--batch is for plans of training. Leave it out with --serve."),
+        (("--batch", "4Mi"), "No such option '--batch'"),
         (("--why-not", "data=4"), "data is nothing that a service chooses. Known: batch, context, expert"),
         (("--why-not", "batch=many"), "--why-not batch=many: give a size, such as tensor=4."),
         (("--why-not", "pools=1"), "--why-not pools=1: give true or false."),
@@ -119,14 +119,14 @@ def test_what_does_not_fit(call):
 def test_options_that_need_each_other(call):
     call(*SERVE[:2], "--on", "cpu:8", *SERVE[4:]).assert_refused(3, "services on cpu:8 are not planned in this version")
     call(*SERVE, "--weights", "").assert_refused(2, "'' is no dtype in which weights are served")
-    call(*TRAIN, "--prompt", "512").assert_refused(2, "--prompt changes nothing here: it is for --serve.")
-    call(*SERVE[:5], "--output", "512").assert_refused(2, "--serve needs --prompt")
+    call(*TRAIN, "--serve", "--prompt", "512").assert_refused(2, "--serve: services have a verb of their own.")
+    call(*SERVE[:4], "--output", "512").assert_refused(2, "Missing option '--prompt'")
     call(*TRAIN[:4], "--batch", "64seq").assert_refused(2, "Missing option '--seq'")
 
 
 def test_the_first_plan_under_load(call):
     """Requests arrive at random: percentiles, in the text and in --json; a rate is needed."""
-    asked = ("plan", "llama3-8b", "--on", "h100:8x1", "--serve", "--prompt", "512", "--output", "64", "--ttft", "1s")
+    asked = ("service", "llama3-8b", "--on", "h100:8x1", "--prompt", "512", "--output", "64", "--ttft", "1s")
     said = call(*asked, "--rate", "5/s", "--simulate", "20s")
     assert "the first under load" in said.words
     assert "20 s of Poisson arrivals at" in said.words
@@ -144,11 +144,10 @@ def test_the_first_plan_under_load(call):
 def test_requests_of_other_lengths_and_policies(call):
     """Lengths that vary, a trace, and a policy, which is for engines that do both phases; the slots are drawn."""
     asked = (
-        "plan",
+        "service",
         "llama3-8b",
         "--on",
         "v5e:1x1",
-        "--serve",
         "--prompt",
         "512",
         "--output",
@@ -273,7 +272,7 @@ def test_drafts(call):
 
 
 def test_chunks(call):
-    asked = ("plan", "llama3-8b", "--on", "h100:4x1", "--serve", "--prompt", "4096", "--output", "256", "--top", "1",
+    asked = ("service", "llama3-8b", "--on", "h100:4x1", "--prompt", "4096", "--output", "256", "--top", "1",
              "--axes", "tensor=4")  # fmt: skip
     said = call(*asked, "--chunk", "512", "--tpot", "1s")
     best = said.printed("json").json["plans"][0]
@@ -287,7 +286,7 @@ def test_chunks(call):
 
 @pytest.mark.parametrize(("form", "on"), [("fp8", "h100:2x1"), ("int4", "a100:2x1"), ("fp8", "a100:2x1")])
 def test_the_dtype_of_weights_is_that_of_the_folder(form, on, call, tmp_path):
-    given = ("plan", str(folder_of(form, tmp_path)), "--on", on, "--serve", "--prompt", "16", "--output", "16")
+    given = ("service", str(folder_of(form, tmp_path)), "--on", on, "--prompt", "16", "--output", "16")
     found = call(*given, "--axes", "tensor=1", "--json").json
     assert {plan["weights"] for plan in found["plans"]} == {"stored"}
     # what is quantised is narrow, the rest is not: as `show` counts it, but V=8 tokens and three norms in bf16
@@ -302,8 +301,8 @@ def test_the_dtype_of_weights_is_that_of_the_folder(form, on, call, tmp_path):
 
 def test_a_plan_in_the_dtype_of_the_folder_serves_it_as_it_is(call, tmp_path):
     folder_of("fp8", tmp_path)
-    given = ("--on", "h100:1x1", "--serve", "--prompt", "16", "--output", "16", "--axes", "tensor=1", "-o")
-    assert call("plan", str(tmp_path), *given, str(tmp_path / "plan.toml")).code == 0
+    given = ("--on", "h100:1x1", "--prompt", "16", "--output", "16", "--axes", "tensor=1", "-o")
+    assert call("service", str(tmp_path), *given, str(tmp_path / "plan.toml")).code == 0
     source = open_model(tmp_path)
     options = EngineOptions(plan=tmp_path / "plan.toml")
     assert engine_layout(source, options, jax.devices()[:1]).options.weights == ""

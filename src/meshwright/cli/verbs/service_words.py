@@ -1,0 +1,187 @@
+"""Plans of services in words, tables and figures."""
+
+from collections.abc import Iterator
+
+from meshwright.batching.record import ServingRecord
+from meshwright.cli.output import three_digits
+from meshwright.cli.verbs.plan_words import engine_lines, target_words
+from meshwright.core.units import counted, format_bytes, format_seconds
+from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
+from meshwright.plan.serving.service import Service
+from meshwright.plan.why.why_not_service import ServiceWhyNot
+from meshwright.report.answer import Fact, Heading, Piece, Table, TableColumns
+from meshwright.report.figure import Figure
+from meshwright.report.plans.pareto import services_figure
+from meshwright.report.plans.timeline import slots_figure
+
+BUSY = 0.8
+"""Share of what engines can serve from which a queue is worth a word."""
+
+
+def slots_chart(result: ServiceResult, plan: ServicePlan, record: ServingRecord) -> Figure:
+    names = ("prefill", "generate") if plan.has_pools else ("engine",)
+    service = result.service
+    return slots_figure(
+        dict(zip(names, record.spans, strict=True)),
+        title=f"{result.setting.model.name} on {result.setting.cluster.short_name}: who holds which slot",
+        subtitle=f"{service.prompt_len:,} tokens of prompt, {service.output_len:,} of output{target_words(service)}",
+    )
+
+
+def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:
+    """Yields the plans, what the best consists of, and the conventions behind the numbers."""
+    service, cluster = result.service, result.setting.cluster
+    known = f", {100 * service.prefix_share:.6g}% of them cached" * bool(service.prefix_share)
+    yield (
+        f"serving {result.setting.model.name} on {cluster.short_name} "
+        f"({counted(cluster.num_chips, 'chip')}): {service.prompt_len:,} tokens of prompt{known}, "
+        f"{service.output_len:,} of output{target_words(service)}"
+    )
+    listed = result.listed(top)
+    loaded = service.requests_per_s is not None
+    first = "best first" if not result.is_frontier else "fewest chips first" if loaded else "most tokens first"
+    yield Table.of(listed, service_columns(f"engines, {first}", service)).known()
+    if result.is_frontier:
+        left = len(result.plans) - len(listed)
+        more = f"; {left} more of them are in --json" * bool(left)
+        yield f"none of these plans is beaten in both TPOT and tok/s{more}"
+    yield from _best_text(result, listed[0])
+    yield Fact(
+        "counted",
+        f"{result.num_services:,} ways to serve fit in memory, {result.num_meeting:,} of them meet the targets"
+        if any(target is not None for target in (service.ttft_s, service.tpot_s, service.itl_s))
+        else f"{result.num_services:,} ways to serve fit in memory",
+    )
+    yield from result.notes
+
+
+def service_columns(first: str, service: Service) -> TableColumns:
+    """Returns the columns of plans; ``first`` is the title of the first."""
+    made = ("tokens_per_s_per_chip", three_digits, "tokens_per_s_per_chip")
+    loaded = service.requests_per_s is not None
+    return {
+        first: lambda plan: "\n".join(engine_lines(plan)),
+        "TTFT": ("ttft_s", format_seconds),
+        "TPOT": ("tpot_s", format_seconds),
+        "chips" if loaded else "tok/s": ("num_chips", "{:,}".format) if loaded else made,
+        "$/M in": ("usd_per_m_input", _usd, "usd_per_m_input"),
+        "$/M out": ("usd_per_m_output", _usd, "usd_per_m_output"),
+        "bound by": "bound_by",
+    }
+
+
+def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
+    service, cluster = result.service, result.setting.cluster
+    chips = counted(best.num_chips, "chip")
+    idle = best.num_chips - best.generate.num_chips - best.has_pools * best.prefill.num_chips
+    rate = f"{three_digits(best.requests_per_s)} requests/s on {chips}{f', {idle} of them idle' * bool(idle)}"
+    if service.requests_per_s is not None:
+        rate = f"{service.load_words} need {chips} of {cluster.num_chips:,}, which serve up to " + three_digits(
+            best.requests_per_s
+        )
+        busy = service.requests_per_s / best.requests_per_s
+        if busy > BUSY:
+            rate += f"; {busy:.0%} busy, so that requests queue, which --simulate shows and TTFT leaves out"
+    yield Fact("the first", rate)
+    yield Fact("its decode step", _step_words(best.generate))
+    if service.speculation:
+        yield Fact(
+            "its drafts",
+            f"{best.num_drafts} a step, which makes {best.step_tokens:.3g} tokens of a sequence in the mean: "
+            f"{format_seconds(best.generate.step_s / best.step_tokens)} a token",
+        )
+    if service.chunk_len or service.itl_s:
+        yield Fact("between tokens", _gap_words(best))
+    transfer = f"; sending its keys and values {format_seconds(best.transfer_s)}" * best.has_pools
+    prompts = counted(best.prefill.batch_seqs, "prompt")
+    yield Fact("its prefill", f"of {prompts}: {_step_words(best.prefill)}{transfer}")
+    memory = ", ".join(f"{_MEMORY[name]} {format_bytes(size)}" for name, size in best.generate.memory.items())
+    yield Fact("memory of a chip", f"{memory}; {format_bytes(best.free_bytes)} left")
+    if result.as_written and (best.weights, best.cache) != ("bf16", "bf16"):
+        other = result.as_written
+        made = f"makes {three_digits(other.tokens_per_s_per_chip)} tok/s"
+        made = made if service.requests_per_s is None else f"needs {counted(other.num_chips, 'chip')}"
+        yield Fact(
+            "all in bf16",
+            f"the best {made} at TPOT {format_seconds(other.tpot_s)}: "
+            f"{', '.join(line.strip() for line in engine_lines(other))}",
+        )
+
+
+def _gap_words(best: ServicePlan) -> str:
+    """Returns the longest time between two tokens, with and without chunks."""
+    gap, whole = format_seconds(best.itl_s or 0.0), format_seconds(best.generate.step_s + best.prefill.step_s)
+    if best.has_pools:
+        return f"at most {gap}, a step"
+    if not best.chunk_len:
+        return f"at most {gap}, with whole prompts"
+    return f"at most {gap} with chunks of {best.chunk_len:,} tokens; {whole} with whole prompts, TTFT " + (
+        format_seconds(best.prefill.step_s)
+    )
+
+
+_MEMORY = {"weights": "weights", "kv_cache": "KV", "activations": "activations"}
+
+
+def _step_words(pool: EnginePool) -> str:
+    """Returns the seconds of a step and of its parts by themselves, the longest first, without small ones."""
+    parts = sorted(pool.bounds_s.items(), key=lambda one: -one[1])
+    said = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds > 0.03 * pool.step_s)
+    return f"{format_seconds(pool.step_s)} ({said}, each by itself)"
+
+
+def frontier_figure(result: ServiceResult) -> Figure:
+    curves, split = (
+        {name: [(1e3 * x, factor * y) for x, y in points] for name, points in found.items()}
+        for found, factor in ((result.frontiers, 1.0), (result.split, 1e3))
+    )
+    service, cluster, first = result.service, result.setting.cluster, result.plans[0]
+    return services_figure(
+        curves,
+        split,
+        (1e3 * first.tpot_s, first.tokens_per_s_per_chip, f"the first: {engine_lines(first)[0]}"),
+        title=f"{result.setting.model.name} on {cluster.short_name}: services that nothing beats",
+        subtitle=f"{service.prompt_len:,} tokens of prompt, {service.output_len:,} of output{target_words(service)}",
+    )
+
+
+def _usd(dollars: float) -> str:
+    return f"{dollars:.3g}" if dollars < 100 else f"{dollars:,.0f}"
+
+
+def why_not_text(result: ServiceResult, told: ServiceWhyNot) -> Iterator[Piece]:
+    """Yields why an engine is refused, or its best service beside the first and what takes the time of its chips."""
+    yield ""
+    yield f"Why not {', '.join(f'{name} {str(value).lower()}' for name, value in told.asked.items())}"
+    if told.plan is None:
+        yield Fact("  refused", told.refusal)
+        return
+    first, best = result.plans[0], told.plan
+    yield Fact("  best with it", ", ".join(line.strip() for line in engine_lines(best)))
+    service = result.service
+    figures = {
+        "TTFT": (best.ttft_s, service.ttft_s), "TPOT": (best.tpot_s, service.tpot_s), "ITL": (best.itl_s, service.itl_s)
+    }  # fmt: skip
+    for name, times in told.misses.items():
+        if name in figures:
+            here, target = (format_seconds(seconds or 0.0) for seconds in figures[name])
+            yield Fact(f"  misses {name}", f"{here}, {times - 1:.1%} above {target}")
+        else:
+            yield Fact(
+                "  misses the load", f"it needs {best.num_chips:,} chips of {result.setting.cluster.num_chips:,}"
+            )
+    if best == first:
+        yield Fact("", "that is the first plan itself")
+        return
+    ratio = best.tokens_per_s_per_chip / first.tokens_per_s_per_chip - 1
+    yield Fact(
+        "  output",
+        f"{three_digits(best.tokens_per_s_per_chip)} tok/s per chip, {abs(ratio):.1%} "
+        f"{'more' if ratio > 0 else 'fewer'} than the first",
+    )
+    for name, field in (("TPOT", "tpot_s"), ("TTFT", "ttft_s")):
+        here, other = (format_seconds(getattr(one, field)) for one in (best, first))
+        yield Fact(f"  {name}", f"{here}, the first's is {other}")
+    rows = [(f"  {name}", *pair) for name, pair in told.chip_s.items()]
+    shown = [Heading(name, format_seconds) for name in ("first", "here")]
+    yield Table([Heading("  chip-time of a token", None, "part"), *shown], rows)
