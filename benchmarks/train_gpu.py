@@ -124,7 +124,7 @@ CONTESTANTS: dict[str, Callable[..., dict[str, Any]]] = {"meshwright": ours, "to
 
 def predicted_bytes(case: Case, *, tiny: bool) -> float:
     """The memory that the product predicts for the chip."""
-    from meshwright.cost.memory import total_bytes
+    from meshwright.cost.memory.chip import total_bytes
     from meshwright.cost.setting import Setting
     from meshwright.spec.cluster import parse_cluster
     from meshwright.spec.strategy import Strategy, make_mesh

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
-from meshwright.cost.memory import memory_parts
+from meshwright.cost.memory.state import memory_parts
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import model_flops, op_flops

@@ -5,7 +5,7 @@ import pytest
 
 from meshwright.algebra.generation import Storage
 from meshwright.api.planning import make_setting
-from meshwright.cost.generation_memory import copied_bytes
+from meshwright.cost.memory.generation import copied_bytes
 from meshwright.cost.setting import Setting
 from meshwright.plan.serving.fleet import engine_strategy
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment

@@ -6,7 +6,8 @@ import pytest
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
-from meshwright.cost.memory import memory_limit, memory_parts, total_bytes
+from meshwright.cost.memory.chip import memory_limit, total_bytes
+from meshwright.cost.memory.state import memory_parts
 from meshwright.cost.pipeline import strategy_pipeline
 from meshwright.cost.setting import Setting
 from meshwright.spec import catalogue

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cost.memory import total_bytes
+from meshwright.cost.memory.chip import total_bytes
 from meshwright.cost.setting import Setting
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job

@@ -6,7 +6,7 @@ import pytest
 from meshwright.algebra.derive import derive
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import InputError
-from meshwright.cost.memory import memory_parts
+from meshwright.cost.memory.state import memory_parts
 from meshwright.cost.offload import NOTHING, offloaded
 from meshwright.cost.pipeline import ONE_STAGE, PipelineCost
 from meshwright.cost.setting import Setting

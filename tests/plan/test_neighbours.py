@@ -13,7 +13,7 @@ import pytest
 from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.core.dims import MESH_AXES
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.cost.memory import total_bytes
+from meshwright.cost.memory.chip import total_bytes
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.legal import divisors, legal

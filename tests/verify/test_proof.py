@@ -6,7 +6,7 @@ import math
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.cost.memory import memory_limit
+from meshwright.cost.memory.chip import memory_limit
 from meshwright.cost.setting import Setting
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster

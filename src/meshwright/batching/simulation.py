@@ -96,58 +96,80 @@ def simulate(
     """
     if not concurrency >= 1:
         raise InputError(f"concurrency is {concurrency:g}. Give a client of one request at a time, or of more.")
-    times, sent_s = RequestTimes(len(traffic)), traffic.arrival_s.copy()
+    times = RequestTimes(len(traffic))
     lines = [_Line(pool, times, most_jump=most_jump, spans=spans) for pool in pools]
-    replicas = [one for line in lines for one in line.replicas]
-    num_first, source, in_flight = len(lines[0].replicas), traffic.requests(), 0
-    coming: dict[int, GenerationRequest] = {}
-    events: list[tuple[float, int, int]] = []  # time; 0 a step ends, 1 a request arrives, 2 a step begins; whose
-
-    def send(now_s: float) -> None:
-        nonlocal in_flight
-        if in_flight < concurrency and (found := next(source, None)):
-            in_flight += 1
-            at_s, request = max(found[0], now_s), found[1]
-            sent_s[request.number] = at_s
-            coming[request.number] = request
-            heappush(events, (at_s, 1, request.number))
-
-    send(0.0)
-    while events:
-        now_s, kind, number = heappop(events)
-        if kind == 1:
-            request = coming.pop(number)
-            line = lines[request.prefilled]
-            at = line.route(request) + num_first * request.prefilled
-            if len(lines) > 1 and not request.prefilled:
-                request, whole = replace(request, output=1), request
-                coming[number] = whole
-            if not request.prefilled:
-                send(now_s)
-            planned_s = replicas[at].end_s
-            replicas[at].submit(request, now_s)
-            if planned_s == inf:
-                heappush(events, (now_s, 2, at))
-            elif replicas[at].end_s < planned_s:
-                heappush(events, (replicas[at].end_s, 0, at))
-        elif kind == 2:
-            if replicas[number].end_s == inf and replicas[number].begin(now_s):
-                heappush(events, (replicas[number].end_s, 0, number))
-        elif replicas[number].end_s == now_s:
-            for ended in replicas[number].end():
-                whole = coming.pop(ended.number, ended)
-                if whole.output > ended.output:
-                    coming[ended.number] = replace(whole, prefilled=True)
-                    heappush(events, (now_s + transfer_s(ended.prompt), 1, ended.number))
-                    continue
-                in_flight -= 1
-                if in_flight == concurrency - 1:
-                    send(now_s)
-            heappush(events, (now_s, 2, number))
+    events = _Events(traffic, lines, transfer_s, concurrency)
+    events.run()
     return ServingRecord(
-        traffic=replace(traffic, arrival_s=sent_s),
+        traffic=replace(traffic, arrival_s=events.sent_s),
         times=times,
         page_len=pools[-1].limits.page_len,
         logs=tuple(line.log for line in lines),
         spans=tuple(line.spans for line in lines),
     )
+
+
+class _Events:
+    """What happens next: (time, kind, whose), of the kinds 0 a step ends, 1 a request arrives, 2 a step begins."""
+
+    def __init__(
+        self, traffic: RequestTraffic, lines: list[_Line], transfer_s: Callable[[int], float], concurrency: float
+    ) -> None:
+        self.sent_s = traffic.arrival_s.copy()
+        self._lines, self._transfer_s, self._most = lines, transfer_s, concurrency
+        self._replicas = [one for line in lines for one in line.replicas]
+        self._source, self._in_flight = traffic.requests(), 0
+        self._coming: dict[int, GenerationRequest] = {}
+        self._events: list[tuple[float, int, int]] = []
+
+    def run(self) -> None:
+        """Runs until nothing is left to happen."""
+        self._send(0.0)
+        while self._events:
+            now_s, kind, number = heappop(self._events)
+            if kind == 1:
+                self._arrive(now_s, number)
+            elif kind == 2:
+                if self._replicas[number].end_s == inf and self._replicas[number].begin(now_s):
+                    heappush(self._events, (self._replicas[number].end_s, 0, number))
+            elif self._replicas[number].end_s == now_s:
+                self._end(now_s, number)
+                heappush(self._events, (now_s, 2, number))
+
+    def _send(self, now_s: float) -> None:
+        """Has the client send its next request, if it may."""
+        if self._in_flight < self._most and (following := next(self._source, None)):
+            self._in_flight += 1
+            at_s, request = max(following[0], now_s), following[1]
+            self.sent_s[request.number] = at_s
+            self._coming[request.number] = request
+            heappush(self._events, (at_s, 1, request.number))
+
+    def _arrive(self, now_s: float, number: int) -> None:
+        request = self._coming.pop(number)
+        line = self._lines[request.prefilled]
+        at = line.route(request) + len(self._lines[0].replicas) * request.prefilled
+        if len(self._lines) > 1 and not request.prefilled:
+            self._coming[number] = request
+            request = replace(request, output=1)
+        if not request.prefilled:
+            self._send(now_s)
+        replica = self._replicas[at]
+        planned_s = replica.end_s
+        replica.submit(request, now_s)
+        if planned_s == inf:
+            heappush(self._events, (now_s, 2, at))
+        elif replica.end_s < planned_s:
+            heappush(self._events, (replica.end_s, 0, at))
+
+    def _end(self, now_s: float, number: int) -> None:
+        """Ends a replica's step: requests go on to the pool that decodes, or make room for the client's next."""
+        for ended in self._replicas[number].end():
+            whole = self._coming.pop(ended.number, ended)
+            if whole.output > ended.output:
+                self._coming[ended.number] = replace(whole, prefilled=True)
+                heappush(self._events, (now_s + self._transfer_s(ended.prompt), 1, ended.number))
+                continue
+            self._in_flight -= 1
+            if self._in_flight == self._most - 1:
+                self._send(now_s)

@@ -4,7 +4,7 @@ import msgspec
 
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
-from meshwright.cost.memory import MemoryParts
+from meshwright.cost.memory.chip import MemoryParts
 from meshwright.cost.pipeline import PipelineCost
 
 

@@ -22,7 +22,8 @@ from meshwright.algebra.sizes import Number
 from meshwright.algebra.transformer import layer_names, transformer
 from meshwright.core.fields import Checked
 from meshwright.cost.arrays import total
-from meshwright.cost.memory import MEMORY_MARGINS, memory_limit, memory_parts
+from meshwright.cost.memory.chip import MEMORY_MARGINS, memory_limit
+from meshwright.cost.memory.state import memory_parts
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pipeline import PipelineCost, strategy_pipeline
 from meshwright.cost.step_costs import collective_groups, op_sizes

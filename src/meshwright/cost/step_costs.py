@@ -1,6 +1,6 @@
 """The costs of every derived step on one device: FLOPs, bytes through memory and over links, seconds by itself."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -196,9 +196,6 @@ def price_steps(
         return tuple(costs) if rates.software == "compiled" else _in_buckets(tuple(costs), owners)
 
     steps = iter(derived.steps(num_microbatches, pipeline.runs))
-    repeats = {
-        name: block.repeat for block in derived.blocks for name in (*weights_of(derived, block), *counts_of(block))
-    }
     return Priced(
         blocks=tuple(
             PricedBlock(
@@ -211,12 +208,18 @@ def price_steps(
         update=together(priced(step, count) for step, count in steps),
         ends=tuple(priced(step, 1) for step in derived.ends) if pipeline.in_lockstep else (),
         boundary=tuple(map(alone, derived.boundary)),
-        exchanges=tuple(
-            alone(step, repeats[name if name in repeats else name.removeprefix("d")])
-            for step in (meetings(derived) if derived.boundary else ())
-            for name in (step.result.name,)
-        ),
+        exchanges=tuple(alone(step, count) for step, count in _exchanges(derived)),
     )
+
+
+def _exchanges(derived: Derived) -> Iterator[tuple[Step, int]]:
+    """Yields the steps by which stages meet, with how often each runs."""
+    repeats = {
+        name: block.repeat for block in derived.blocks for name in (*weights_of(derived, block), *counts_of(block))
+    }
+    for step in meetings(derived) if derived.boundary else ():
+        name = step.result.name
+        yield step, repeats[name if name in repeats else name.removeprefix("d")]
 
 
 def _in_buckets(costs: tuple[StepCost, ...], owners: Mapping[str, list[str]]) -> tuple[StepCost, ...]:

@@ -18,7 +18,8 @@ from meshwright.algebra.generation import job_strategy
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import Number
 from meshwright.cost.arrays import as_python, largest, select, total
-from meshwright.cost.memory import MemoryParts, memory_parts, total_bytes
+from meshwright.cost.memory.chip import MemoryParts, total_bytes
+from meshwright.cost.memory.state import memory_parts
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.offload import NOTHING, Transfers, offloaded
 from meshwright.cost.pass_times import BlockTimes, StepSeconds, block_times, link_seconds

@@ -10,7 +10,8 @@ from meshwright.algebra.notation import product
 from meshwright.algebra.transformer import layer_names
 from meshwright.core.dims import MESH_AXES
 from meshwright.cost.arrays import map_figures, select
-from meshwright.cost.memory import memory_parts, total_bytes
+from meshwright.cost.memory.chip import total_bytes
+from meshwright.cost.memory.state import memory_parts
 from meshwright.cost.network.placement import factorings
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.work.slots import SlotSizes

@@ -18,7 +18,8 @@ from meshwright.algebra.rewrites.pipeline import NO_PIPELINE, is_one_stack
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
-from meshwright.cost.memory import memory_parts, total_bytes
+from meshwright.cost.memory.chip import total_bytes
+from meshwright.cost.memory.state import memory_parts
 from meshwright.cost.pipeline import schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements

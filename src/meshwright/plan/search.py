@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.algebra.schedules.registry import definition
 from meshwright.core.dims import MESH_AXES
 from meshwright.cost.arrays import select
-from meshwright.cost.memory import total_bytes
+from meshwright.cost.memory.chip import total_bytes
 from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.offload import offloaded
 from meshwright.cost.pass_times import BlockTimes

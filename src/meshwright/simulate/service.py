@@ -1,5 +1,6 @@
 """Simulates a planned service under Poisson arrivals: the scheduler of `batching` with the cost model as its clock."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ def simulate_service(
     ``spans`` keeps who held which slot. Raises InputError for another policy than chunks with pools, for a request that
     is too long for an engine, and for a service with known parts of prompts or with drafts.
     """
-    service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
+    service = result.service
     if service.prefix_share:
         raise InputError(
             "services with known parts of prompts are not simulated in this version. Leave out --prefix-hits."
@@ -133,39 +134,52 @@ def simulate_service(
     if plan.has_pools and policy != "chunked":
         raise InputError(f"engines of pools do one phase each, so the policy {policy!r} is not for them.")
 
-    def replicas(pool: EnginePool, *, decodes: bool = True) -> ReplicaPool:
-        batch, pages = max(pool.batch_seqs, plan.generate.batch_seqs), -(-service.max_len // PAGE_LEN)
-        prompts = pool.batch_seqs * service.prompt_len * (not decodes)
-        shards = sequence_shards(pool.strategy)
-        # devices with sequences of their own prefill whole prompts, each its own
-        most_tokens = shards * (TOKEN_BUDGET if shards == 1 else max(TOKEN_BUDGET, service.prompt_len))
-        budget = plan.chunk_len + batch if plan.chunk_len else max(most_tokens, prompts, batch + 1)
-        fills = decodes and np.isfinite(plan.free_bytes)
-        room = 1 + plan.free_bytes / pool.memory["kv_cache"] if fills else 1
-        limits = SchedulerLimits(
-            policy=policy, max_requests=batch, token_budget=budget, page_len=PAGE_LEN,
-            num_pages=int(batch * pages * room),
-        )  # fmt: skip
-        longest = int((traffic.prompt + traffic.output).max())
-        if limits.pages(longest) > limits.num_pages:
-            raise InputError(
-                f"the longest request has {longest:,} tokens, but the caches of an engine have room for "
-                f"{limits.num_pages * PAGE_LEN:,}. Simulate shorter requests, or plan for longer ones."
-            )
-        # a static batch prefills all its prompts in one step, interleaved at least one whole
-        prompt = int(traffic.prompt.max())
-        most_new = {"static": batch * prompt, "interleaved": prompt, "chunked": 0}[policy]
-        most = (batch, limits.num_pages * PAGE_LEN, max(limits.token_budget, most_new), longest)
-        setting = replace(result.setting.on(pool.part), storage=dtypes.storage)
-        priced = PricedClock(setting, pool.strategy, decodes=decodes, prompt_len=service.prompt_len)
-        clock = TabledClock(priced, most)
-        return ReplicaPool(limits=limits, clock=clock, num_replicas=pool.num_engines, routing="least_loaded")
-
+    replicas = partial(_replicas, result, plan, traffic, policy)
     if not plan.has_pools:
         return simulate(traffic, replicas(plan.generate), concurrency=concurrency, spans=spans)
     per_token_s = plan.transfer_s / service.prompt_len
     pools = replicas(plan.prefill, decodes=False), replicas(plan.generate)
     return simulate(traffic, *pools, transfer_s=lambda n: n * per_token_s, concurrency=concurrency, spans=spans)
+
+
+def _replicas(
+    result: ServiceResult,
+    plan: ServicePlan,
+    traffic: RequestTraffic,
+    policy: Policy,
+    pool: EnginePool,
+    *,
+    decodes: bool = True,
+) -> ReplicaPool:
+    """Returns the engines of a pool with their limits and their clock. Raises InputError for a request that is too long
+    for one."""
+    service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
+    batch, pages = max(pool.batch_seqs, plan.generate.batch_seqs), -(-service.max_len // PAGE_LEN)
+    prompts = pool.batch_seqs * service.prompt_len * (not decodes)
+    shards = sequence_shards(pool.strategy)
+    # devices with sequences of their own prefill whole prompts, each its own
+    most_tokens = shards * (TOKEN_BUDGET if shards == 1 else max(TOKEN_BUDGET, service.prompt_len))
+    budget = plan.chunk_len + batch if plan.chunk_len else max(most_tokens, prompts, batch + 1)
+    fills = decodes and np.isfinite(plan.free_bytes)
+    room = 1 + plan.free_bytes / pool.memory["kv_cache"] if fills else 1
+    limits = SchedulerLimits(
+        policy=policy, max_requests=batch, token_budget=budget, page_len=PAGE_LEN,
+        num_pages=int(batch * pages * room),
+    )  # fmt: skip
+    longest = int((traffic.prompt + traffic.output).max())
+    if limits.pages(longest) > limits.num_pages:
+        raise InputError(
+            f"the longest request has {longest:,} tokens, but the caches of an engine have room for "
+            f"{limits.num_pages * PAGE_LEN:,}. Simulate shorter requests, or plan for longer ones."
+        )
+    # a static batch prefills all its prompts in one step, interleaved at least one whole
+    prompt = int(traffic.prompt.max())
+    most_new = {"static": batch * prompt, "interleaved": prompt, "chunked": 0}[policy]
+    most = (batch, limits.num_pages * PAGE_LEN, max(limits.token_budget, most_new), longest)
+    setting = replace(result.setting.on(pool.part), storage=dtypes.storage)
+    priced = PricedClock(setting, pool.strategy, decodes=decodes, prompt_len=service.prompt_len)
+    clock = TabledClock(priced, most)
+    return ReplicaPool(limits=limits, clock=clock, num_replicas=pool.num_engines, routing="least_loaded")
 
 
 def service_targets(service: Service) -> LatencyTargets:

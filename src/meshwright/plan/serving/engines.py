@@ -17,7 +17,8 @@ from meshwright.algebra.sizes import Number
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.formulas.serving import expected_tokens
-from meshwright.cost.memory import memory_parts, total_bytes
+from meshwright.cost.memory.chip import total_bytes
+from meshwright.cost.memory.state import memory_parts
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.kernels import StepCost

@@ -152,7 +152,7 @@ def is_service_file(path: Path | str) -> bool:
 def _decode(file: TomlFile) -> ServiceFile:
     require_version(file)
     if SERVICE not in file.data:
-        message = "this is a plan of training, and one of a service is needed here; write it with plan --serve -o."
+        message = "this is a plan of training, and one of a service is needed here; write it with service -o."
         raise file.error((SERVICE,), message)
     for name in POOLS:
         pool, cluster = (file.data.get(key) for key in (name, "cluster"))

@@ -1,4 +1,4 @@
-"""Plans a service of a model on a cluster, as `plan --serve` does: the best ways to serve, or why there is none."""
+"""Plans a service of a model on a cluster, as `service` does: the best ways to serve, or why there is none."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

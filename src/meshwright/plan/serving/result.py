@@ -135,7 +135,7 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(self.plans[place] for place in places)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns one object for `plan --serve --json`."""
+        """Returns one object for `service --json`."""
         return {
             "model": self.setting.model.name,
             "cluster": self.setting.cluster.short_name,

@@ -1,4 +1,4 @@
-"""Answers `plan --serve --why-not`: what keeps a wanted engine from being the first plan of a service.
+"""Answers `service --why-not`: what keeps a wanted engine from being the first plan of a service.
 
 It does not divide, or does not fit in memory, or misses a target or the load, or makes fewer tokens than the first.
 """
@@ -12,7 +12,7 @@ import numpy as np
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.units import format_bytes
 from meshwright.cost.arrays import select
-from meshwright.cost.memory import total_bytes
+from meshwright.cost.memory.chip import total_bytes
 from meshwright.plan.serving.engines import BOUNDS, PricedFleet, phase_setting, price_fleet
 from meshwright.plan.serving.fleet import ENGINE_AXES, fleet_of
 from meshwright.plan.serving.planner import does_not_fit

@@ -1,0 +1,1 @@
+"""Memory of one chip in a step: what it stores, what its passes hold, what compilers copy."""

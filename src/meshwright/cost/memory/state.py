@@ -1,0 +1,143 @@
+"""What a chip stores in a step, and what each block keeps, from the declared shardings and the derived steps."""
+
+from collections import Counter
+
+import msgspec
+
+from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.ops import kind_of, op_kind
+from meshwright.algebra.rewrites.split_backward import gradient_arrays, weights_of
+from meshwright.algebra.sizes import Number, OpSizes
+from meshwright.cost.arrays import total
+from meshwright.cost.memory.chip import STATE_PARTS, BlockMemory, MemoryParts
+from meshwright.cost.memory.copies import (
+    copied_experts,
+    copied_weights,
+    is_weight,
+    trains_in,
+    turned_bytes,
+    turned_operands,
+    widening,
+    written_out,
+)
+from meshwright.cost.memory.generation import cache_bytes, copied_bytes, moves, stored_bytes
+from meshwright.cost.memory.working_set import working_set
+
+
+def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
+    """Returns the parts of a chip's memory that do not depend on the schedule."""
+    sizes = msgspec.structs.replace(sizes, padded=sizes.tile_rows > 0, cache={})
+    elements = _state_elements(derived, sizes)
+    blocks = [(block, _block_memory(block, derived, sizes, elements[block.name])) for block in derived.blocks]
+    shared = (derived.shared[name] for name in dict.fromkeys(n for one in derived.program.stacks for n in one.inputs))
+    local = (step for block in derived.blocks for step in block.forward if not step.is_collective)
+    return MemoryParts(
+        state=sizes.state,
+        num_layers=derived.num_layers,
+        layers=tuple(found for block, found in blocks if block.is_layer),
+        ends=tuple(found for block, found in blocks if not block.is_layer),
+        shared_bytes=total(sizes.total(one.given, one.cotangent) for one in shared),
+        chunk_bytes=sum(kind_of(step).chunk_bytes(step, sizes) for step in local),
+        tied_bytes=_tied_bytes(derived, sizes),
+        boundary_bytes=tuple(
+            total(sizes.bytes(s.result) for s in derived.boundary if s.op == "permute" and s.phase == phase)
+            for phase in ("forward", "backward")
+        ),
+        cache_bytes=cache_bytes(derived, sizes),
+        on_cpus=sizes.on_cpus,
+    )
+
+
+def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Number]]:
+    """Maps a block to the elements per chip of each of `STATE_PARTS`.
+
+    A weight of several blocks (tied embeddings) belongs to the last one. A frozen weight counts as weights alone: its
+    bytes over the width of the state, as its dtype may differ.
+    """
+    owners = {name: block for block in derived.blocks for name in weights_of(derived, block)}
+    found: dict[str, dict[str, Number]] = {block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks}
+    # a gradient is stored as it enters the collectives that run once per step, not scattered yet
+    gradients, moments = gradient_arrays(derived), op_kind(derived.optimizer).moments
+    for name, block in owners.items():
+        declared = derived.declared[name]
+        if weight := derived.weights.get(name):
+            assert moments is not None
+            arrays = ((declared,), (gradients[name],), (weight.shard,), moments(weight))
+            counts = [sum(sizes.elements(array) for array in some) for some in arrays]
+        else:
+            counts = [stored_bytes(declared, sizes) / sizes.width]
+        of_block = found[block.name]
+        for part, count in zip(STATE_PARTS, counts, strict=False):
+            of_block[part] = of_block[part] + block.repeat * count
+    return found
+
+
+def _tied_bytes(derived: Derived, sizes: OpSizes) -> Number:
+    ends = (block for block in derived.blocks if not block.is_layer)
+    used = Counter(name for block in ends for name in weights_of(derived, block) if name in derived.weights)
+    gradients = gradient_arrays(derived)
+    tied = [name for name, count in used.items() if count > 1]
+    # which CPUs shard, or add to other gradients, only then
+    later = total(sizes.elements(derived.weights[name].shard) for name in tied) if sizes.on_cpus else 0.0
+    return (total(sizes.elements(gradients[name]) for name in tied) - later) * sizes.width
+
+
+def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements: dict[str, Number]) -> BlockMemory:
+    is_layer, trains = block.is_layer, trains_in(derived)
+    kept, logits = _kept_bytes(block, derived, sizes)
+    retiled, sliced = copied_weights(block, derived, sizes)
+    if is_layer and trains and sizes.on_cpus:
+        kept = kept + block.repeat * turned_operands(block, derived, sizes) * written_out(derived, sizes)
+    # a pass gathers all weights of a repeat, without waiting until one is used
+    gathers = {
+        step.result: step for step in block.forward if step.op == "all_gather" and is_weight(step.result, derived)
+    }
+    wide = widening(sizes)
+    gathered = {array: sizes.bytes(array) * moves(step, sizes) * wide for array, step in gathers.items() if trains}
+    return BlockMemory(
+        repeat=block.repeat,
+        segment=block.segment,
+        reruns=block.rerun is not None,
+        elements=elements,
+        kept_bytes=kept if trains or not is_layer else 0.0,
+        logits_bytes=logits,
+        pending_bytes=_pending_bytes(block, sizes) if trains else 0.0,
+        stream_bytes=sizes.bytes(derived.declared[block.block.carry]) if trains and is_layer else 0.0,
+        gathered_bytes=total(gathered.values()) + turned_bytes(gathers, gathered, sizes),
+        working_bytes=working_set(block, derived, sizes)
+        + sliced
+        + (copied_experts(block, derived, sizes) if trains else copied_bytes(block, derived, sizes)),
+        retiled_bytes=retiled,
+    )
+
+
+def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Number, Number]:
+    """Returns the bytes of kept results of all repeats: (all but logits, logits). Gathered weights do not count here.
+
+    A gather or slice over one device returns its input, so its result counts only if there are several devices.
+    Results that a backward step overwrites (the slopes of a fused head) count as its cotangents.
+    """
+    in_place = {step.inputs[0] for step in block.backward if not step.is_collective and kind_of(step).in_place}
+    made = {array: step for step in block.forward for array in step.results}
+    found: dict[bool, Number] = {False: 0.0, True: 0.0}
+    for array in block.kept:
+        is_logits = array.name == "logits"
+        if is_weight(array, derived) or (array in in_place and not is_logits):
+            continue
+        step, count = made.get(array), 1
+        # its input is kept itself, or existed before the block ran
+        if step and step.only_moves and (step.inputs[0] in block.kept or step.inputs[0] not in made):
+            count = moves(step, sizes)
+        found[is_logits] = found[is_logits] + sizes.bytes(array) * count
+    return block.repeat * found[False], block.repeat * found[True]
+
+
+def _pending_bytes(block: BlockSteps, sizes: OpSizes) -> Number:
+    """Returns the bytes that all repeats keep from the pass for input gradients to the pass for weight gradients."""
+    steps = {array: step for step in (*block.forward, *block.backward) for array in step.results}
+    found, handed = 0.0, block.split.handed if block.split else ()
+    for array in handed:
+        step = steps.get(array)
+        count = moves(step, sizes) if step and step.only_moves and step.inputs[0] in handed else 1
+        found = found + sizes.bytes(array) * count
+    return block.repeat * found
