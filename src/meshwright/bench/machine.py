@@ -56,9 +56,7 @@ def measure_machine(
     step; without these, steps are priced by the other rates.
     """
     bench = Bench(devices=tuple(jax.devices()[:num_devices]), chip=chip("cpu"), dtypes=(DTYPE,))
-    workloads: dict[str, Workload] = {
-        "memory": copy_workload("silu", SILU_BYTES, ROUNDS),
-    }
+    workloads: dict[str, Workload] = {"memory": copy_workload("silu", SILU_BYTES, ROUNDS)}
     for dtype in DTYPES:
         workloads[f"matmul {dtype}"] = mlp_workload(matmul_shape, dtype)
         workloads[f"attention {dtype}"] = attention_workload(EMULATED.attention[0], dtype, both=True)
@@ -88,7 +86,6 @@ def measure_machine(
             each = f"{rate.latency_s * 1e6:.3g} us + bytes at {rate.bytes_per_s / 1e9:.3g} GB/s"
             say(f"AllGather over {rate.group_size}: {each}")
     counts = counted(num_devices, "device")
-    how = f"measured with {counts} busy, median of {SWEEPS} sweeps"
     return Calibration(
         name=f"this machine, {counts}",
         chip="cpu",
@@ -102,16 +99,20 @@ def measure_machine(
         memory_bytes_per_s=memory,
         memory_bytes=bench.memory_bytes,
         collectives=tuple(rates),
-        sources={
-            "matmul_flops_per_s": f"{how}; gated MLP with gradients, m k n = {matmul_shape}",
-            "peak_flops_per_s": f"{how}; the fastest of the gated MLP and square products of sides {PEAK_SIDES}",
-            "attention_flops_per_s": f"{how}; forward and backward, B T N K H = {EMULATED.attention[0]}",
-            "weight_bytes_per_s": f"{how}; a product of 8 rows with a weight of 16384 x 1024, read once",
-            "memory_bytes_per_s": f"{how}; silu over {SILU_BYTES} bytes, read and written once",
-            "memory_bytes": "physical memory of the machine, shared equally",
-            "collectives": f"{how}; line through {SMALL_BYTES} and {LARGE_BYTES} bytes a device",
-        },
+        sources=_sources(f"measured with {counts} busy, median of {SWEEPS} sweeps", matmul_shape),
     )
+
+
+def _sources(how: str, matmul_shape: MlpShape) -> dict[str, str]:
+    return {
+        "matmul_flops_per_s": f"{how}; gated MLP with gradients, m k n = {matmul_shape}",
+        "peak_flops_per_s": f"{how}; the fastest of the gated MLP and square products of sides {PEAK_SIDES}",
+        "attention_flops_per_s": f"{how}; forward and backward, B T N K H = {EMULATED.attention[0]}",
+        "weight_bytes_per_s": f"{how}; a product of 8 rows with a weight of 16384 x 1024, read once",
+        "memory_bytes_per_s": f"{how}; silu over {SILU_BYTES} bytes, read and written once",
+        "memory_bytes": "physical memory of the machine, shared equally",
+        "collectives": f"{how}; line through {SMALL_BYTES} and {LARGE_BYTES} bytes a device",
+    }
 
 
 def machine_speed(calibration: Calibration | None, *, seconds: float = 0.3) -> float | None:

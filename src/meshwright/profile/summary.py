@@ -110,11 +110,6 @@ def analyse(
     reached = estimate.measured(step_s)
     mfu = reached["mfu_causal"] or reached["mfu"]
     warnings = tuple(_warnings(profiled_s, step_s, events, recording, mfu))
-    if recording:
-        memory = recording.memory
-    else:
-        owners, live = temporary_owners(program)
-        memory = MemoryProfile(counted="device", owners=tuple(owners[:MAX_OWNERS]), live_bytes=live)
     case = AdviceCase(
         comparison=comparison,
         times=times,
@@ -141,11 +136,16 @@ def analyse(
         times=times,
         comparison=comparison,
         advice=advise(case),
-        memory=memory,
+        memory=recording.memory if recording else _temporaries(program),
         predicted_memory={name: float(b) for name, b in estimate.memory.items() if b},
         notes=(*_notes(events, times, flops / derived_flops, num_devices=num_chips), *warnings),
         warnings=warnings,
     )
+
+
+def _temporaries(program: TracedProgram) -> MemoryProfile:
+    owners, live = temporary_owners(program)
+    return MemoryProfile(counted="device", owners=tuple(owners[:MAX_OWNERS]), live_bytes=live)
 
 
 def _require_same(hlo: Path, program: TracedProgram, priced: PricedStrategy, num_chips: int) -> None:

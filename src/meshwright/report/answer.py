@@ -19,6 +19,9 @@ from rich.text import Text
 
 from meshwright.spec.plan_file import unmasked
 
+Facts = dict[str, Any]
+"""An object of ``--json``, or a part of it: plain data by name, which may contain structs, arrays and paths."""
+
 Show = Callable[[Any], Any]
 """A function from a raw value to the text that a person reads."""
 

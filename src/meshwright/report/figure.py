@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.core.errors import InputError
 from meshwright.core.files import write_whole
+from meshwright.report.answer import Facts
 
 if TYPE_CHECKING:
     from altair import TopLevelMixin as Figure
@@ -59,7 +60,7 @@ COLORS: dict[str, str] = {
 """Colours of what several pictures show: each has one everywhere."""
 MUTED = "#767676"
 
-_THEME: dict[str, Any] = {
+_THEME: Facts = {
     "font": "sans-serif",
     "padding": 14,
     "view": {"stroke": None},

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from meshwright.report.answer import Facts
 from meshwright.report.figure import MUTED, Layer, alt
 from meshwright.report.marks import DASHES, Datum, Points, ReferenceLine, labels, plot
 
@@ -110,7 +111,7 @@ def point_labels(rows: Iterable[Datum], frame: Frame, taken: list[Area], *, font
     )
 
 
-def _pixels(x: str, y: str) -> dict[str, Any]:
+def _pixels(x: str, y: str) -> Facts:
     """Returns the encodings of two fields as pixels of the picture."""
     return {"x": alt.X(f"{x}:Q", scale=None), "y": alt.Y(f"{y}:Q", scale=None)}
 

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.report.answer import Facts
 from meshwright.report.figure import COLORS, INK, PALETTE, Encoding, Layer, alt
 
-Datum = dict[str, Any]
+Datum = Facts
 
 DASHES = (5, 4)
 TICK_LABEL = "datum.value < 1 ? toString(datum.value) : format(datum.value, '~s')"

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from meshwright.core.errors import InputError
+from meshwright.report.answer import Facts
 from meshwright.report.figure import INK, MUTED, PALETTE, Encoding, Figure, Layer, alt, si_scale, themed
 from meshwright.report.labels import Frame, reference
 from meshwright.report.marks import (
@@ -211,6 +212,19 @@ class HeatCell(msgspec.Struct, frozen=True):
     fits: bool = True
 
 
+def _filled(cell: HeatCell, value: float, most: float, scale: float) -> Facts:
+    headline, *below = cell.lines
+    return {
+        "row": cell.row,
+        "column": cell.column,
+        "headline": headline,
+        "text": "\n".join(below),
+        "ink": "white" if value > DARK_FROM * most else INK,
+        "value": value / scale,
+        "edge": "" if cell.fits else TOO_LARGE,
+    }
+
+
 def heatmap_figure(
     cells: Sequence[HeatCell],
     *,
@@ -231,15 +245,10 @@ def heatmap_figure(
     most = max((cell.value for cell in cells if cell.value is not None), default=1.0)
     scale, unit_name = (1.0, "") if unit in ("%", None) else si_scale(most, unit)
     lines = max(len(cell.lines) for cell in cells) - 1
-    filled, empty = [], []
-    for cell in cells:
-        drawn, (headline, *below) = {"row": cell.row, "column": cell.column}, cell.lines
-        if cell.value is None:
-            empty.append(drawn | {"text": "\n".join(cell.lines)})
-        else:
-            ink = "white" if cell.value > DARK_FROM * most else INK
-            words = {"headline": headline, "text": "\n".join(below), "ink": ink}
-            filled.append(drawn | words | {"value": cell.value / scale, "edge": "" if cell.fits else TOO_LARGE})
+    filled = [_filled(cell, cell.value, most, scale) for cell in cells if cell.value is not None]
+    empty = [
+        {"row": cell.row, "column": cell.column, "text": "\n".join(cell.lines)} for cell in cells if cell.value is None
+    ]
     style = {"ticks": False, "domain": False}
     place = {
         "x": alt.X("column:N", sort=columns, title=axes[1], axis=alt.Axis(orient="bottom", labelAngle=0, **style)),

@@ -342,10 +342,7 @@ def train(
         for line in [*kept.passed_over, *folder.notes, *begun, *setup.batches.notes, *compiler.notes, *unused]:
             live.say(line)
         if is_first() and setup.data.tokenizer:
-            if settings.tokenizer:
-                given = as_folder(Path(settings.tokenizer))
-                keep_beside(given if given.is_dir() else given.parent, path, setup.data.tokenizer)
-            save_tokenizer(setup.data.tokenizer, path / TOKENIZER)
+            _keep_tokenizer(setup.data.tokenizer, settings.tokenizer, path)
         if has_frozen_matrices(model) and not settings.weights and position.step == 0:
             save_base(model, setup.step.to_canonical(state.params), path)
         run = Run(setup, folder, live, tracking, kept, watch, request, predicted, on_step, position, state, step)
@@ -353,3 +350,11 @@ def train(
         result = run.finish()
     wait_for_all("the end of the run")
     return result
+
+
+def _keep_tokenizer(tokenizer: Any, source: str, path: Path) -> None:
+    """Writes a tokenizer to the run's folder, with the files beside it where it came from."""
+    if source:
+        given = as_folder(Path(source))
+        keep_beside(given if given.is_dir() else given.parent, path, tokenizer)
+    save_tokenizer(tokenizer, path / TOKENIZER)

@@ -5,12 +5,12 @@ Sources: How to Scale Your Model, sections 2.1, 2.2, 2.5 and 9.2.2; NVIDIA's arc
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
+from meshwright.report.answer import Facts
 from meshwright.spec.chip import Chip, known, peak
 from meshwright.spec.cluster import Cluster
 
@@ -99,7 +99,7 @@ def ratio(first: Number, second: Number) -> Number:
     return first / second
 
 
-def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> dict[str, Any]:
+def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> Facts:
     """Returns chips, hosts, cores, memory, FLOP/s, network, power and price of the whole cluster; None if unknown."""
     chip, gpu = cluster.chip, gpu_anatomy(cluster.chip)
     of_chip = {

@@ -8,13 +8,13 @@ Source: How to Scale Your Model, exercises 2.5 and 2.6.
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import parse_bytes, parse_count
 from meshwright.cost.formulas.roofline import dtype_bytes
+from meshwright.report.answer import Facts
 from meshwright.spec.chip import Chip, known, peak
 
 
@@ -38,7 +38,7 @@ class TransferLeg(msgspec.Struct, frozen=True, kw_only=True):
         return self.amount / (self.rate * self.lanes)
 
 
-def transfer_times(legs: Sequence[TransferLeg]) -> dict[str, Any]:
+def transfer_times(legs: Sequence[TransferLeg]) -> Facts:
     """Returns when bytes arrive over legs in the order in which they pass them. Raises InputError for none.
 
     The first byte takes the latencies of all legs; with all legs at work at once (``time_s_pipelined``) the last one

@@ -15,6 +15,7 @@ from meshwright.cost.formulas.limits import ici_intensity, tensor_max_size
 from meshwright.cost.formulas.roofline import critical_batch, dtype_bytes
 from meshwright.cost.network.collectives import latency_bound_bytes
 from meshwright.cost.network.links import torus_width
+from meshwright.report.answer import Facts
 from meshwright.spec.chip import known
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
@@ -118,7 +119,7 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
             hbm_bytes_per_s=self.hbm_bytes_per_s,
         )
 
-    def points(self, batches: Sequence[int], kv_bytes: float) -> dict[str, Any]:
+    def points(self, batches: Sequence[int], kv_bytes: float) -> Facts:
         """Returns an array for each figure of a step, with an entry for every batch.
 
         Source: How to Scale Your Model, section 8.2, whose interactive figures these are.
@@ -128,7 +129,7 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         every = {name: np.broadcast_to(getattr(step, name), step.batch_seqs.shape) for name in names}
         return {"batch": step.batch_seqs, **every, "fits": step.batch_seqs <= self.batch_that_fits(kv_bytes)}
 
-    def sharding(self, batch_seqs: int) -> dict[str, Any] | None:
+    def sharding(self, batch_seqs: int) -> Facts | None:
         """Returns bounds on sharding, and seconds of one product and of a layer's collectives; None without links.
 
         W is a torus axis as in `limits`, or a chip's own link in a switched domain.
@@ -184,14 +185,14 @@ class _Way(ServingReplica, frozen=True, kw_only=True):
     paged: bool = False
     drafts: bool = False
 
-    def changed(self, of_model: dict[str, Any], own: dict[str, Any]) -> "_Way":
+    def changed(self, of_model: Facts, own: Facts) -> "_Way":
         """Returns it with other fields of the model, and other fields of its own."""
         return replace(self, model=self.model and replace(self.model, **of_model), **own)
 
 
 def tricks(
     at: ServingReplica, *, prompt_len: int, output_len: int, acceptance: float, draft_cost: float
-) -> list[dict[str, Any]]:
+) -> list[Facts]:
     """Returns a row for the model without tricks, one for each of them alone, and one for all together.
 
     Without tricks every head has its own keys and values, all layers see and keep all positions, weights and caches are
@@ -223,9 +224,9 @@ def tricks(
     return found
 
 
-def _changes(model: Model) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def _changes(model: Model) -> dict[str, tuple[Facts, Facts]]:
     """Returns what each trick changes: fields of the model, and of a `_Way`."""
-    found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    found: dict[str, tuple[Facts, Facts]] = {}
     if not model.latent_attention:
         own = model.num_kv_heads if model.num_kv_heads < model.num_heads else max(1, model.num_heads // 8)
         found[f"{own} kv head{'s' * (own > 1)}"] = {"num_kv_heads": own}, {}
@@ -245,12 +246,12 @@ def _changes(model: Model) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     }
 
 
-def _figures(at: _Way, prompt_len: int, output_len: int, acceptance: float, draft_cost: float) -> dict[str, Any]:
+def _figures(at: _Way, prompt_len: int, output_len: int, acceptance: float, draft_cost: float) -> Facts:
     """Returns the figures of one row."""
     longest = prompt_len + output_len
     # in the steady state a sequence has made half of its output, and its last page is half full
     kv_bytes = at.kv_bytes(prompt_len + output_len / 2 + PAGE_LEN / 2 if at.paged else longest)
-    found: dict[str, Any] = {"kv_token_bytes": at.kv_bytes(longest) / longest, "largest_batch": 0, "drafts": 0}
+    found: Facts = {"kv_token_bytes": at.kv_bytes(longest) / longest, "largest_batch": 0, "drafts": 0}
     try:
         batch = at.batch_that_fits(kv_bytes)
     except CannotRunError:

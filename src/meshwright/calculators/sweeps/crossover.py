@@ -28,6 +28,7 @@ from meshwright.cost.step_costs import collective_groups, op_sizes, price_step
 from meshwright.cost.step_rates import attention_scores, step_rates
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import divisors
+from meshwright.report.answer import Facts
 from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
@@ -146,7 +147,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         growth = np.diff(np.log(self.compute_s)) / np.diff(np.log(self.tokens))
         return int(np.argmin([*((growth < SCALES) & (self.compute_s > self.flops_s)[:-1]), False]))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Facts:
         """Returns plain data; the meshes only where they differ."""
         found = {**msgspec.structs.asdict(self), "axes": self.mesh, "total_s": self.total_s}
         del found["tokens"], found["mesh"]
@@ -189,7 +190,7 @@ def scheme_curves(
     return tuple(curves) if axes is not None else (*curves, _best("best mesh", None, found))
 
 
-def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -> dict[str, Any]:
+def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -> Facts:
     """Returns the last batch where compute overtakes communication, interpolated between two batches in logarithms.
 
     ``tokens`` is None if compute never or always takes longer within the batches of the curve. ``closed`` are the

@@ -4,20 +4,21 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.cli.fields import SECTION_OF, field_name, split_values
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import format_count, format_params, parse_count
 from meshwright.plan.legal import divisors
+from meshwright.report.answer import Facts
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import Cluster, make_cluster, parse_cluster
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, ContextAttention
 from meshwright.spec.weights import num_params
 
-SweptFields = dict[str, dict[str, Any]]
+SweptFields = dict[str, Facts]
 """Field -> value as it is shown -> the value."""
 
 OWN = ("model", "on", "batch", "seq_len", "micro")
@@ -71,7 +72,7 @@ def read_fields(models: str, on: str, texts: Sequence[str], own: Sequence[str] =
     return {"seq_len": {"4096": "4096"}} | fields
 
 
-def combinations(fields: SweptFields) -> list[tuple[dict[str, str], dict[str, Any]]]:
+def combinations(fields: SweptFields) -> list[tuple[dict[str, str], Facts]]:
     """Returns every combination of the fields' values, the last field running fastest: as they are shown, and as such.
 
     Raises InputError for more than ``MAX_POINTS``.

@@ -19,6 +19,7 @@ from meshwright.plan.planner import refuse_given, space_of
 from meshwright.plan.result import PlannedStrategy, planned
 from meshwright.plan.search import search
 from meshwright.plan.space import Space
+from meshwright.report.answer import Facts
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, parse_batch, require_training
@@ -49,7 +50,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens per second of all chips together; None if nothing runs."""
         return None if self.best is None else self.setting.job.tokens_per_step / self.best.estimate.step_s
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Facts:
         """Returns plain data: figures are None where nothing runs."""
         found, job, cluster, limit = self.best, self.setting.job, self.setting.cluster, self.setting.memory_limit
         at, strategy = found and found.estimate, found and found.strategy
@@ -79,7 +80,7 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def records(points: Sequence[SweepPoint]) -> list[dict[str, Any]]:
+def records(points: Sequence[SweepPoint]) -> list[Facts]:
     """Returns every point as plain data, with ``scaling``: its tokens/s per chip over that of the first that runs."""
     rows = [point.to_json() for point in points]
     rates = [row["tokens_per_s"] and row["tokens_per_s"] / row["num_chips"] for row in rows]

@@ -8,7 +8,6 @@ Sources: Scaling and Parallelism (slides); How to Scale Your Model, sections 5.1
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from meshwright.calculators.training.scaling_laws import critical_batch_tokens
 from meshwright.calculators.verbs.show_chip import product_dtype
@@ -20,7 +19,7 @@ from meshwright.cost.formulas.limits import data_parallel_min_tokens_per_chip, i
 from meshwright.cost.formulas.roofline import critical_batch, dtype_bytes
 from meshwright.cost.network.links import torus_width
 from meshwright.plan.legal import divisors
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import compute_dtype, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
@@ -93,7 +92,7 @@ def _replicas(cluster: Cluster, given: Given) -> int:
     return count
 
 
-def _limits(cluster: Cluster | None, given: Given) -> dict[str, Any] | None:
+def _limits(cluster: Cluster | None, given: Given) -> Facts | None:
     weights = given.weight_dtype
     if cluster is None and weights is not None:
         raise InputError(f"--weights {weights} changes the limits of a cluster. Give --on.")
@@ -108,7 +107,7 @@ def _limits(cluster: Cluster | None, given: Given) -> dict[str, Any] | None:
     )
 
 
-def _row(one: dict[str, int], given: Given, limits: dict[str, Any] | None) -> dict[str, Any]:
+def _row(one: dict[str, int], given: Given, limits: Facts | None) -> Facts:
     """Returns a solution with its tokens, and what binds plain FSDP at its microbatch."""
     tokens, chips = one["micro"] * given.seq_len, given.chips_per_replica
     hbm, link = (limits["per_replica_hbm"], limits["per_chip_link"]) if limits else (None, None)
@@ -166,9 +165,7 @@ def _nothing_divides(batch: int, given: dict[str, int]) -> str:
     return f"{made} does not divide {counted(batch, 'sequence')}. Use {near} sequences a step."
 
 
-def compute_bound_tokens(
-    cluster: Cluster, *, dtype: str, weight_bytes: float = 2, sparsity: float = 1.0
-) -> dict[str, Any]:
+def compute_bound_tokens(cluster: Cluster, *, dtype: str, weight_bytes: float = 2, sparsity: float = 1.0) -> Facts:
     """Returns the least tokens of a microbatch at which chips do not wait for memory or for FSDP's collectives.
 
     ``per_replica_hbm``: tokens that meet one copy of the weights, C / W_hbm for 16-bit weights, half of it for int8,
@@ -200,14 +197,14 @@ def _links(cluster: Cluster) -> tuple[str | None, float | None, float]:
     return None, None, 1
 
 
-COLUMNS: dict[str, Any] = {
+COLUMNS: Facts = {
     **{name: name for name in ("micro", "accumulate", "replicas", "chips")},
     "tokens a microbatch": "tokens_per_microbatch",
     "tokens a chip": ("tokens_per_chip", lambda value: int(value) if value == int(value) else value),
 }
 
 
-def _text(facts: dict[str, Any], limits: dict[str, Any] | None, cluster: Cluster | None) -> Iterator[Piece]:
+def _text(facts: Facts, limits: Facts | None, cluster: Cluster | None) -> Iterator[Piece]:
     yield (
         f"{counted(facts['batch_seqs'], 'sequence')} of {facts['seq_len']:,} = "
         f"{format_count(facts['tokens_per_step'])} "

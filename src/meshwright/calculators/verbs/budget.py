@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import click
 from msgspec.structs import asdict, replace
@@ -39,7 +38,7 @@ from meshwright.cost.formulas.training_budget import (
 )
 from meshwright.cost.work.ops import token_flops
 from meshwright.plan.run_budget import chip_time
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, chips, peak
 from meshwright.spec.cluster import Cluster, parse_cluster
@@ -103,7 +102,7 @@ def command(given: Given) -> Answer:
     model = load_model(given.model_name) if given.model_name else None
     asked = (given.flops, model, given.params_text, given.tokens_text, given.loss)
     if failing is not None and all(one is None for one in asked):
-        facts: dict[str, Any] = {"flops": None, "failures": failing}
+        facts: Facts = {"flops": None, "failures": failing}
     else:
         flops, size, tokens = _budget(given, model, law)
         reached = _utilisation(flops, cluster, given)
@@ -159,13 +158,11 @@ def _count(text: str | None, what: str) -> float | None:
 # -- laws -----------------------------------------------------------------------------------------------
 
 
-def _law_facts(
-    flops: float, law: ScalingLaw, given: tuple[float | None, float | None], model: Model | None
-) -> dict[str, Any]:
+def _law_facts(flops: float, law: ScalingLaw, given: tuple[float | None, float | None], model: Model | None) -> Facts:
     """Returns the optimum of the chosen law, those of all laws, and a given size with its tokens beside them."""
     size, tokens = given
     laws = LAWS.values()
-    facts: dict[str, Any] = {
+    facts: Facts = {
         "law": law.name,
         "optimum": law.optimum(flops),
         "rule_of_20": fixed_ratio(flops, law=law),
@@ -189,7 +186,7 @@ def _law_facts(
 # -- chips ----------------------------------------------------------------------------------------------
 
 
-def _utilisation(flops: float, cluster: Cluster | None, given: Given) -> dict[str, Any] | None:
+def _utilisation(flops: float, cluster: Cluster | None, given: Given) -> Facts | None:
     """Returns the share of the chips' peak that published chip-hours imply; None if none are given."""
     hours = _count(given.chip_hours_text, "--chip-hours")
     if hours is None:
@@ -216,7 +213,7 @@ def _dtype(cluster: Cluster, given: Given) -> str:
     return used
 
 
-def run_cost(flops: float, chip: Chip, given: Given, *, num_chips: int = 1, dtype: str, mfu: float) -> dict[str, Any]:
+def run_cost(flops: float, chip: Chip, given: Given, *, num_chips: int = 1, dtype: str, mfu: float) -> Facts:
     """Returns time, energy, money and floor of these FLOPs; None where a price, a power or a rack is not known.
 
     Where a plan exists its own step time is better (`plan.run_budget`); this is the estimate before there is one.
@@ -242,7 +239,7 @@ def run_cost(flops: float, chip: Chip, given: Given, *, num_chips: int = 1, dtyp
     }
 
 
-def _run(flops: float, cluster: Cluster, given: Given, mfu: float, useful: float) -> dict[str, Any]:
+def _run(flops: float, cluster: Cluster, given: Given, mfu: float, useful: float) -> Facts:
     """Returns the cost on a cluster of which failures leave a ``useful`` share of the time."""
     if useful <= 0:
         raise InputError("failures leave no time for work at this interval. Save faster, or give fewer nodes.")
@@ -259,7 +256,7 @@ def _run(flops: float, cluster: Cluster, given: Given, mfu: float, useful: float
     }
 
 
-def _years(flops: float, given: Given, mfu: float) -> list[dict[str, Any]]:
+def _years(flops: float, given: Given, mfu: float) -> list[Facts]:
     """Returns the cost of the FLOPs on one of each chip that has a peak, in the dtype if given; slowest first."""
     every = [c for c in chips().values() if c.variant == "datasheet" and c.peak_flops]
     units = [c for c in every if given.dtype is None or given.dtype in c.peak_flops]
@@ -289,7 +286,7 @@ def _failures(given: Given, cluster: Cluster | None) -> dict[str, float] | None:
 # -- the text -------------------------------------------------------------------------------------------
 
 
-def _text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
+def _text(facts: Facts, law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
     """Yields the known parts of the budget as text."""
     if facts["flops"] is not None:
         yield f"{facts['flops']:.4g} FLOPs = {three_digits(facts['petaflop_days'])} petaflop-days"
@@ -310,13 +307,13 @@ def _text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterat
         yield from _failures_text(facts["failures"])
 
 
-LAW_COLUMNS: dict[str, Any] = {
+LAW_COLUMNS: Facts = {
     "parameters": ("num_params", format_params),
     "tokens": ("num_tokens", format_params),
     "tokens/param": ("tokens_per_param", three_digits),
     "loss": ("loss", "{:.3f}".format),
 }
-YEAR_COLUMNS: dict[str, Any] = {
+YEAR_COLUMNS: Facts = {
     "chip": "chip",
     "dtype": "dtype",
     "peak": ("peak_flops", format_flops),
@@ -326,7 +323,7 @@ YEAR_COLUMNS: dict[str, Any] = {
 }
 
 
-def _laws_text(facts: dict[str, Any], law: ScalingLaw) -> Iterator[Piece]:
+def _laws_text(facts: Facts, law: ScalingLaw) -> Iterator[Piece]:
     """Yields the optimum of every law and of the rule of thumb."""
     marked = {"best by": ("law", lambda name: f"{name} *" if name == law.name else name)}
     rule = {**asdict(facts["rule_of_20"]), "law": f"{TOKENS_PER_PARAM} tokens a parameter"}
@@ -338,7 +335,7 @@ def _laws_text(facts: dict[str, Any], law: ScalingLaw) -> Iterator[Piece]:
                "embeddings, and the last row's loss is by *", column=4)  # fmt: skip
 
 
-def _spent_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
+def _spent_text(facts: Facts, law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
     """Yields a given size beside the optimum: loss, ratio, and the budget that would have sufficed."""
     spent, best, least = facts["spent"], facts["optimum"], facts["optimal_flops_for_its_loss"]
     name = model.name if model else "this size"
@@ -359,7 +356,7 @@ def _spent_text(facts: dict[str, Any], law: ScalingLaw, model: Model | None) -> 
         )
 
 
-def _run_text(run: dict[str, Any]) -> Iterator[Piece]:
+def _run_text(run: Facts) -> Iterator[Piece]:
     yield Fact(
         "the run",
         f"{format_seconds(run['days'] * DAY_S)} on {run['cluster']} ({counted(run['num_chips'], 'chip')}) at "

@@ -16,7 +16,7 @@ from meshwright.cli.verb import CALIBRATION, DIMS, MESH, DimSizes, MeshSizes, Op
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds, parse_bytes
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.calibration import memory_bytes as usable_bytes
 from meshwright.spec.cluster import parse_cluster
@@ -53,7 +53,7 @@ def command(given: Given) -> Answer:
         most = format_bytes(usable)
         raise InputError(f"--memory {given.memory_text} must be more than 0 and at most the {most} of a device.")
     found = search_chain(chain, rates, memory_bytes=limit, top=given.top)
-    result: dict[str, Any] = {
+    result: Facts = {
         "cluster": cluster.short_name,
         "memory_limit_bytes": limit,
         "placement": rates.laid.describe(),
@@ -66,7 +66,7 @@ def command(given: Given) -> Answer:
     return Answer(result, _text(result), raw=[least, arrays, steps, [result]])
 
 
-def _row(chain: Chain, one: Assignment) -> dict[str, Any]:
+def _row(chain: Chain, one: Assignment) -> Facts:
     return {
         "time_s": one.time_s,
         "communication_s": one.communication_s,

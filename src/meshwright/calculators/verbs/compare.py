@@ -1,7 +1,7 @@
 """`meshwright compare`: models side by side: sizes and ratios, state and activation memory, chips that hold them."""
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from meshwright.algebra.ops.attention import keys_per_query
 from meshwright.algebra.sizes import Number
@@ -20,7 +20,7 @@ from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas.accounting import kv_cache_bytes
 from meshwright.cost.formulas.limit_table import feed_forward_width
 from meshwright.cost.work.ops import token_flops
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 from meshwright.spec.catalogue import models
 from meshwright.spec.chip import Chip
 from meshwright.spec.model import Model
@@ -91,7 +91,7 @@ LETTERS = {
     "model": "name", "L": "num_layers", "D": "d_model", "F": "d_ff", "N": "num_heads", "K": "num_kv_heads",
     "H": "head_dim", "V": "vocab_size",
 }  # fmt: skip
-COUNTS: dict[str, Any] = {
+COUNTS: Facts = {
     "model": "name",
     "params": ("num_params", format_params),
     "active": ("num_active_params", format_params),
@@ -108,7 +108,7 @@ EXPERTS = {
 """Columns of the three tables."""
 
 
-def model_row(model: Model, *, seq_len: int) -> dict[str, Any]:
+def model_row(model: Model, *, seq_len: int) -> Facts:
     """Returns sizes, ratios and the cost of a token of a model at a sequence length, before anything is split.
 
     None where a model has no such part. ``ff_ratio`` is the feed-forward width that a token passes over D: F / D, or
@@ -143,7 +143,7 @@ def attention_train_flops(model: Model, seq_len: Number) -> Number:
     return 6 * seq_len * keys * model.num_heads * (model.head_dim + value_dim)
 
 
-def _text(rows: list[dict[str, Any]], seq_len: int) -> Iterator[Piece]:
+def _text(rows: list[Facts], seq_len: int) -> Iterator[Piece]:
     yield Table.of(rows, LETTERS)
     yield Table.of(rows, COUNTS)
     experts = [row for row in rows if row["num_experts"]]

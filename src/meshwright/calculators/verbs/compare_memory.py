@@ -16,7 +16,7 @@ from meshwright.cost.formulas.accounting import (
     zero_bytes,
 )
 from meshwright.cost.formulas.training_budget import min_chips
-from meshwright.report.answer import Answer, Heading, Paragraph, Table, TableColumns
+from meshwright.report.answer import Answer, Facts, Heading, Paragraph, Table, TableColumns
 from meshwright.spec.chip import Chip
 from meshwright.spec.chip import chips as catalogue_chips
 from meshwright.spec.model import Model
@@ -24,8 +24,8 @@ from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.spec.weights import num_params
 
 PARTS: tuple[StatePart, ...] = ("weights", "gradients", "optimizer")
-MEMORY_COLUMNS: dict[str, Any] = {"chip": "chip", "memory": ("memory_bytes", format_bytes)}
-BYTES_COLUMNS: dict[str, Any] = {
+MEMORY_COLUMNS: Facts = {"chip": "chip", "memory": ("memory_bytes", format_bytes)}
+BYTES_COLUMNS: Facts = {
     header: (field, "{:g}".format, f"bytes_per_param.{field.rpartition('/')[2]}")
     for header, field in {
         "w": "weights",
@@ -105,7 +105,7 @@ def zero_view(models: Sequence[Model], given: Any) -> Answer:
     if given.state is not None:
         bytes_per_param(given.state)
     averages = AVERAGE_BYTES[given.average]
-    facts: list[dict[str, Any]] = []
+    facts: list[Facts] = []
     tables = []
     for m in models:
         found = {
@@ -125,7 +125,7 @@ def zero_view(models: Sequence[Model], given: Any) -> Answer:
     return _noted({"shards": given.shards, "models": facts}, tables, note)
 
 
-def _noted(facts: dict[str, Any], tables: Sequence[Table], note: str) -> Answer:
+def _noted(facts: Facts, tables: Sequence[Table], note: str) -> Answer:
     return Answer({**facts, "note": note}, [*tables, Paragraph(note, 0)])
 
 

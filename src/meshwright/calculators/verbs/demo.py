@@ -1,7 +1,7 @@
 """`meshwright demo`: the whole loop on this machine: measure, plan, train, compare, draw, sample."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,7 +16,7 @@ from meshwright.core.units import format_seconds
 from meshwright.cost.setting import Setting, setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
 from meshwright.plan.planner import rank_plans
-from meshwright.report.answer import Answer, Paragraph
+from meshwright.report.answer import Answer, Facts, Paragraph
 from meshwright.spec.calibration import memory_rate, reference_peak
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -80,7 +80,7 @@ def command(given: Given) -> Answer:
     options = TextOptions(max_tokens=SAMPLE_TOKENS, sampling=Sampling(temperature=0.5), mesh=make_mesh({}))
     text = PROMPT + generate_text(Path(result.run), [PROMPT], options).texts[0]
     speed = machine_speed(chosen.calibration)
-    facts: dict[str, Any] = {**msgspec.to_builtins(result), "machine_speed": speed}
+    facts: Facts = {**msgspec.to_builtins(result), "machine_speed": speed}
     facts |= {"plan": given.out / "plan.toml", "pictures": pictures, "sample": text}
     lines = [f"pictures: {', '.join(pictures)}", f"sample:   {text!r}"]
     return Answer(facts, ["", *result_text(chosen, result, speed), *(Paragraph(line, None) for line in lines)])

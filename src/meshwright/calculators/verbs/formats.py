@@ -7,14 +7,13 @@ may not overlap. Source: Scaling systems for LLMs (slides): 2n - 1 FLOPs on 2n e
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import Any
 
 from meshwright.calculators.chips.number_formats import NumberFormat, bit_text, decode, number_format, round_to
 from meshwright.cli.output import four_digits
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas.roofline import Work
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 
 LISTED = ("fp32", "tf32", "bf16", "fp16", "fp8-e5m2", "fp8-e4m3", "fp4-e2m1", "int8", "int4")
 """Formats that are shown if none is named."""
@@ -47,7 +46,7 @@ def command(given: Given) -> Answer:
     scale = _number(given.scale, "--scale")
     if scale <= 0:
         raise InputError(f"--scale {given.scale} must be positive. Values are divided by it, stored, multiplied back.")
-    found: dict[str, Any] = {
+    found: Facts = {
         "formats": [format_facts(form) for form in forms],
         "values": [_stored(text, forms, scale) for text in given.values],
         "decoded": None if given.code is None else _decoded(given.code, forms),
@@ -59,7 +58,7 @@ def command(given: Given) -> Answer:
     return Answer(found, _text(given, found), raw=rows)
 
 
-def _text(given: Given, found: dict[str, Any]) -> Iterator[Piece]:
+def _text(given: Given, found: Facts) -> Iterator[Piece]:
     if not given.values and given.code is None and given.length is None:
         yield Table.of(found["formats"], FORMAT_COLUMNS)
         yield Fact("bits", "sign + exponent + mantissa; tf32 fills 4 bytes in memory; integers need a scale")
@@ -81,7 +80,7 @@ def _text(given: Given, found: dict[str, Any]) -> Iterator[Piece]:
 # -- what formats hold ----------------------------------------------------------------------------------
 
 
-def format_facts(form: NumberFormat) -> dict[str, Any]:
+def format_facts(form: NumberFormat) -> Facts:
     """Returns a format's fields and figures that follow from them; decimal_digits of a float are log10(2^(m+1))."""
     figures, digits = form.figures, (form.mantissa_bits + 1 if form.kind == "float" else form.bits - 1) * math.log10(2)
     num_finite = figures.pop("num_finite")
@@ -107,11 +106,11 @@ def _short(value: float) -> str:
     return f"{int(value):,}" if whole else f"{value:.4g}"
 
 
-def _fields(form: dict[str, Any]) -> str:
+def _fields(form: Facts) -> str:
     return f"1+{form['exponent_bits']}+{form['mantissa_bits']}" if form["kind"] == "float" else f"{form['bits']}"
 
 
-FORMAT_COLUMNS: dict[str, Any] = {
+FORMAT_COLUMNS: Facts = {
     "format": "name",
     "bits": _fields,
     "bytes": ("bytes", "{:g}".format),
@@ -125,7 +124,7 @@ FORMAT_COLUMNS: dict[str, Any] = {
 # -- values ---------------------------------------------------------------------------------------------
 
 
-def _stored(text: str, forms: Sequence[NumberFormat], scale: Fraction) -> dict[str, Any]:
+def _stored(text: str, forms: Sequence[NumberFormat], scale: Fraction) -> Facts:
     value, stored = _number(text, "--value"), []
     for form in forms:
         one = round_to(form, value / scale)
@@ -147,7 +146,7 @@ def _error(relative: float | None) -> str:
     return "exact" if relative == 0 else f"{relative:.2g}"
 
 
-def _decoded(text: str, forms: Sequence[NumberFormat]) -> dict[str, Any]:
+def _decoded(text: str, forms: Sequence[NumberFormat]) -> Facts:
     if len(forms) != 1:
         raise InputError(f"--bits {text} needs one format, to decode it in: meshwright formats fp8 --bits {text}.")
     try:
@@ -170,7 +169,7 @@ def _number(text: str, what: str) -> Fraction:
 # -- dot products ---------------------------------------------------------------------------------------
 
 
-def _dots(forms: Sequence[NumberFormat], length: int, given: Given) -> list[dict[str, Any]]:
+def _dots(forms: Sequence[NumberFormat], length: int, given: Given) -> list[Facts]:
     if length > MAX_LENGTH:
         raise InputError(f"--dot {length} is longer than any row. Give at most {MAX_LENGTH:,}.")
     return [
@@ -194,7 +193,7 @@ def dot_product_work(form: NumberFormat, length: int) -> Work:
 
 def dot_product_ways(
     form: NumberFormat, length: int, *, load_cycles: float = LOAD_CYCLES, vector_bits: int = VECTOR_BITS
-) -> list[dict[str, Any]]:
+) -> list[Facts]:
     """Returns four ways: scalar with separate multiply and add, scalar fused, vector, and in a matrix instruction.
 
     A vector of V lanes needs n/V fused instructions and 2 log2(V) to add its lanes (a shuffle and an add each). A
@@ -232,7 +231,7 @@ def dot_product_ways(
     ]
 
 
-WAY_COLUMNS: dict[str, Any] = {
+WAY_COLUMNS: Facts = {
     "way": "way",
     "loads": ("loads", four_digits),
     "arithmetic": ("arithmetic", four_digits),

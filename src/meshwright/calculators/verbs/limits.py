@@ -1,7 +1,5 @@
 """`meshwright limits`: the closed forms of a model, a cluster and a batch, whether a plan divides the work or not."""
 
-from typing import Any
-
 from meshwright.calculators.sweeps.crossover import mlp_work
 from meshwright.cli.fields import job_of
 from meshwright.cli.verb import BATCH, SEQ_NEEDED, Count, Options, argument, option, verb
@@ -13,7 +11,7 @@ from meshwright.cost.formulas.limit_table import Letters, limits_at
 from meshwright.cost.formulas.limits import MixedLayer, ici_intensity
 from meshwright.cost.network.links import torus_width
 from meshwright.plan.why.bounds import model_letters, shared_letters, switched_letters
-from meshwright.report.answer import Answer
+from meshwright.report.answer import Answer, Facts
 from meshwright.spec.calibration import Efficiency
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import peak
@@ -74,7 +72,7 @@ def command(given: Given) -> Answer:
     )
 
 
-def layer_letters(text: str, state: str) -> tuple[str, int, dict[str, Any]]:
+def layer_letters(text: str, state: str) -> tuple[str, int, Facts]:
     """Returns the name, D and the letters of a model or of ``mlp:DxF``, whose training state is left out."""
     layer = mlp_work(text)
     if layer is not None:
@@ -85,7 +83,7 @@ def layer_letters(text: str, state: str) -> tuple[str, int, dict[str, Any]]:
     return model.name, model.d_model, model_letters(model) | of_state
 
 
-def letters(sizes: dict[str, Any], cluster: Cluster, job: Job, given: Given) -> Letters:
+def letters(sizes: Facts, cluster: Cluster, job: Job, given: Given) -> Letters:
     """Returns the letters for one slice, tokens and chips as real numbers, at the data sheet's peak, none of a plan.
 
     ``sizes`` are the model's. Raises InputError for a cluster without links. Source: How to Scale Your Model, 5.

@@ -18,7 +18,7 @@ from meshwright.cost.work.kernels import ChipRates, chip_rates, partly_hidden
 from meshwright.masks.names import MASKS, SCORES, Rule, example_data, mask_named, score_named, usage
 from meshwright.masks.table import MARKS, CountedTable, counted_table
 from meshwright.masks.user import load_user, table_of_user
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
+from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Table
 from meshwright.report.arrays.mask import mask_figure
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.chip import Chip, compute_dtype
@@ -76,7 +76,7 @@ def _catalogue() -> Answer:
     return Answer({"catalogue": rows}, tables, raw=[rows])
 
 
-def _facts(given: Given, counted: CountedTable) -> dict[str, Any]:
+def _facts(given: Given, counted: CountedTable) -> Facts:
     """Returns what is counted, and the predicted seconds of one layer's attention of one sequence in bf16, over all
     pairs and over those in existing blocks."""
     table, chip, all_pairs = counted.table, given.on, given.seq_len**2
@@ -118,11 +118,11 @@ def _seconds(rates: ChipRates, run: str, *, length: int, pairs: Number, heads: i
     return seconds
 
 
-def _row(run: str, dense_s: float, blocks_s: float) -> dict[str, Any]:
+def _row(run: str, dense_s: float, blocks_s: float) -> Facts:
     return {"pass": run, "dense_s": dense_s, "blocks_s": blocks_s, "ratio": blocks_s / dense_s}
 
 
-def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> dict[str, Any]:
+def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> Facts:
     """Returns the medians of runs on this machine, in float32 on a CPU and in bf16 elsewhere."""
     import jax
     import jax.numpy as jnp
@@ -162,7 +162,7 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> dict[s
     return {"measured": rows, "kernel_blocks": blocks, "kernel_share": share, "device": jax.devices()[0].device_kind}
 
 
-SECONDS: dict[str, Any] = {
+SECONDS: Facts = {
     "pass": "pass",
     "dense": ("dense_s", format_seconds),
     "blocks": ("blocks_s", format_seconds),
@@ -170,7 +170,7 @@ SECONDS: dict[str, Any] = {
 }
 
 
-def _text(facts: dict[str, Any], counted: CountedTable) -> Iterator[Piece]:
+def _text(facts: Facts, counted: CountedTable) -> Iterator[Piece]:
     length, block, kinds = facts["seq_len"], facts["block"], counted.table.kinds.shape[:2]
     yield f"{facts['mask']}: {length:,} queries and keys, in blocks of {block} x {block}"
     yield Paragraph(counted.table.text(), None)

@@ -21,7 +21,7 @@ from meshwright.cost.formulas.roofline import (
     critical_size,
     dtype_bytes,
 )
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 from meshwright.spec.chip import Chip, chip, vector_peak
 
 CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn", "nvlink")
@@ -98,7 +98,7 @@ def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given
     return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)}, [[facts]])
 
 
-def _critical(op: LocalOp, unit: Chip, line: Roofline, sizes: dict[str, int]) -> dict[str, Any]:
+def _critical(op: LocalOp, unit: Chip, line: Roofline, sizes: dict[str, int]) -> Facts:
     """Returns the batch from which a product on matrix units is compute-bound; else intensity hardly depends on sizes.
 
     The batch is the first dim of the left array that the right one lacks, taken as whole tiles.
@@ -115,7 +115,7 @@ def _critical(op: LocalOp, unit: Chip, line: Roofline, sizes: dict[str, int]) ->
     return {"critical_dim": dim, "critical_batch": exact, "critical_batch_wide": wide}
 
 
-def _text(product: str, unit: Chip, r: dict[str, Any]) -> Iterator[Piece]:
+def _text(product: str, unit: Chip, r: Facts) -> Iterator[Piece]:
     dim, batch, wide = r["critical_dim"], r["critical_batch"], r["critical_batch_wide"]
     rows = [
         ["compute", format_flop_count(r["flops"]), format_flops(r["peak_flops"]), format_seconds(r["math_s"])],

@@ -20,7 +20,7 @@ from meshwright.cost.formulas.roofline import (
     critical_intensity,
     einsum_work,
 )
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import Chip, compute_dtype, peak
 from meshwright.spec.model import Model
@@ -67,7 +67,7 @@ def compute_bound_len(model: Model, critical_intensity: float) -> float:
     return critical_intensity * (group + 1) / group
 
 
-def block_times(model: Model, chip: Chip, *, keys: int, queries: int, batch_seqs: int, dtype: str) -> dict[str, Any]:
+def block_times(model: Model, chip: Chip, *, keys: int, queries: int, batch_seqs: int, dtype: str) -> Facts:
     """Returns seconds of both blocks of one layer for ``batch_seqs`` sequences of ``queries`` new tokens.
 
     Each overlaps perfectly. Prefill has as many queries as keys, generation one. No causal discount, no window.
@@ -108,7 +108,7 @@ def _ffw_s(model: Model, chip: Chip, tokens: int, dtype: str) -> float:
     return sum(seconds * (3 if model.gated else 2))
 
 
-def _text(facts: dict[str, Any]) -> Iterator[Piece]:
+def _text(facts: Facts) -> Iterator[Piece]:
     """Yields the lengths as a table, then where attention becomes compute-bound."""
     rows = [
         [f"{p['keys']:,}", four_digits(p["intensity"]), p["bound_by"], f"{p['ratio']:.3g}",
@@ -143,7 +143,7 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
     )
 
 
-def _figure(facts: dict[str, Any]) -> Any:
+def _figure(facts: Facts) -> Any:
     """Returns curves of attention's time over the feed-forward block's against the context."""
     from meshwright.report.marks import ReferenceLine
     from meshwright.report.sweeps import curves_figure

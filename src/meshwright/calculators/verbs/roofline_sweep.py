@@ -15,7 +15,7 @@ from meshwright.cli.output import four_digits
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops, format_seconds
 from meshwright.cost.formulas.roofline import Roofline
-from meshwright.report.answer import Answer, Table
+from meshwright.report.answer import Answer, Facts, Table
 from meshwright.spec.chip import Chip
 
 MAX_POINTS = 400
@@ -81,7 +81,7 @@ def with_knees(price: Callable[[SweptSizes], Roofline], points: SweptLines, alon
     return drawn
 
 
-RATE_COLUMNS: dict[str, Any] = {
+RATE_COLUMNS: Facts = {
     "FLOPs/byte": ("intensity", four_digits),
     "time": ("time_s_lower", format_seconds),
     "rate": ("flops_per_s", format_flops),

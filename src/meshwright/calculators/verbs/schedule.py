@@ -18,7 +18,7 @@ from meshwright.core.errors import InputError
 from meshwright.core.fields import LARGEST
 from meshwright.core.files import write_text_whole
 from meshwright.core.units import counted, format_seconds
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Table
+from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Table
 from meshwright.report.plans.timeline import timeline_figure, timeline_text
 
 MAX_SWEPT_STAGES = 64
@@ -53,7 +53,7 @@ def command(given: Given) -> Answer:
     times = read_times(forward=given.forward, backward=given.backward, weight=given.weight, send=given.send)
     if not (given.name or given.table or given.compare):
         raise InputError(f"no schedule is named. Give one of {', '.join(schedule_names())}, or --table FILE.")
-    result: dict[str, Any] = {"unit": times.unit}
+    result: Facts = {"unit": times.unit}
     text: list[Piece] = []
     pictures: dict[Path | None, Callable[[], Any]] = {}
     if schedule := _schedule(given):
@@ -61,7 +61,7 @@ def command(given: Given) -> Answer:
         result |= _result(schedule, simulation, times)
         text += _schedule_text(schedule, simulation, result, times)
         pictures[given.png] = lambda: _figure(schedule, simulation, times)
-    stepped: dict[str, Any] = {"step": ("step", times.cell), "idle": ("bubble_share", "{:.1%}".format)}
+    stepped: Facts = {"step": ("step", times.cell), "idle": ("bubble_share", "{:.1%}".format)}
     stash = {"peak stash": ("peak_stash", "{:.4g}".format)}
     if given.compare:
         sizes = _sizes(given, "--compare")
@@ -123,7 +123,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
         """Returns one simulated step with these times."""
         return simulate(schedule, **self._seconds(schedule))
 
-    def in_lockstep(self, schedule: Schedule) -> dict[str, Any]:
+    def in_lockstep(self, schedule: Schedule) -> Facts:
         """Returns ticks, time of a step and peak stash if all devices run in lockstep, tick by tick."""
         tables = tick_tables(schedule)
         step = lockstep_seconds(tables, **self._seconds(schedule))
@@ -134,7 +134,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
         times = {name: tuple(ratio * time for time in getattr(self, name)) for name in PASSES}
         return msgspec.structs.replace(self, **times)
 
-    def _seconds(self, schedule: Schedule) -> dict[str, Any]:
+    def _seconds(self, schedule: Schedule) -> Facts:
         """Returns times by virtual stage: forward, backward without weight gradients, weight gradients; and a send."""
         forward, whole, weight = (_spread(name, getattr(self, name), schedule) for name in PASSES)
         backward = [one - part for one, part in zip(whole, weight, strict=True)]
@@ -237,7 +237,7 @@ def _step(simulation: Simulation) -> dict[str, float]:
     }
 
 
-def _result(schedule: Schedule, simulation: Simulation, times: Times) -> dict[str, Any]:
+def _result(schedule: Schedule, simulation: Simulation, times: Times) -> Facts:
     return {
         "schedule": schedule.name,
         "stages": schedule.num_devices,
@@ -268,7 +268,7 @@ def _published_s(schedule: Schedule, times: Times) -> float | None:
     return float(known.published.seconds(*sizes, forward, backward - weight, weight))
 
 
-def _compared(name: str, sizes: tuple[int, int], chunks: int | None, times: Times) -> dict[str, Any]:
+def _compared(name: str, sizes: tuple[int, int], chunks: int | None, times: Times) -> Facts:
     """Returns one schedule's row; for sizes at which it does not exist, the reason."""
     try:
         schedule = _build(name, sizes, chunks if definition(name).more_chunks else None)
@@ -288,7 +288,7 @@ def _compared(name: str, sizes: tuple[int, int], chunks: int | None, times: Time
     }
 
 
-def _sweep(given: Given, times: Times) -> list[dict[str, Any]]:
+def _sweep(given: Given, times: Times) -> list[Facts]:
     """Returns the schedule with half and twice the stages, and so on, on the same chips and the same batch.
 
     A pipeline of half as many stages has twice as many replicas: each runs half of the microbatches, and each device
@@ -301,7 +301,7 @@ def _sweep(given: Given, times: Times) -> list[dict[str, Any]]:
     for swept in (2**power for power in range(1, MAX_SWEPT_STAGES.bit_length())):
         if microbatches * swept % stages:
             continue
-        row: dict[str, Any] = {"stages": swept, "microbatches": microbatches * swept // stages}
+        row: Facts = {"stages": swept, "microbatches": microbatches * swept // stages}
         try:
             schedule = _build(given.name, (swept, row["microbatches"]), given.chunks)
         except InputError as error:
@@ -316,7 +316,7 @@ def _sweep(given: Given, times: Times) -> list[dict[str, Any]]:
 # -- text and picture -----------------------------------------------------------------------------------
 
 
-def _schedule_text(schedule: Schedule, simulation: Simulation, r: dict[str, Any], times: Times) -> Iterator[Piece]:
+def _schedule_text(schedule: Schedule, simulation: Simulation, r: Facts, times: Times) -> Iterator[Piece]:
     yield _title(schedule)
     per = "device" if times.per_device else "virtual stage"
     forward, backward, weight = (_listed(given, times) for given in (times.forward, times.backward, times.weight))
@@ -358,7 +358,7 @@ def _listed(given: Sequence[float], times: Times) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _devices_table(schedule: Schedule, r: dict[str, Any], times: Times) -> Table:
+def _devices_table(schedule: Schedule, r: Facts, times: Times) -> Table:
     held: list[list[str]] = [[] for _ in schedule.orders]
     for route in schedule.routes:
         for stage, place in enumerate(route):
@@ -373,7 +373,7 @@ def _devices_table(schedule: Schedule, r: dict[str, Any], times: Times) -> Table
     return Table(["device", "holds stage", "busy", "idle", "peak stash"], rows)
 
 
-def _rows_text(title: str, rows: list[dict[str, Any]], columns: dict[str, Any]) -> Iterator[Piece]:
+def _rows_text(title: str, rows: list[Facts], columns: Facts) -> Iterator[Piece]:
     """Yields the schedules that exist as a table, then why the others do not."""
     yield Table.of([row for row in rows if "cannot" not in row], columns, title)
     for row in rows:

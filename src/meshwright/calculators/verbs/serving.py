@@ -15,7 +15,7 @@ from meshwright.cli.verb import Bytes, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, format_params, format_rate, format_seconds, parse_count
 from meshwright.cost.formulas import serving
-from meshwright.report.answer import Answer, Fact, Heading, Piece, Quantity, Show, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Facts, Heading, Piece, Quantity, Show, Table, TableColumns
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip, peak
 from meshwright.spec.cluster import parse_cluster
@@ -87,7 +87,7 @@ def command(given: Given) -> Answer:
     doubling = (1 << power for power in range(largest.bit_length()))
     batches = _counts(given.batch, "--batch") or [*(batch for batch in doubling if batch < largest), largest]
     steps = {name: column.tolist() for name, column in at.points(batches, kv_bytes).items()}
-    facts: dict[str, Any] = {
+    facts: Facts = {
         **{name: getattr(given, name) for name in ("prompt", "output", "weights", "dtype", "mfu")},
         "kv": given.kv if given.counts_caches else None,
         "model": at.model.name if at.model else None,
@@ -158,7 +158,7 @@ def _counts(text: str | None, flag: str) -> list[int]:
 # -- facts ----------------------------------------------------------------------------------------------
 
 
-def _memory(at: ServingReplica, kv_bytes: float, batch: int) -> list[dict[str, Any]]:
+def _memory(at: ServingReplica, kv_bytes: float, batch: int) -> list[Facts]:
     """Returns bytes, chips that they fill, and the smallest slice on offer, None beyond a pod."""
     rows = {"weights": at.weight_bytes, counted(batch, "cache"): kv_bytes * batch,
             "both": at.weight_bytes + kv_bytes * batch, "another cache": kv_bytes}  # fmt: skip
@@ -171,7 +171,7 @@ def _memory(at: ServingReplica, kv_bytes: float, batch: int) -> list[dict[str, A
     return found
 
 
-def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> dict[str, Any]:
+def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> Facts:
     chips, unit = at.cluster.num_chips, at.cluster.chip
     stream = serving.RequestStream(
         batch_seqs=batch, step_s=at.step(batch, kv_bytes).time_s, prompt_len=given.prompt, output_len=given.output,
@@ -200,7 +200,7 @@ def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> 
     }
 
 
-def _slices(at: ServingReplica, given: Given, kv_bytes: float) -> list[dict[str, Any]]:
+def _slices(at: ServingReplica, given: Given, kv_bytes: float) -> list[Facts]:
     """Returns this cluster and, where it exists, one of twice the chips, each at the largest batch that fits."""
     clusters, found = [at.cluster], []
     with suppress(CannotRunError):
@@ -217,7 +217,7 @@ def _slices(at: ServingReplica, given: Given, kv_bytes: float) -> list[dict[str,
     return found
 
 
-def _context(at: ServingReplica, num_positions: int) -> dict[str, Any]:
+def _context(at: ServingReplica, num_positions: int) -> Facts:
     """Returns both ends of latency against throughput, batch 1 and the largest that fits, and every batch between."""
     kv_bytes = at.kv_bytes(num_positions)
     largest = min(at.batch_that_fits(kv_bytes), MOST_BATCH)
@@ -227,7 +227,7 @@ def _context(at: ServingReplica, num_positions: int) -> dict[str, Any]:
     return {**ends, "points": points}
 
 
-def _speculation(given: Given, step: serving.DecodeStep) -> dict[str, Any]:
+def _speculation(given: Given, step: serving.DecodeStep) -> Facts:
     """Returns tokens and speed-up by drafts."""
     tokens = serving.expected_tokens(given.accept, serving.DRAFTS)
     faster = step.speedups(given.accept, draft_cost=given.draft_cost)
@@ -235,7 +235,7 @@ def _speculation(given: Given, step: serving.DecodeStep) -> dict[str, Any]:
     return {"best": best, "tokens": tokens, "speedup": faster, "tpot_s": step.time_s / faster[best]}
 
 
-def _prefixes(at: ServingReplica, given: Given) -> dict[str, Any]:
+def _prefixes(at: ServingReplica, given: Given) -> Facts:
     size = at.free_bytes if given.prefix_cache is None else given.prefix_cache
     room = size / at.kv_bytes(given.prompt)
     hits = serving.lru_hit_share(room, [rank**-given.zipf for rank in range(1, (given.prefixes or 1) + 1)])
@@ -285,7 +285,7 @@ CONTEXTS: TableColumns = {
 }  # fmt: skip
 
 
-def _text(facts: dict[str, Any]) -> Iterator[Piece]:
+def _text(facts: Facts) -> Iterator[Piece]:
     yield (
         f"{facts['model'] or 'a model'} on {facts['cluster']} ({counted(facts['num_chips'], 'chip')}): "
         f"{format_params(facts['params'])} parameters in {facts['weights']}, {BYTES(facts['kv_bytes_per_token'])} of "
@@ -338,7 +338,7 @@ def _text(facts: dict[str, Any]) -> Iterator[Piece]:
         yield Fact("prefix cache", f"{found} {left}", WIDE)
 
 
-def _requests_text(at: dict[str, Any], mfu: float) -> Iterator[Piece]:
+def _requests_text(at: Facts, mfu: float) -> Iterator[Piece]:
     yield Fact("TTFT", f"{SECONDS(at['ttft_s'])}: the prompt's FLOPs at {mfu:.0%} of the peak", WIDE)
     alone, mixed = SECONDS(at["tpot_s"]), SECONDS(at["tpot_interleaved_s"])
     whole = f"{SECONDS(at['generation_s'])} a request"
@@ -353,7 +353,7 @@ def _requests_text(at: dict[str, Any], mfu: float) -> Iterator[Piece]:
         yield Fact("cost", "{} a million tokens of input, {} of output".format(*prices), WIDE)
 
 
-def _figure(facts: dict[str, Any]) -> Any:
+def _figure(facts: Facts) -> Any:
     """Returns throughput against latency for each context, or the parts of a step's time against the batch."""
     from meshwright.report.figure import si_scale
     from meshwright.report.sweeps import curves_figure

@@ -38,7 +38,7 @@ from meshwright.core.units import counted, format_bytes, format_params, format_s
 from meshwright.cost.formulas.limits import ici_intensity, reduce_after_max_shards, reduce_after_min_dim
 from meshwright.cost.network.legs import group_legs, turns_text
 from meshwright.cost.network.links import torus_width
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 from meshwright.spec.chip import compute_dtype, peak
 from meshwright.spec.cluster import parse_cluster
 
@@ -49,14 +49,14 @@ COLUMN = 17
 OF_ARRAYS = ("local_shapes", "bytes_per_device", "bytes_total", "copies", "addends")
 """Keys of the JSON object that have a value for every array."""
 
-STEPS: dict[str, Any] = {
+STEPS: Facts = {
     "step": ("op", lambda op: BOOK_NAMES.get(op, "multiply")),
     "axis": "axis",
     "result": "result",
     "bytes": ("bytes", format_bytes),
     "time": ("time_s", format_seconds),
 }
-WAYS: dict[str, Any] = {
+WAYS: Facts = {
     "way, cheapest first": "way",
     "bytes moved": ("bytes", format_bytes),
     "FLOPs": ("flops_per_device", format_flop_count),
@@ -132,9 +132,7 @@ def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict
         )
 
 
-def _result(
-    asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
-) -> dict[str, Any]:
+def _result(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None) -> Facts:
     prices, scatters = (
         price_einsum(asked.steps, dims, mesh, rates),
         [s for s in asked.steps if s.op == "reduce_scatter"],
@@ -182,9 +180,9 @@ def _result(
 
 def _ways(
     ways: Mapping[str, Sequence[Step]], dims: dict[str, int], mesh: dict[str, int], rates: EinsumRates | None
-) -> list[dict[str, Any]]:
+) -> list[Facts]:
     """Returns a row for each way of a product, the cheapest first: by time, without rates by bytes."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Facts] = []
     for name, steps in ways.items():
         prices = price_einsum(steps, dims, mesh, rates)
         sent = sum(p.num_bytes for s, p in zip(steps, prices, strict=True) if s.is_collective)
@@ -196,7 +194,7 @@ def _ways(
     return [{**row, "times_cheapest": row[figure] / least if least else None} for row in rows]
 
 
-def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRates | None) -> dict[str, Any] | None:
+def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRates | None) -> Facts | None:
     """Returns the sizes at which slicing the contracted dim over its ICI axis beats a whole product on every device.
 
     Slices are summed by an AllReduce. W is that of the axes that split the dim. None if nothing is contracted, or the
@@ -223,9 +221,7 @@ MAX_RELATIVE_ERROR = 1e-5
 """Largest error of float32 products against float64 ones, relative to the largest entry."""
 
 
-def run_ways(
-    asked: ShardQuestion, ways: Sequence[Sequence[Step]], dims: dict[str, int], mesh: dict[str, int]
-) -> dict[str, Any]:
+def run_ways(asked: ShardQuestion, ways: Sequence[Sequence[Step]], dims: dict[str, int], mesh: dict[str, int]) -> Facts:
     """Runs each way on emulated devices and on NumPy blocks, in float32; returns errors against float64, unsharded."""
     from meshwright.parallel.mesh import emulate_devices
 
@@ -302,7 +298,7 @@ def run_steps(
 # -- text and picture ------------------------------------------------------------------------------------
 
 
-def _text(title: str, result: dict[str, Any]) -> Iterator[Piece]:
+def _text(title: str, result: Facts) -> Iterator[Piece]:
     if result["steps"]:
         yield Table.of(result["steps"], STEPS, title)
     addends = {name: "" if n == 1 else f" of {n:,} addends" for name, n in result["addends"].items()}

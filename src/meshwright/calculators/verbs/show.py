@@ -1,7 +1,6 @@
 """`meshwright show`: the catalogues, and figures that follow from one entry."""
 
 from pathlib import Path
-from typing import Any
 
 from meshwright.calculators.sweeps.crossover import mlp_work
 from meshwright.calculators.verbs.show_chip import chip_answer, chip_facts
@@ -12,7 +11,7 @@ from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.toml_file import read_toml
 from meshwright.core.units import format_bytes, format_params, format_rate
-from meshwright.report.answer import Answer, Fact, Table
+from meshwright.report.answer import Answer, Fact, Facts, Table
 from meshwright.spec.catalogue import load_model, models, weights_of
 from meshwright.spec.chip import chip, chips
 from meshwright.spec.slices import parse_clusters
@@ -78,7 +77,7 @@ BOOK_WORDS = (
     "rows that end in -book, such as v5e-book, have the rounded figures of How to Scale Your Model in place of the "
     "data sheet's, so that its worked answers come out to the digit (-book-section1: of one section)"
 )
-MODELS: dict[str, Any] = {
+MODELS: Facts = {
     "model": "name",
     "family": "family",
     "params": ("params", format_params),
@@ -93,7 +92,7 @@ def _teraflops(flops: float) -> str:
     return four_digits(flops / 1e12)
 
 
-CHIPS: dict[str, Any] = {
+CHIPS: Facts = {
     "chip": "name",
     "bf16 or fp16": (
         lambda row: row["peak_flops"].get("bf16") or row["peak_flops"].get("fp16"),

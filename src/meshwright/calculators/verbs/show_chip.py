@@ -11,7 +11,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import counted, format_bytes, format_flops, format_params, format_rate, format_seconds
 from meshwright.cost.formulas import accounting, limits, roofline
 from meshwright.cost.network import collectives as network
-from meshwright.report.answer import Answer, Fact, Paragraph, Piece, Show, Table
+from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Show, Table
 from meshwright.spec.chip import PAID_FOR, Chip, vector_peak
 from meshwright.spec.efficiency import family, fitted_calibration, power_notes
 from meshwright.spec.strategy import STATE_BYTES
@@ -23,7 +23,7 @@ def chip_answer(c: Chip) -> Answer:
     return Answer(facts, _text(c, facts), raw=[[facts]])
 
 
-def _text(c: Chip, facts: dict[str, Any]) -> Iterator[Piece]:
+def _text(c: Chip, facts: Facts) -> Iterator[Piece]:
     yield from _figures_text(c)
     rows = _derived_rows(c, facts)
     if c.mxu_dim and c.mxus_per_core and c.num_cores and c.clock_hz:
@@ -42,7 +42,7 @@ def _text(c: Chip, facts: dict[str, Any]) -> Iterator[Piece]:
         yield Fact("largest model", f"whose training state alone fills one chip, in parameters: {states}")
 
 
-def chip_facts(c: Chip) -> dict[str, Any]:
+def chip_facts(c: Chip) -> Facts:
     """Returns every figure of a chip and those that follow; None for those that need an unknown figure."""
     dtype = product_dtype(c)
     rate = c.peak_flops[dtype] if dtype else None
@@ -165,7 +165,7 @@ def known_rows(facts: Mapping[str, Any], table: Iterable[tuple[str, str, Show, s
     return [[words, show(facts[key]), source] for words, key, show, source in table if facts.get(key) is not None]
 
 
-def _derived_rows(c: Chip, facts: dict[str, Any]) -> list[list[Any]]:
+def _derived_rows(c: Chip, facts: Facts) -> list[list[Any]]:
     """Returns rows of label, value and formula."""
     batches = []
     for name in facts["critical_batch"]:
@@ -204,7 +204,7 @@ UNITS: tuple[tuple[str, str, Show], ...] = (
 )
 
 
-def _gpu_facts(c: Chip, dtype: str | None) -> dict[str, Any] | None:
+def _gpu_facts(c: Chip, dtype: str | None) -> Facts | None:
     """Returns the parts of the chip and of its whole die, and the peaks that follow; None without SMs."""
     sold, die = anatomy.gpu_anatomy(c), anatomy.full_die(c)
     if sold is None:
@@ -224,7 +224,7 @@ def _gpu_facts(c: Chip, dtype: str | None) -> dict[str, Any] | None:
     }
 
 
-def _gpu_text(c: Chip, g: dict[str, Any], dtype: str | None) -> Iterator[Piece]:
+def _gpu_text(c: Chip, g: Facts, dtype: str | None) -> Iterator[Piece]:
     """Yields the parts of the GPU beside its whole die, then the rates that follow from them."""
     sold, die = g["sold"], g["die"]
     units = [sold, die] if die else [sold]

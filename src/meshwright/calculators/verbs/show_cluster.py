@@ -15,18 +15,18 @@ from meshwright.cost.formulas.training_budget import DAY_S, energy_kwh
 from meshwright.cost.network.collectives import collective_time, group_rates
 from meshwright.cost.network.links import physical_links, torus_width
 from meshwright.cost.network.placement import physical_placement
-from meshwright.report.answer import Answer, Piece, Show, Table
+from meshwright.report.answer import Answer, Facts, Piece, Show, Table
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.slices import bisection_links
 
-LEVELS: dict[str, Any] = {
+LEVELS: Facts = {
     "level": "name",
     "size": "size",
     "chips inside": "chips",
     "a chip, one way": ("bytes_per_s", format_rate),
     "a hop": ("hop_s", format_seconds),
 }
-SLICES: dict[str, Any] = {
+SLICES: Facts = {
     "cluster": "cluster",
     "rings": "rings",
     "links across": "bisection_links",
@@ -49,7 +49,7 @@ def clusters_answer(clusters: Sequence[Cluster]) -> Answer:
     return Answer(facts, blocks, raw=[[facts], facts["levels"]])
 
 
-def slice_facts(c: Cluster) -> dict[str, Any]:
+def slice_facts(c: Cluster) -> Facts:
     """Returns rings, links across the middle of one slice, and the seconds in which its chips exchange 1 GB each."""
     placed = physical_placement(c)
     torus = [link.name for link in placed.links if link.level == "ici"]
@@ -63,7 +63,7 @@ def slice_facts(c: Cluster) -> dict[str, Any]:
     }
 
 
-def cluster_levels(c: Cluster) -> list[dict[str, Any]] | None:
+def cluster_levels(c: Cluster) -> list[Facts] | None:
     """Returns the levels of a switched cluster, innermost first; None for another kind or where a rate is not known."""
     if c.kind != "switched":
         return None
@@ -84,13 +84,13 @@ def cluster_levels(c: Cluster) -> list[dict[str, Any]] | None:
     ]
 
 
-def cluster_facts(c: Cluster) -> dict[str, Any]:
+def cluster_facts(c: Cluster) -> Facts:
     """Returns sums over the chips, and the least batches; None or left out where the chip's figures are not known."""
     unit, dtype = c.chip, product_dtype(c.chip)
-    totals: dict[str, Any] = {"num_chips": c.num_chips, "num_hosts": c.num_hosts}
+    totals: Facts = {"num_chips": c.num_chips, "num_hosts": c.num_hosts}
     if dtype:
         totals = anatomy.pod_totals(c, dtype=dtype)
-    facts: dict[str, Any] = {
+    facts: Facts = {
         "cluster": c.short_name,
         "chip": unit.name,
         "kind": c.kind,
@@ -119,7 +119,7 @@ def cluster_facts(c: Cluster) -> dict[str, Any]:
     }
 
 
-def _rows(c: Cluster, facts: dict[str, Any]) -> list[list[Any]]:
+def _rows(c: Cluster, facts: Facts) -> list[list[Any]]:
     """Returns rows of label, value and source."""
     sums: tuple[tuple[str, str, Show, str], ...] = (
         ("chips", "num_chips", "{:,}".format, ""),

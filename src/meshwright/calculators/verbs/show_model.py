@@ -16,7 +16,7 @@ from meshwright.cost.formulas import accounting
 from meshwright.cost.work.ops import token_flops
 from meshwright.nn.hf.gguf import as_folder, open_files
 from meshwright.nn.hf.published import why_refused
-from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table, TableColumns
 from meshwright.spec.catalogue import entry, load_model, models
 from meshwright.spec.hf.gguf import is_gguf, stored_bytes
 from meshwright.spec.hf.published import folder_weights
@@ -58,7 +58,7 @@ def model_answer(m: Model, seq_len: int | None = None, folder: str = "") -> Answ
     return Answer(facts, _text(m, facts), raw=[[facts], *rows])
 
 
-def _text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
+def _text(m: Model, facts: Facts) -> Iterator[Piece]:
     yield f"{m.name} ({m.family})  {' '.join(f'{letter}={size}' for letter, size in facts['dims'].items())}"
     rows: list[list[Any]] = [
         [w.name, f"[{','.join(w.dims)}]", " x ".join(map(str, w.shape)), w.repeat,
@@ -75,7 +75,7 @@ def _text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
         yield from _at_length_text(facts)
 
 
-def model_facts(m: Model) -> dict[str, Any]:
+def model_facts(m: Model) -> Facts:
     """Returns the counts of a model."""
     published = entry(m.name).published if m.name in models() and load_model(m.name) == m else None
     count = num_params(m)
@@ -116,7 +116,7 @@ def model_facts(m: Model) -> dict[str, Any]:
     }
 
 
-def _folder_facts(m: Model, folder: Path) -> dict[str, Any]:
+def _folder_facts(m: Model, folder: Path) -> Facts:
     """Returns the bytes of a folder's tensors by dtype, those of the weights as served, and why refused, or ""."""
     by_dtype = stored_bytes(folder) if (of_gguf := is_gguf(folder)) else {}
     with open_files(as_folder(folder)) as tensors:
@@ -132,7 +132,7 @@ def _folder_facts(m: Model, folder: Path) -> dict[str, Any]:
             "notes": list(weights.notes), "refused": refused}  # fmt: skip
 
 
-def _flops(m: Model, seq_len: int) -> dict[str, Any]:
+def _flops(m: Model, seq_len: int) -> Facts:
     """Returns FLOPs of one sequence of training by part, with and without the causal discount of scores."""
     full, causal = (accounting.forward_flops(m, seq_len, causal=discount) for discount in (False, True))
     shares = [{part: flops / sum(one.values()) for part, flops in one.items()} for one in (full, causal)]
@@ -158,7 +158,7 @@ def _attention_intensity(m: Model) -> dict[str, float] | None:
     }
 
 
-def cache_designs(m: Model) -> list[dict[str, Any]]:
+def cache_designs(m: Model) -> list[Facts]:
     """Returns bytes that each design of the cache keeps of one token, and of a sequence; ``own`` marks the model's.
 
     Full heads (MHA), own groups or latent, one head (MQA), layers that share; no windows if the model has some. A head
@@ -174,9 +174,7 @@ def cache_designs(m: Model) -> list[dict[str, Any]]:
     full, *narrower = sizes
     sizes["MQA, 1 head"] = head
     own = narrower[0] if narrower else full if groups == heads else "MQA, 1 head"
-    windows: dict[str, Any] = (
-        {"window": m.sliding_window, "num_local": len(m.sliding_layers)} if m.sliding_layers else {}
-    )
+    windows: Facts = {"window": m.sliding_window, "num_local": len(m.sliding_layers)} if m.sliding_layers else {}
     designs = [(name, size, windows, 1) for name, size in sizes.items()]
     designs.append((f"{own}, {SHARED_LAYERS} layers share", sizes[own], windows, SHARED_LAYERS))
     if windows:
@@ -202,7 +200,7 @@ def cache_designs(m: Model) -> list[dict[str, Any]]:
     return found
 
 
-def _saved(m: Model) -> dict[str, Any]:
+def _saved(m: Model) -> Facts:
     """Returns by remat policy the elements that a layer keeps of a token, on average, and bytes of all layers."""
     widths = {remat: accounting.saved_widths(m, remat) for remat in REMATS}
     return {
@@ -218,7 +216,7 @@ def _saved(m: Model) -> dict[str, Any]:
 # -- text -----------------------------------------------------------------------------------------------
 
 
-def _totals_text(m: Model, facts: dict[str, Any]) -> Iterator[Piece]:
+def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
     published, active = facts["published_params"], facts["active_params"]
     if published and published.isdigit():
         published = f"{int(published):,}"
@@ -276,7 +274,7 @@ def _windows(m: Model) -> str:
     return f"{len(m.sliding_layers)} of {m.num_layers} layers see {m.sliding_window:,} positions"
 
 
-def _at_length_text(facts: dict[str, Any]) -> Iterator[Piece]:
+def _at_length_text(facts: Facts) -> Iterator[Piece]:
     flops = facts["flops"]
     columns: TableColumns = {
         "part": "part",
@@ -304,7 +302,7 @@ def _at_length_text(facts: dict[str, Any]) -> Iterator[Piece]:
     )
 
 
-def _cache_text(m: Model, rows: list[dict[str, Any]]) -> Iterator[Piece]:
+def _cache_text(m: Model, rows: list[Facts]) -> Iterator[Piece]:
     table = [
         [f"{row['design']}{' *' if row['own'] else ''}", row["elements_per_layer"],
          *(format_bytes(size) for size in row["bytes_per_token"].values()), format_bytes(row["sequence"]["bytes"])]
@@ -319,7 +317,7 @@ def _cache_text(m: Model, rows: list[dict[str, Any]]) -> Iterator[Piece]:
     )
 
 
-def _zero_text(zero: dict[str, Any]) -> Iterator[Piece]:
+def _zero_text(zero: Facts) -> Iterator[Piece]:
     parts = STATE_BYTES[zero["state"]]
     each = ", ".join(f"{part} {parts[part]:g}" for part in ("weights", "gradients", "optimizer"))
     rows = [
@@ -335,7 +333,7 @@ def _zero_text(zero: dict[str, Any]) -> Iterator[Piece]:
     )
 
 
-def _saved_text(m: Model, saved: dict[str, Any]) -> Iterator[Piece]:
+def _saved_text(m: Model, saved: Facts) -> Iterator[Piece]:
     rows = [
         [remat, row["elements_per_layer"], format_bytes(row["bytes"]), " ".join(row["results"])]
         for remat, row in saved.items()

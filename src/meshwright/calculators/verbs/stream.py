@@ -19,7 +19,7 @@ from meshwright.cli.verb import SEQ, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, format_flops, format_seconds
 from meshwright.cost.formulas.roofline import Work, channel_rate, chip_roofline, critical_intensity
-from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table, TableColumns
 from meshwright.report.arrays.canvas import shown
 from meshwright.report.arrays.stream import MOST_A_SIDE, StreamFrame, stream_figure
 from meshwright.report.roofline import RooflinePoint, roofline_figure
@@ -76,20 +76,20 @@ def command(given: Given) -> Answer:
     return Answer(facts, _text(facts, title), drawn, [facts["steps"], facts["blocks"]])
 
 
-def _bounds(num_bytes: int, flops: int, unit: Chip) -> dict[str, Any]:
+def _bounds(num_bytes: int, flops: int, unit: Chip) -> Facts:
     line = chip_roofline(Work(flops=flops, num_bytes=num_bytes), unit, dtype="bf16")
     bounds = {"intensity": line.work.intensity, "math_s": line.math_s, "transfer_s": line.transfer_s}
     return {"hbm_bytes": num_bytes, "flops": flops, **bounds, "bound_by": line.bound_by}
 
 
-def _totals(loop: TiledLoop, block: int, unit: Chip) -> dict[str, Any]:
+def _totals(loop: TiledLoop, block: int, unit: Chip) -> Facts:
     ends, _ = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
     moved = int(loop.moved_bytes((*loop.operands, *loop.results)).sum())
     found = _bounds(moved, loop.flops_per_step * loop.num_steps, unit)
     return {"block": block, **found, "vmem_bytes": loop.vmem_bytes, "time_s": float(ends[-1])}
 
 
-def _steps(loop: TiledLoop, unit: Chip, numbers: Iterable[int | None]) -> list[dict[str, Any]]:
+def _steps(loop: TiledLoop, unit: Chip, numbers: Iterable[int | None]) -> list[Facts]:
     """Returns the steps of these numbers: what moves for each, and sums at its end."""
     ends, computes = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
     moved = np.cumsum(loop.moved_bytes((*loop.operands, *loop.results)))
@@ -108,7 +108,7 @@ def _steps(loop: TiledLoop, unit: Chip, numbers: Iterable[int | None]) -> list[d
     ]
 
 
-def _text(facts: dict[str, Any], title: str) -> Iterator[Piece]:
+def _text(facts: Facts, title: str) -> Iterator[Piece]:
     moved, flops = ("hbm_bytes", format_bytes), ("flops", FLOPS)
     sums: TableColumns = {
         "HBM so far": moved,
@@ -140,7 +140,7 @@ def _text(facts: dict[str, Any], title: str) -> Iterator[Piece]:
 # -- the picture ----------------------------------------------------------------------------------------
 
 
-def _roofline(facts: dict[str, Any], unit: Chip) -> Any:
+def _roofline(facts: Facts, unit: Chip) -> Any:
     points = [(f"b = {row['block']:,}", row, row["time_s"]) for row in facts["blocks"]]
     if (plain := facts["untiled"]) is not None:
         points.append(("without tiles", plain, max(plain["math_s"], plain["transfer_s"])))
@@ -160,7 +160,7 @@ def _figure(loop: TiledLoop, unit: Chip, title: str) -> Any:
     return stream_figure(frames, title=title, subtitle="Bytes and FLOPs so far, when the step ends, and what binds it.")
 
 
-def _frame(loop: TiledLoop, row: dict[str, Any]) -> StreamFrame:
+def _frame(loop: TiledLoop, row: Facts) -> StreamFrame:
     step, arrays = row["step"] - 1, (*loop.operands, *loop.results)
     written = [loop.titles(loop.results, before, moving=True) for before in range(-1, step)]
     in_use, here = loop.titles(loop.operands, step), loop.titles(arrays, step)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from meshwright.api.rates import rates_for
 from meshwright.calculators.sweeps.fields import growing, require_links, sweep_clusters
@@ -14,7 +13,7 @@ from meshwright.core.units import format_bytes, format_rate, parse_bytes
 from meshwright.cost.network.collectives import collective_bound_by, collective_time, group_rates, received_share
 from meshwright.cost.network.legs import slice_turns_text
 from meshwright.cost.network.placement import place_axes
-from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.answer import Answer, Facts, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.sweeps import bandwidth_figure
 from meshwright.spec.calibration import Calibration
@@ -71,7 +70,7 @@ def command(given: Given) -> Answer:
 
 def bandwidth_sweep(
     clusters: Sequence[Cluster], num_bytes: float, *, calibration: Calibration | None = None
-) -> list[dict[str, Any]]:
+) -> list[Facts]:
     """Returns every kind of collective over every cluster of at least two chips, the clusters in order.
 
     ``num_bytes`` is the size of the result, or for an all-to-all of one chip's buffer. ``bytes_per_s`` is what every
@@ -100,7 +99,7 @@ def bandwidth_sweep(
     return found
 
 
-def _rows(points: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _rows(points: Sequence[Facts]) -> Iterator[Facts]:
     """Yields a row of the table for each cluster."""
     for cluster, group in groupby(points, key=lambda point: point["cluster"]):
         row = list(group)

@@ -21,7 +21,7 @@ from meshwright.cli.verb import CALIBRATION, PNG, Count, MeshSizes, Options, arg
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_count, format_params, format_seconds, parse_count
 from meshwright.cost.network.legs import slice_turns_text
-from meshwright.report.answer import Answer, Heading, Piece, Table
+from meshwright.report.answer import Answer, Facts, Heading, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
 from meshwright.spec.calibration import datasheet_calibration
@@ -111,7 +111,7 @@ def _what(work: SweptWork) -> str:
     return "one layer, forward pass" if work.model is None else what
 
 
-def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[dict[str, Any]]) -> Iterator[Piece]:
+def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Facts]) -> Iterator[Piece]:
     turns = slice_turns_text(parse_clusters(on)[0])
     yield f"{work.name} on {on}, {_what(work)}: collectives one after the other, nothing hidden{turns}"
     first, last = curves[0], curves[-1]
@@ -140,7 +140,7 @@ def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[dic
 # -- picture --------------------------------------------------------------------------------------------
 
 
-def _figure(title: str, what: str, curves: Sequence[Curve], found: Sequence[dict[str, Any]]) -> Figure:
+def _figure(title: str, what: str, curves: Sequence[Curve], found: Sequence[Facts]) -> Figure:
     drawn: list[CommsCurve] = []
     for one, met in zip(curves, found, strict=True):
         lines = {one.name: one.total_s}

@@ -15,7 +15,7 @@ from meshwright.cli.verb import CALIBRATION, PNG, Options, argument, option, ver
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_params, format_seconds
 from meshwright.plan.planner import assumption_notes, slots_note
-from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.answer import Answer, Facts, Piece, Table
 from meshwright.report.bars import memory_figure
 from meshwright.report.figure import Figure, si_scale
 from meshwright.report.sweeps import HeatCell, heatmap_figure, scaling_figure
@@ -66,7 +66,7 @@ FIGURES: dict[str, Figures] = {
     "hbm_bytes_per_chip": Figures("memory of a chip", format_bytes, "B"),
     "usd_per_token": Figures("dollars per million tokens", lambda usd: f"${1e6 * usd:.3g}", None, 1e6),
 }
-COLUMNS: dict[str, Any] = {
+COLUMNS: Facts = {
     "step": ("step_s", format_seconds),
     "tokens/s": ("tokens_per_s", format_params),
     "scaling": ("scaling", PERCENT),
@@ -76,7 +76,7 @@ COLUMNS: dict[str, Any] = {
     "memory": ("hbm_bytes_per_chip", format_bytes),
     "best mesh": ("axes", short_mesh),
 }
-MORE_COLUMNS: dict[str, Any] = {
+MORE_COLUMNS: Facts = {
     "remat": ("remat", lambda remat: remat if isinstance(remat, str) else "own"),
     "microbatches": "num_microbatches",
     "$/Mtoken": (lambda row: row["usd_per_token"] and 1e6 * row["usd_per_token"], "{:.3g}".format),
@@ -237,14 +237,14 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
             if row["reason"]:
                 yield f"{self.header(name)} {row['values'][name]}: {row['reason']}"
 
-    def table(self, first: dict[str, Any]) -> Iterator[Piece]:
+    def table(self, first: Facts) -> Iterator[Piece]:
         """Yields the figures of every point."""
         above = any((row["mfu"] or 0) > 1 for row in self.rows)
         shown = {key: of for key, of in COLUMNS.items() if key != "unmasked" or above}
         yield Table.of(self.rows, {**first, **shown, **(MORE_COLUMNS if width() >= WIDE else {})})
         yield "scaling: tokens/s per chip beside the first row's; exposed: share of the step that waits for links"
 
-    def memory(self, first: dict[str, Any]) -> Iterator[Piece]:
+    def memory(self, first: Facts) -> Iterator[Piece]:
         """Yields the memory of a chip by item at every point."""
         unit, unit_name = si_scale(max(row["hbm_bytes_per_chip"] or 0.0 for row in self.rows), "B")
 

@@ -15,7 +15,7 @@ from meshwright.core.units import format_count, format_seconds, parse_count
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.service import Service, parse_load, parse_target
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
-from meshwright.report.answer import Answer, Piece, Table
+from meshwright.report.answer import Answer, Facts, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.sweeps import service_figure
 from meshwright.spec.calibration import Calibration
@@ -39,7 +39,7 @@ FIGURES: dict[str, Figures] = {
     "num_chips": Figures("chips", format_count),
 }
 OF_PLAN = (*FIGURES, "usd_per_m_input", "bound_by", "weights", "has_pools")
-COLUMNS: dict[str, Any] = {
+COLUMNS: Facts = {
     "engines": "engines",
     "batch": "batch_seqs",
     "stored": lambda row: row["axes"] and StoredDtypes(row["weights"], row["kv"]).words.replace(", KV", ","),
@@ -49,7 +49,7 @@ COLUMNS: dict[str, Any] = {
     "tok/s/chip": ("tokens_per_s_per_chip", three_digits),
     "$/M out": ("usd_per_m_output", "{:.3g}".format),
 }
-MORE_COLUMNS: dict[str, Any] = {
+MORE_COLUMNS: Facts = {
     "$/M in": ("usd_per_m_input", "{:.3g}".format),
     "chips used": "num_chips",
     "bound by": "bound_by",
@@ -105,13 +105,13 @@ class SweptServices(Swept, frozen=True, kw_only=True):
     figures = FIGURES
     words: ClassVar = {"held": "{}".format}
     noun = "services"
-    meanings = "ep expert, tp tensor, other axes as plan --serve says"
+    meanings = "ep expert, tp tensor, other axes as service says"
 
     def mesh(self, row: Mapping[str, Any]) -> str:
         """Returns the axes and the layout of the engines that generate."""
         return str(row["engines"]).partition(" x ")[2]
 
-    def table(self, first: dict[str, Any]) -> Iterator[Piece]:
+    def table(self, first: Facts) -> Iterator[Piece]:
         """Yields the figures of every point."""
         loaded = "rate" in self.rows[0]["values"] or "rate " in self.rows[0]["held"]
         columns = {name: of for name, of in COLUMNS.items() if not (loaded and name == "tok/s/chip")}
@@ -126,9 +126,7 @@ class SweptServices(Swept, frozen=True, kw_only=True):
         return service_figure(served, over=self.varied[0], title=self.title, subtitle=self.shared)
 
 
-def _point(
-    shown: dict[str, str], at: dict[str, Any], varied: list[str], rates: Mapping[str, Calibration | None]
-) -> dict[str, Any]:
+def _point(shown: dict[str, str], at: Facts, varied: list[str], rates: Mapping[str, Calibration | None]) -> Facts:
     """Returns the best service of one combination of values, or why there is none."""
     given = parse_fields(
         [f"{name}={value}" for name, value in at.items() if name not in OWN], sections=("model", "strategy")
@@ -139,7 +137,7 @@ def _point(
     service = Service(**{of: read(at[name], what=name) for name, (of, read) in SERVED.items() if name in at})
     cluster, model = at["on"], with_fields(at["model"], "model", given["model"])
     values = {name: shown[name] for name in varied}
-    row: dict[str, Any] = {
+    row: Facts = {
         "label": ", ".join(f"{name} {value}" for name, value in values.items()),
         "values": values,
         "model": model.name,

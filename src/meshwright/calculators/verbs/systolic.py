@@ -3,7 +3,6 @@
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,7 +20,7 @@ from meshwright.cli.output import say
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_flops, format_seconds
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 from meshwright.report.arrays.systolic import REACH, BoundaryValue, SystolicFrame, systolic_figure
 from meshwright.report.figure import save
 from meshwright.spec.chip import chip, known
@@ -48,7 +47,7 @@ def command(given: Given) -> Answer:
     rows, cols = array = _array_shape(given.shape, given.on)
     depth, width = _shape(given.weights_shape, "--weights") if given.weights_shape else array
     counted = systolic_cycles(given.num_inputs, depth, width, rows=rows, cols=cols)
-    found: dict[str, Any] = {
+    found: Facts = {
         "rows": rows,
         "cols": cols,
         "inputs": given.num_inputs,
@@ -92,7 +91,7 @@ def _matrices(given: Given, depth: int, width: int, *, low: int = -9) -> tuple[M
     return rng.integers(low, 10, (given.num_inputs, depth)), rng.integers(low, 10, (depth, width))
 
 
-def _speed(counted: SystolicCycles, array: tuple[int, int], on: str | None) -> dict[str, Any]:
+def _speed(counted: SystolicCycles, array: tuple[int, int], on: str | None) -> Facts:
     """Returns seconds and FLOP/s of one array at a chip's clock; None if no clock is published."""
     unit = None if on is None else chip(on)
     clock = unit and unit.clock_hz
@@ -105,7 +104,7 @@ def _speed(counted: SystolicCycles, array: tuple[int, int], on: str | None) -> d
     }
 
 
-def _text(found: dict[str, Any], counted: SystolicCycles) -> Iterator[Piece]:
+def _text(found: Facts, counted: SystolicCycles) -> Iterator[Piece]:
     rows, cols, tiles = found["rows"], found["cols"], counted.num_tiles
     depth, width = found["weights"]
     of = f", in {tiles:,} tiles" if tiles > 1 else ""

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 from msgspec.structs import asdict
@@ -27,7 +26,7 @@ from meshwright.cost.network.collectives import (
 )
 from meshwright.cost.network.legs import Leg, group_legs, ring_hops, tree_hops, turns_text
 from meshwright.cost.network.placement import physical_placement
-from meshwright.report.answer import Answer, Fact, Piece, Table
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
@@ -105,7 +104,7 @@ def command(given: Given) -> Answer:
     return Answer(facts, text, raw=[rows, [facts]])
 
 
-def _transfer_text(title: str, legs: list[TransferLeg], found: dict[str, Any]) -> Iterator[Piece]:
+def _transfer_text(title: str, legs: list[TransferLeg], found: Facts) -> Iterator[Piece]:
     rows = []
     for number, leg in enumerate(legs, 1):
         amount, rate = (format_flop_count, format_flops) if leg.channel == "compute" else (format_bytes, format_rate)
@@ -132,7 +131,7 @@ def _transfer_text(title: str, legs: list[TransferLeg], found: dict[str, Any]) -
 # -- collectives ----------------------------------------------------------------------------------------
 
 
-COLUMNS: dict[str, Any] = {
+COLUMNS: Facts = {
     "collective": "kind",
     "by bandwidth": ("bandwidth_s", format_seconds),
     "by latency": ("latency_s", format_seconds),
@@ -167,7 +166,7 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
                 "link_bytes": link_bytes(kind, num_bytes, legs, two_way=two_way),
             }
         )
-    found: dict[str, Any] = {
+    found: Facts = {
         "cluster": cluster.short_name,
         "axes": axes,
         "group_size": rates.size,
@@ -240,7 +239,7 @@ def _latency_forms(legs: tuple[Leg, ...]) -> dict[str, float] | None:
     return forms if network else None
 
 
-def _collectives_text(found: dict[str, Any]) -> Iterator[Piece]:
+def _collectives_text(found: Facts) -> Iterator[Piece]:
     title = (
         f"{format_bytes(found['bytes'])} (the whole array) over {','.join(found['axes'])} of {found['cluster']}: "
         f"{counted(found['group_size'], 'chip')}{'' if found['two_way'] else ', one way round'}"

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from meshwright.report.answer import Facts
 from meshwright.report.figure import Layer, alt
 from meshwright.report.marks import Datum, plot
 
@@ -64,7 +65,7 @@ class Canvas(msgspec.Struct, frozen=True):
         above = names(columns, titles[0], orient="top", labelAngle=0, **style)
         return Canvas((0, len(columns)), (0, len(rows)), above, names(rows, titles[1], **style))
 
-    def at(self, x: str = "x", y: str = "y") -> dict[str, Any]:
+    def at(self, x: str = "x", y: str = "y") -> Facts:
         """Returns the encodings of two fields as positions."""
         across = alt.Scale(domain=list(self.columns), nice=False, zero=False)
         down = alt.Scale(domain=list(self.rows), nice=False, zero=False, reverse=True)

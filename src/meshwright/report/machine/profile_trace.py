@@ -8,7 +8,6 @@ import gzip
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from meshwright.core.files import write_whole
 from meshwright.cost.breakdown import label_text
@@ -19,6 +18,7 @@ from meshwright.profile.classes import class_of_op
 from meshwright.profile.events import DeviceTrace, OpEvent
 from meshwright.profile.hlo import TracedProgram
 from meshwright.profile.summary import Profile
+from meshwright.report.answer import Facts
 
 PREDICTED_PID = 1
 MAX_SLICES = 50_000
@@ -27,7 +27,7 @@ MAX_EVENTS = 200_000
 """Number of measured events that are written; the shortest are dropped above it."""
 _US = 1e6
 
-TraceEvent = dict[str, Any]
+TraceEvent = Facts
 
 
 def save_trace(found: Profile, path: Path) -> Path:
