@@ -8,8 +8,8 @@ import msgspec
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.schedules.ticks import TickTables
 from meshwright.hlo.collectives import CompiledCollective
-from meshwright.verify.differences import TrafficKey as Key
 from meshwright.verify.expected import Expected, active_axes, expected_collectives, expected_of_pipeline
+from meshwright.verify.traffic import TrafficKey as Key
 
 
 class Traffic(msgspec.Struct, frozen=True):

@@ -7,12 +7,11 @@ from itertools import product as every
 import pytest
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.layers import parse_block
 from meshwright.algebra.notation import local_elements
 from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.rewrites.remat import SavedSet
 from meshwright.algebra.tape import Shardings
-from meshwright.algebra.transformer import transformer
+from meshwright.algebra.transformer import parse_block, transformer
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.strategy import (

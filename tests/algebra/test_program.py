@@ -2,8 +2,8 @@
 
 import pytest
 
-from meshwright.algebra.layers import parse_block
 from meshwright.algebra.program import Op, Program, Variable
+from meshwright.algebra.transformer import parse_block
 from meshwright.core.errors import InputError
 
 

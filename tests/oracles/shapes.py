@@ -2,8 +2,8 @@
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import BlockSteps
-from meshwright.algebra.layers import parse_block
 from meshwright.algebra.program import Program, Variable
+from meshwright.algebra.transformer import parse_block
 from meshwright.calculators.sharding.einsum_cost import einsum_rates
 from meshwright.cost.network.collectives import GroupRates, group_rates
 from meshwright.spec.chip import Chip, chip_from_table

@@ -14,19 +14,16 @@ from meshwright.core.errors import CannotRunError
 from meshwright.cost.setting import Setting
 from meshwright.plan.legal import (
     DEVICES_RULE,
-    NOUNS,
     SCHEDULE_RULE,
-    StrategySizes,
-    check_rules,
     divisors,
     legal,
-    mask,
     microbatches_that_fit,
     require_legal,
     size_rules,
     splits,
 )
 from meshwright.plan.planner import rank_plans
+from meshwright.plan.rules import NOUNS, StrategySizes, check_rules, mask
 from meshwright.plan.why.why_not import why_not
 from meshwright.spec import catalogue
 from meshwright.spec.cluster import parse_cluster

@@ -6,9 +6,9 @@ import pytest
 from meshwright.api.proving import PROGRAM
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.strategy import standard_assignment
-from meshwright.verify.differences import TOLERANCE
 from meshwright.verify.proof import Proof, prove
 from meshwright.verify.running import python_program
+from meshwright.verify.traffic import TOLERANCE
 from tests.parallel.plain_encoder_decoder import T5
 from tests.verify.compiled import proof_of, request_for
 

@@ -7,8 +7,9 @@ import pytest
 from meshwright.core.labels import find_label
 from meshwright.cost.network.collectives import received_share
 from meshwright.hlo.collectives import CompiledCollective
-from meshwright.verify.differences import CLASSES, TILE_BYTES, TOLERANCE, TrafficComparison, compare_traffic
+from meshwright.verify.differences import CLASSES, compare_traffic
 from meshwright.verify.expected import Expected
+from meshwright.verify.traffic import TILE_BYTES, TOLERANCE, TrafficComparison
 
 MESH = {"data": 2, "fsdp": 4, "tensor": 2}
 ELEMENTS = 1 << 20

@@ -81,12 +81,12 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
         chips = [
             chip_rates(
                 case.chip,
-                found,
+                calibration,
                 dtype=case.strategy.matmul_dtype,
                 state_dtype=case.strategy.state_dtype,
                 assumptions=case.setting.assumptions,
             )
-            for case, found in zip(self.cases, calibrations, strict=True)
+            for case, calibration in zip(self.cases, calibrations, strict=True)
         ]
         stand_in = _stacked_calibration(calibrations)
         scatters = self.cases[0].setting.assumptions.scatters
@@ -98,8 +98,8 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
             link_levels=("",) * len(self.links),
             uses={
                 key: busy
-                for group, at in groups.items()
-                for key, busy in busy_links(group, at, self.fills[group], self.links).items()
+                for group, rates in groups.items()
+                for key, busy in busy_links(group, rates, self.fills[group], self.links).items()
             },
             software=self.pipeline.software,
             num_hosts=self.num_hosts,
@@ -122,10 +122,10 @@ def calibrations(
 
 def batches(cases: Sequence[Case]) -> tuple[CaseBatch, ...]:
     """Returns the cases as batches of one pattern each."""
-    found: dict[tuple[Any, ...], list[int]] = {}
+    numbers_by_pattern: dict[tuple[Any, ...], list[int]] = {}
     for number, case in enumerate(cases):
-        found.setdefault(_pattern(case), []).append(number)
-    return tuple(_batch(cases, numbers) for numbers in found.values())
+        numbers_by_pattern.setdefault(_pattern(case), []).append(number)
+    return tuple(_batch(cases, numbers) for numbers in numbers_by_pattern.values())
 
 
 def _pattern(case: Case) -> tuple[Any, ...]:
@@ -171,7 +171,7 @@ def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
     groups = collective_groups(derived)
     sizes = [case.setting.sizes(case.strategy) for case in chosen]
     dims, mesh, sequences = (
-        map_figures(lambda *sizes: np.array(sizes, dtype=float), *(getattr(one, name) for one in sizes))
+        map_figures(lambda *sizes: np.array(sizes, dtype=float), *(getattr(size, name) for size in sizes))
         for name in ("dims", "mesh", "sequences")
     )
     return CaseBatch(
@@ -190,7 +190,7 @@ def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
         fills={group: _filled(placements, group) for group in groups},
         links=_links(placements),
         num_hosts=np.array([case.setting.cluster.num_hosts for case in chosen]),
-        num_nodes={group: np.array([spanned_nodes(group_legs(one, group)) for one in placements]) for group in groups},
+        num_nodes={group: np.array([spanned_nodes(group_legs(p, group)) for p in placements]) for group in groups},
     )
 
 
@@ -222,7 +222,7 @@ def _stacked_legs(every: Sequence[tuple[Leg, ...]]) -> tuple[Leg, ...]:
 
 def _arrays(every: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
     """Stacks attributes of several objects into arrays."""
-    return {name: np.array([getattr(one, name) for one in every]) for name in names}
+    return {name: np.array([getattr(item, name) for item in every]) for name in names}
 
 
 def _filled(placements: Sequence[Placement], group: AxisGroup) -> np.ndarray:
@@ -237,20 +237,20 @@ def _filled(placements: Sequence[Placement], group: AxisGroup) -> np.ndarray:
 def _links(placements: Sequence[Placement]) -> np.ndarray:
     """Returns the level of each axis, "" if a case has fewer axes [physical axes, cases]."""
     most = max(len(placed.links) for placed in placements)
-    return np.array([[*(link.level for link in one.links), *[""] * (most - len(one.links))] for one in placements]).T
+    return np.array([[*(link.level for link in p.links), *[""] * (most - len(p.links))] for p in placements]).T
 
 
 def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
     """Returns an object with the calibration fields that pricing reads, most as arrays."""
     fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
-    stacked = _arrays([one.efficiency for one in calibrations], fields)
-    some = calibrations[0].efficiency.overlap is not None
+    stacked = _arrays([calibration.efficiency for calibration in calibrations], fields)
+    overlaps = calibrations[0].efficiency.overlap is not None
     exponents = ["overlap", "hiding"]
-    engines = [one.efficiency.engine_s for one in calibrations]
-    stacked["engine_s"] = {name: np.array([one.get(name, 0.0) for one in engines]) for name in engines[0]}
-    stacked |= _arrays([one.efficiency for one in calibrations], exponents) if some else dict.fromkeys(exponents)
+    engines = [calibration.efficiency.engine_s for calibration in calibrations]
+    stacked["engine_s"] = {name: np.array([seconds.get(name, 0.0) for seconds in engines]) for name in engines[0]}
+    stacked |= _arrays([c.efficiency for c in calibrations], exponents) if overlaps else dict.fromkeys(exponents)
     efficiency = SimpleNamespace(**stacked)
-    return SimpleNamespace(efficiency=efficiency, hop_s=_Hops([one.hop_s for one in calibrations]), collectives=())
+    return SimpleNamespace(efficiency=efficiency, hop_s=_Hops([c.hop_s for c in calibrations]), collectives=())
 
 
 class _Hops:
@@ -260,5 +260,5 @@ class _Hops:
         self.every = every
 
     def get(self, level: str, own: np.ndarray) -> np.ndarray:
-        given = np.array([one.get(level, np.nan) for one in self.every])
-        return np.where(np.isnan(given), own, given)
+        seconds = np.array([hops.get(level, np.nan) for hops in self.every])
+        return np.where(np.isnan(seconds), own, seconds)

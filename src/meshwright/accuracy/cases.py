@@ -199,16 +199,16 @@ def model_of(shape: ModelShape, seq_len: int) -> Model:
 
 def cluster_of(record: Record) -> Cluster:
     """Returns a record's cluster: equal domains as large as possible, or slices that are nearly cubic tori."""
-    found = chip_of(record)
-    if found.topology == "torus":
+    unit = chip_of(record)
+    if unit.topology == "torus":
         slices = record.slices or 1
         if record.n_chips % slices:
             raise InputError(f"{record.n_chips} chips do not divide into {slices} slices")
-        return make_cluster(found, _torus_shape(found, record.n_chips // slices), num_slices=slices)
+        return make_cluster(unit, _torus_shape(unit, record.n_chips // slices), num_slices=slices)
     # the domain must divide the chips: of the 72 chips of a rack, 64 for 128
-    largest = min(found.domain_chips or record.n_chips, record.n_chips)
+    largest = min(unit.domain_chips or record.n_chips, record.n_chips)
     domain = max(size for size in range(1, largest + 1) if record.n_chips % size == 0)
-    return make_cluster(found, (domain, record.n_chips // domain))
+    return make_cluster(unit, (domain, record.n_chips // domain))
 
 
 def _torus_shape(chip: Chip, num_chips: int) -> tuple[int, ...]:
@@ -225,14 +225,14 @@ def chip_of(record: Record) -> Chip:
     for word in ("tpu-", "-sxm2-32gb", "-sxm-80gb", "-sxm", "-nvl72", "(ironwood)"):
         name = name.replace(word, "-40gb" if (word == "-sxm" and name.endswith("-40gb")) else "")
     name = {"a100-40gb-40gb": "a100-40gb", "v4": "v4p", "v7x": "tpu7x"}.get(name, name)
-    found = chip(name)
+    unit = chip(name)
     stated = _GIGABITS_PER_NODE.search(record.note)
     rate = None
     if stated:
-        rate = float(stated[1]) / 8 * 1e9 / (found.chips_per_host or 8)
+        rate = float(stated[1]) / 8 * 1e9 / (unit.chips_per_host or 8)
     elif "A3-High" in record.note:
         rate = A3_HIGH_BYTES_PER_S
-    return found if rate is None else msgspec.structs.replace(found, nic_bytes_per_s=rate)
+    return unit if rate is None else msgspec.structs.replace(unit, nic_bytes_per_s=rate)
 
 
 # -- strategy -------------------------------------------------------------------------------------------
@@ -240,15 +240,15 @@ def chip_of(record: Record) -> Chip:
 
 def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
     """Returns the record's parallelism as a strategy, by the rules in `docs/accuracy.md`."""
-    given = record.parallelism
+    stated = record.parallelism
     tpu = cluster.kind == "torus"
-    sizes = {"pipeline": given.pp or 1, "context": given.cp or 1, "tensor": given.tp or 1}
+    sizes = {"pipeline": stated.pp or 1, "context": stated.cp or 1, "tensor": stated.tp or 1}
     replicas = record.n_chips // math.prod(sizes.values())
     if replicas * math.prod(sizes.values()) != record.n_chips:
         degrees = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise InputError(f"{degrees} do not divide {record.n_chips} chips")
-    expert = math.gcd(given.ep or 1, replicas) if model.num_experts else 1
-    zero = given.zero_stage or 0
+    expert = math.gcd(stated.ep or 1, replicas) if model.num_experts else 1
+    zero = stated.zero_stage or 0
     if record.group.startswith("mlperf-train"):
         zero = max(zero, 1)  # USE_DIST_OPTIMIZER of NVIDIA's config_common.sh, from which all of them begin
     outer = _outer_replicas(record, cluster, replicas // expert) if zero == 3 else 1
@@ -262,7 +262,7 @@ def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
     sums_narrow = record.group.startswith(NARROW_SUMS) or record.precision == "fp16"  # stacks of 2021 sum in fp16
     return Strategy(
         mesh=make_mesh(sizes),
-        assignment=standard_assignment(zero=zero, sequence_parallel=bool(given.sp) or tpu or sizes["tensor"] == 1),
+        assignment=standard_assignment(zero=zero, sequence_parallel=bool(stated.sp) or tpu or sizes["tensor"] == 1),
         context_attention="ulysses" if "CP uses a2a" in record.note else "gather",
         remat=_remat(record),
         num_microbatches=_microbatches(record, replicas, per_step, tpu),
@@ -312,8 +312,8 @@ def _microbatches(record: Record, replicas: int, per_step: float, tpu: bool) -> 
     if tpu:
         return 1
     pipeline = (record.parallelism.pp or 1) > 1
-    each = record.micro_batch or (1 if pipeline else per_step / replicas)
-    return max(1, round(per_step / (replicas * each)))
+    size = record.micro_batch or (1 if pipeline else per_step / replicas)
+    return max(1, round(per_step / (replicas * size)))
 
 
 def _wide(chip: Chip) -> str:
@@ -350,15 +350,15 @@ def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> floa
 
     Raises InputError if none of these was measured.
     """
-    found, tokens = record.measured, job.tokens_per_step
-    if found.step_s:
-        return found.step_s
-    if found.tokens_per_s:
-        return tokens / found.tokens_per_s
-    if found.tokens_per_s_per_chip:
-        return tokens / found.tokens_per_s_per_chip / record.n_chips
-    rate = found.tflops_per_chip
-    flops_per_s = rate * 1e12 if rate else (found.mfu or 0.0) * peak(chip, _wide(chip))
+    measured, tokens = record.measured, job.tokens_per_step
+    if measured.step_s:
+        return measured.step_s
+    if measured.tokens_per_s:
+        return tokens / measured.tokens_per_s
+    if measured.tokens_per_s_per_chip:
+        return tokens / measured.tokens_per_s_per_chip / record.n_chips
+    rate = measured.tflops_per_chip
+    flops_per_s = rate * 1e12 if rate else (measured.mfu or 0.0) * peak(chip, _wide(chip))
     if not flops_per_s:
         raise InputError("no step time, throughput or utilisation was measured")
     return _counted_flops(record, model, job) / flops_per_s / record.n_chips

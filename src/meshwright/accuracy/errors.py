@@ -80,36 +80,36 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def groups(self) -> tuple[str, ...]:
         """Groups in order of their first record, including those without a prediction."""
-        found = [one.group for one in self.predictions] + [one.record.group for one in self.unpredicted]
-        return tuple(dict.fromkeys(found))
+        names = [p.group for p in self.predictions] + [u.record.group for u in self.unpredicted]
+        return tuple(dict.fromkeys(names))
 
     def summary(self, *, group: str | None = None) -> Summary:
         """Summarises the errors of all predictions, or of one group."""
-        return summarise([one for one in self.predictions if group in (None, one.group)])
+        return summarise([prediction for prediction in self.predictions if group in (None, prediction.group)])
 
     @property
     def cores(self) -> dict[str, Summary]:
         """Maps "" to the summary of the collection's first core records, and later dates to those added then."""
-        dates = ["", *sorted({one.added for one in self.predictions if one.core and one.added})]
-        return {date: summarise([one for one in self.predictions if one.core and one.added == date]) for date in dates}
+        dates = ["", *sorted({p.added for p in self.predictions if p.core and p.added})]
+        return {date: summarise([p for p in self.predictions if p.core and p.added == date]) for date in dates}
 
     def reasons(self) -> dict[str, list[str]]:
         """Maps each reason to the ids of the records that are not predicted for it."""
-        found: dict[str, list[str]] = {}
-        for one in self.unpredicted:
-            found.setdefault(one.reason, []).append(one.record.id)
-        return found
+        ids: dict[str, list[str]] = {}
+        for unpredicted in self.unpredicted:
+            ids.setdefault(unpredicted.reason, []).append(unpredicted.record.id)
+        return ids
 
     def regret(self) -> PickRegret:
         """Returns the regret over all jobs with several measured configurations."""
         jobs: dict[str, list[Comparison]] = {}
-        for one in self.predictions:
-            jobs.setdefault(one.job, []).append(one)
+        for prediction in self.predictions:
+            jobs.setdefault(prediction.job, []).append(prediction)
         chosen, drawn = [], []
         for several in jobs.values():
             if len(several) > 1:
-                measured = np.array([one.measured_s for one in several])
-                pick = int(np.argmin([one.predicted_s for one in several]))
+                measured = np.array([prediction.measured_s for prediction in several])
+                pick = int(np.argmin([prediction.predicted_s for prediction in several]))
                 chosen.append(measured[pick] / measured.min() - 1)
                 drawn.append(measured.mean() / measured.min() - 1)
         if not chosen:
@@ -124,23 +124,23 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
     def to_json(self) -> dict[str, Any]:
         """Returns ``overall``, ``core_train`` or ``core_decode`` (``_DATE`` for later records), each group, ``pick``
         (regret), ``records`` and ``unpredicted``."""
-        found = {
+        sections = {
             "overall": self.summary(),
             **{f"core_{self.what}{'_' * bool(date)}{date}": core for date, core in self.cores.items()},
             **{group: self.summary(group=group) for group in self.groups},
             "pick": self.regret(),
-            "records": [{**msgspec.structs.asdict(one), "error": one.error} for one in self.predictions],
+            "records": [{**msgspec.structs.asdict(p), "error": p.error} for p in self.predictions],
             "unpredicted": self.reasons(),
         }
-        return dict(msgspec.to_builtins(found))
+        return dict(msgspec.to_builtins(sections))
 
 
 def summarise(predictions: Sequence[Comparison]) -> Summary:
     """Returns the summary of some predictions; without any its figures are None."""
     if not predictions:
         return Summary(n=0, mape=None, median=None, bias=None, coverage=None)
-    errors = np.array([one.error for one in predictions])
-    covered = [one.covered for one in predictions if one.covered is not None]
+    errors = np.array([prediction.error for prediction in predictions])
+    covered = [prediction.covered for prediction in predictions if prediction.covered is not None]
     return Summary(
         n=len(predictions),
         mape=float(np.abs(errors).mean()),
@@ -153,18 +153,18 @@ def summarise(predictions: Sequence[Comparison]) -> Summary:
 def cases_of(records: Sequence[Record]) -> tuple[tuple[Case, ...], tuple[Unpredicted, ...]]:
     """Splits records into cases, and records that cannot be predicted, with their reasons."""
     every = [case_of(record) for record in records]
-    cases = tuple(one for one in every if isinstance(one, Case))
-    return cases, tuple(one for one in every if isinstance(one, Unpredicted))
+    cases = tuple(outcome for outcome in every if isinstance(outcome, Case))
+    return cases, tuple(outcome for outcome in every if isinstance(outcome, Unpredicted))
 
 
 def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
     """Compares all records with predictions from the fitted numbers, or from data-sheet rates alone."""
     cases, unpredicted = cases_of(records)
-    found = calibrations(cases, datasheet=datasheet)
+    rates = calibrations(cases, datasheet=datasheet)
     seconds = np.empty(len(cases))
     for part in batches(cases):
-        seconds[part.numbers] = part.seconds(found)[0]
-    return accuracy_of(cases, seconds, found, unpredicted)
+        seconds[part.numbers] = part.seconds(rates)[0]
+    return accuracy_of(cases, seconds, rates, unpredicted)
 
 
 def accuracy_of(

@@ -95,11 +95,11 @@ def make_problem(cases: Sequence[Case]) -> Problem:
 
 def predict(problem: Problem, points: Sequence[Mapping[str, float]]) -> np.ndarray:
     """Returns predicted seconds of all cases for several sets of numbers [points, cases], each batch priced once."""
-    found = [calibrations(problem.cases, numbers) for numbers in points]
+    all_tables = [calibrations(problem.cases, numbers) for numbers in points]
     seconds = np.empty((len(points), len(problem.cases)))
     for part in problem.parts:
         chips = {case.chip.name for case in part.cases}
-        tables = [{chip: at[chip] for chip in chips} for at in found]
+        tables = [{chip: table[chip] for chip in chips} for table in all_tables]
         # most numbers change nothing for most batches
         different = [table for index, table in enumerate(tables) if table not in tables[:index]]
         priced = part.seconds(*different)
@@ -143,19 +143,19 @@ def minimise(
 
     def residuals(*points: np.ndarray) -> np.ndarray:
         every = np.stack(points)
-        found = errors([dict(zip(names, numbers, strict=True)) for numbers in np.exp(every).tolist()]) / ERROR_SCALE
-        soft = np.sign(found) * np.sqrt(2 * (np.sqrt(1 + found**2) - 1))
+        scaled = errors([dict(zip(names, numbers, strict=True)) for numbers in np.exp(every).tolist()]) / ERROR_SCALE
+        soft = np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1))
         return np.concatenate([soft * weights, (every - centre) / spread], axis=1)
 
     def slopes(point: np.ndarray) -> np.ndarray:
         base, *moved = residuals(point, *(point + 1e-3 * np.eye(len(names))))
         return (np.array(moved) - base).T / 1e-3
 
-    at = centre if start is None else np.log([start[name] for name in names])
-    found = least_squares(lambda point: residuals(point)[0], at, slopes, x_scale=spread, ftol=1e-4, max_nfev=rounds + 1)
+    x0 = centre if start is None else np.log([start[name] for name in names])
+    best = least_squares(lambda point: residuals(point)[0], x0, slopes, x_scale=spread, ftol=1e-4, max_nfev=rounds + 1)
     # nothing is faster than its data sheet: a calibration takes shares above 1 as 1
     most = np.array([1.0 if name.split(".")[0] in SHARES else np.inf for name in names])
-    return dict(zip(names, np.minimum(np.exp(found.x), most).tolist(), strict=True))
+    return dict(zip(names, np.minimum(np.exp(best.x), most).tolist(), strict=True))
 
 
 def folds(cases: Sequence[Case]) -> np.ndarray:
@@ -171,11 +171,11 @@ def folds_of(keys: Sequence[tuple[Any, ...]]) -> np.ndarray:
     keys of a group, their first entry, are spread over all."""
     fold_of: dict[Any, int] = {}
     for group in sorted({key[0] for key in keys}):
-        own = sorted({key for key in keys if key[0] == group}, key=str)
-        shuffled = np.random.default_rng(0).permutation(len(own))
+        members = sorted({key for key in keys if key[0] == group}, key=str)
+        shuffled = np.random.default_rng(0).permutation(len(members))
         first = len(fold_of)
         for position, number in enumerate(shuffled.tolist()):
-            fold_of[own[number]] = (first + position) % NUM_FOLDS
+            fold_of[members[number]] = (first + position) % NUM_FOLDS
     return np.array([fold_of[key] for key in keys])
 
 
@@ -192,11 +192,11 @@ def held_out(problem: Problem, parts: np.ndarray, *, rounds: int = 12) -> np.nda
 
     Every fit starts at the priors: numbers fitted on all cases would leak the held-out measurements.
     """
-    found = np.empty(len(problem.cases))
+    predicted = np.empty(len(problem.cases))
     for part in np.unique(parts):
         held = parts == part
-        found[held] = predict(problem, [fit(problem, ~held, rounds=rounds)])[0, held]
-    return found
+        predicted[held] = predict(problem, [fit(problem, ~held, rounds=rounds)])[0, held]
+    return predicted
 
 
 def interval(predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
@@ -209,12 +209,12 @@ def with_intervals(
     predicted_s: np.ndarray, measured_s: np.ndarray, weights: np.ndarray, experts: np.ndarray
 ) -> dict[str, float]:
     """Returns percentiles of measured over predicted for dense models and models with experts, if they have enough."""
-    found: dict[str, float] = {}
+    intervals: dict[str, float] = {}
     for suffix, chosen in (("", ~experts), ("_experts", experts)):
         if chosen.sum() >= NUM_FOLDS:
-            at = interval(predicted_s[chosen], measured_s[chosen], weights[chosen])
-            found |= {f"{name}{suffix}": round(value, 3) for name, value in zip(("low", "high"), at, strict=True)}
-    return found
+            ends = interval(predicted_s[chosen], measured_s[chosen], weights[chosen])
+            intervals |= {f"{name}{suffix}": round(value, 3) for name, value in zip(("low", "high"), ends, strict=True)}
+    return intervals
 
 
 def rounded(numbers: Mapping[str, float], *, digits: int = 3) -> dict[str, float]:

@@ -194,13 +194,13 @@ def read_kernels(folder: Path) -> tuple[tuple[KernelGroup, ...], dict[str, int]]
         text = read_text(path, "Name a folder with the tables of benchmarks/data/kernels.")
         rows = [{"_line": str(number)} | row for number, row in enumerate(csv.DictReader(text.splitlines()), 2)]
         chosen: set[str] = set()
-        for choice in (one for one in CHOICES if one.file == file):
-            own = [row for row in rows if all(row.get(name) in values for name, values in choice.where.items())]
+        for choice in (choice for choice in CHOICES if choice.file == file):
+            picked = [row for row in rows if all(row.get(name) in values for name, values in choice.where.items())]
             column = COLUMNS[choice.source] if COLUMNS.get(choice.source) in rows[0] else "seconds"
-            own = [row | {"seconds": row[column]} for row in own if row.get(column) != ""]
-            chosen |= {row["_line"] for row in own}
-            for chip in dict.fromkeys(row["chip"] for row in own):
-                groups.append(_group(choice, [row for row in own if row["chip"] == chip], path))
+            picked = [row | {"seconds": row[column]} for row in picked if row.get(column) != ""]
+            chosen |= {row["_line"] for row in picked}
+            for chip in dict.fromkeys(row["chip"] for row in picked):
+                groups.append(_group(choice, [row for row in picked if row["chip"] == chip], path))
         left.update(_reason(row) for row in rows if row["_line"] not in chosen)
     return tuple(groups), dict(left)
 
@@ -232,15 +232,15 @@ def _group(choice: Choice, rows: Sequence[Mapping[str, str]], path: Path) -> Ker
             or not 0 < measured[-1] < np.inf
         ):
             raise InputError(f"{path}:{row['_line']}: a size or a time is not a positive number.")
-    found = {letter: np.array(values) for letter, values in sizes.items()}
+    arrays = {letter: np.array(values) for letter, values in sizes.items()}
     if choice.sizes is PREFILL:
-        found["causal"] = np.ones(len(rows))
+        arrays["causal"] = np.ones(len(rows))
     columns = [column for column in choice.sizes.values() if column != "copied"]
     keys = [",".join(row[column] for column in columns) for row in rows]
     return KernelGroup(
         chip=rows[0]["chip"].removesuffix("_sxm"),
         choice=choice,
-        sizes=found,
+        sizes=arrays,
         measured_s=np.array(measured),
         folds=np.array([zlib.crc32(key.encode()) % NUM_FOLDS for key in keys]),
     )
@@ -263,34 +263,34 @@ def fit_kernels(groups: Sequence[KernelGroup], *, held_out: int = -1) -> dict[st
     def residuals(point: np.ndarray) -> np.ndarray:
         numbers = dict(zip(PRIORS, np.exp(point).tolist(), strict=True))
         parts = [(point - start) / PRIOR_SPREAD]
-        for one in groups:
-            error = np.log(predicted_s(one, numbers) / one.measured_s) / ERROR_SCALE
-            parts.append((error * np.sqrt(USUAL_ROWS / len(error)))[one.folds != held_out])
+        for group in groups:
+            error = np.log(predicted_s(group, numbers) / group.measured_s) / ERROR_SCALE
+            parts.append((error * np.sqrt(USUAL_ROWS / len(error)))[group.folds != held_out])
         return np.concatenate(parts)
 
-    found = least_squares(residuals, start, loss="soft_l1", max_nfev=40).x
-    return {name: float(f"{value:.3g}") for name, value in zip(PRIORS, np.exp(found).tolist(), strict=True)}
+    fitted = least_squares(residuals, start, loss="soft_l1", max_nfev=40).x
+    return {name: float(f"{value:.3g}") for name, value in zip(PRIORS, np.exp(fitted).tolist(), strict=True)}
 
 
 def kernel_errors(groups: Sequence[KernelGroup], shipped: Mapping[str, float]) -> list[KernelErrors]:
     """Returns the errors of each group, each shape predicted by numbers fitted without its fold."""
     folds = [fit_kernels(groups, held_out=fold) for fold in range(NUM_FOLDS)]
-    found = []
-    for one in groups:
-        by_fold = np.stack([predicted_s(one, numbers) for numbers in folds])
-        error = by_fold[one.folds, np.arange(len(one.folds))] / one.measured_s - 1
+    errors = []
+    for group in groups:
+        by_fold = np.stack([predicted_s(group, numbers) for numbers in folds])
+        error = by_fold[group.folds, np.arange(len(group.folds))] / group.measured_s - 1
         median = float(np.median(np.abs(error)))
-        found.append(
+        errors.append(
             KernelErrors(
-                operation=one.choice.operation,
-                chip=one.chip,
+                operation=group.choice.operation,
+                chip=group.chip,
                 rows=len(error),
                 median=median,
                 mape=float(np.mean(np.abs(error))),
                 bias=float(np.mean(error)),
-                fitted=float(np.median(np.abs(predicted_s(one, shipped) / one.measured_s - 1))),
-                goal="" if len(error) < FEWEST_ROWS else "yes" if median <= one.choice.goal else "no",
-                source=one.choice.source,
+                fitted=float(np.median(np.abs(predicted_s(group, shipped) / group.measured_s - 1))),
+                goal="" if len(error) < FEWEST_ROWS else "yes" if median <= group.choice.goal else "no",
+                source=group.choice.source,
             )
         )
-    return found
+    return errors

@@ -60,13 +60,13 @@ def _by_time(
     unpredicted: Sequence[Unpredicted],
     times: Sequence[np.ndarray],
 ) -> dict[str, Accuracy]:
-    found = {}
+    accuracies = {}
     for kind, predicted in zip(("ttft", "tpot"), times, strict=True):
         decode = [replace(case.decode, measured_s=getattr(case.record.measured, f"{kind}_ms") / 1e3) for case in cases]
         errors = accuracy_of(decode, predicted, calibrations[0], unpredicted, what="decode")
-        plain = tuple(replace(one, low_s=None, high_s=None) for one in errors.predictions)
-        found[f"{name}-{kind}"] = replace(errors, predictions=plain)
-    return found
+        plain = tuple(replace(prediction, low_s=None, high_s=None) for prediction in errors.predictions)
+        accuracies[f"{name}-{kind}"] = replace(errors, predictions=plain)
+    return accuracies
 
 
 def queued_times(
@@ -86,8 +86,8 @@ def queued_times(
         clock = _clock([cases[number] for number in numbers], calibrations[numbers[0]][first.chip.name])
         for number in numbers:
             case = cases[number]
-            made = client_traffic(case, case.clients)
-            record = simulate(made, ReplicaPool(limits=engine_limits(case), clock=clock), concurrency=case.clients)
+            traffic = client_traffic(case, case.clients)
+            record = simulate(traffic, ReplicaPool(limits=engine_limits(case), clock=clock), concurrency=case.clients)
             ttft_s[number], tpot_s[number] = record.ttft_s.mean(), np.nanmean(record.tpot_s)
     return ttft_s, tpot_s
 
@@ -127,9 +127,9 @@ def pooled_accuracy(records: Sequence[Record], numbers: Mapping[str, float]) -> 
     if not cases:
         return {}
     rates = served_calibrations([case.decode for case in cases], numbers)
-    found = [_simulated(case, rates) for case in cases]
+    times = [_simulated(case, rates) for case in cases]
     decode = [case.decode for case in cases]
-    return _by_time("pools", decode, [rates] * len(cases), left, [*np.array(found).T])
+    return _by_time("pools", decode, [rates] * len(cases), left, [*np.array(times).T])
 
 
 def _pooled(record: Record) -> PooledCase:
@@ -150,7 +150,7 @@ def _pooled(record: Record) -> PooledCase:
     link = transfer_bytes_per_s(make_cluster(engines[1].chip, (setting.cluster.num_chips, 2)))
     bytes_of_token = full.memory(engines[1].decode.strategy)["kv_cache"] / engines[1].prompt_len
     group = f"{ENGINES[record.backend]}, disaggregated"
-    prefill, decode = (replace(one, record=replace(one.record, group=group)) for one in engines)
+    prefill, decode = (replace(engine, record=replace(engine.record, group=group)) for engine in engines)
     return PooledCase(
         prefill=prefill,
         decode=replace(decode, decode=replace(decode.decode, record=decode.record)),
@@ -167,15 +167,15 @@ def _simulated(case: PooledCase, rates: Mapping[str, Calibration]) -> tuple[floa
         limits, clock = replace(engine_limits(engine), policy=policy), _clock([engine], rates[engine.chip.name])
         return ReplicaPool(limits=limits, clock=clock, num_replicas=num_replicas, routing="least_loaded")
 
-    made = client_traffic(case.decode, case.clients)
+    traffic = client_traffic(case.decode, case.clients)
     record = simulate(
-        made,
+        traffic,
         pool(case.prefill, "interleaved", case.replicas[0]),
         pool(case.decode, "chunked", case.replicas[1]),
         transfer_s=lambda tokens: tokens * case.transfer_s,
         concurrency=case.clients,
     )
-    return float((record.ttft_s + made.prompt * case.transfer_s).mean()), float(np.nanmean(record.tpot_s))
+    return float((record.ttft_s + traffic.prompt * case.transfer_s).mean()), float(np.nanmean(record.tpot_s))
 
 
 def engine_limits(case: ServedCase) -> SchedulerLimits:
@@ -211,9 +211,9 @@ def _clock(cases: Sequence[ServedCase], calibration: Calibration) -> TabledClock
     first, limits = cases[0].prefill, [engine_limits(case) for case in cases]
     length = max(case.prompt_len + case.output_len for case in cases)
     most = (
-        max(one.max_requests for one in limits),
-        max(one.num_pages for one in limits) * PAGE_LEN,
-        max(max(one.token_budget for one in limits), length),
+        max(limit.max_requests for limit in limits),
+        max(limit.num_pages for limit in limits) * PAGE_LEN,
+        max(max(limit.token_budget for limit in limits), length),
         length,
     )
     setting = replace(first.setting, calibration=calibration)

@@ -146,13 +146,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 def read_records(path: Path) -> tuple[Record, ...]:
     """Returns every record of a JSON-lines file. Raises InputError with file:line for a line that cannot be read."""
     lines = read_bytes(Path(path), "Name a file of one JSON object a line.").splitlines()
-    found = []
+    records = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            found.append(_record(line, f"{path}:{number}"))
-    if not found:
+            records.append(_record(line, f"{path}:{number}"))
+    if not records:
         raise InputError(f"{path} has no records. Name a file of one JSON object a line.")
-    return tuple(found)
+    return tuple(records)
 
 
 def _record(line: bytes, where: str) -> Record:

@@ -108,10 +108,10 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
         """Returns predicted seconds per output token, and of a prompt by itself [points, cases]."""
         # prompts of a client come in waves and fill steps, so that the starts of their kernels are hidden
         decode_s, prefill_s = np.empty((2, len(points), len(self.cases)))
-        for found, parts, without in ((decode_s, self.decode, {}), (prefill_s, self.prefill, {"host_kernel_s": 0.0})):
+        for times, parts, without in ((decode_s, self.decode, {}), (prefill_s, self.prefill, {"host_kernel_s": 0.0})):
             tables = [served_calibrations(self.cases, {**numbers, **without}) for numbers in points]
             for part in parts:
-                found[:, part.numbers] = part.seconds(*tables)
+                times[:, part.numbers] = part.seconds(*tables)
         batch = np.array([case.batch for case in self.cases])
         length = np.array([case.output_len for case in self.cases])
         waves = np.array([0.5 if case.record.backend in PREFILL_FIRST else 1.0 for case in self.cases])
@@ -153,11 +153,11 @@ def fit_served(records: Sequence[Record]) -> FittedServing:
     by_fold = {fold: fitted(folds != fold) for fold in np.unique(folds).tolist()}
 
     def held_out(parts: np.ndarray, numbers: Mapping[Any, Mapping[str, float]] | None = None) -> np.ndarray:
-        found = np.empty(len(cases))
+        predicted = np.empty(len(cases))
         for part in np.unique(parts).tolist():
             here = parts == part
-            found[here] = batch.seconds(numbers[part] if numbers else fitted(~here))[0, here]
-        return found
+            predicted[here] = batch.seconds(numbers[part] if numbers else fitted(~here))[0, here]
+        return predicted
 
     seconds = {
         "served": held_out(folds, by_fold),
@@ -171,7 +171,7 @@ def fit_served(records: Sequence[Record]) -> FittedServing:
     tables = {fold: served_calibrations(cases, numbers) for fold, numbers in by_fold.items()}
     return FittedServing(
         numbers=numbers,
-        errors={name: _compared(cases, found, numbers, unpredicted) for name, found in seconds.items()},
+        errors={name: _compared(cases, predicted, numbers, unpredicted) for name, predicted in seconds.items()},
         cases=cases,
         unpredicted=unpredicted,
         held_out=tuple(tables[fold] for fold in folds.tolist()),
@@ -199,7 +199,7 @@ def configuration(case: ServedCase) -> tuple[Any, ...]:
 def served_cases(records: Sequence[Record]) -> tuple[tuple[ServedCase, ...], tuple[Unpredicted, ...]]:
     """Splits records into cases and records that are not predicted, with reasons; a measurement that several records
     list counts once."""
-    found, left, seen = list[ServedCase](), list[Unpredicted](), set[tuple[Any, ...]]()
+    cases, left, seen = list[ServedCase](), list[Unpredicted](), set[tuple[Any, ...]]()
     for record in records:
         case = served_case(record)
         if isinstance(case, ServedCase):
@@ -208,10 +208,10 @@ def served_cases(records: Sequence[Record]) -> tuple[tuple[ServedCase, ...], tup
                 case = Unpredicted(record=record, reason="the measurement is listed twice")
             seen.add(key)
         if isinstance(case, ServedCase):
-            found.append(case)
+            cases.append(case)
         else:
             left.append(case)
-    return tuple(found), tuple(left)
+    return tuple(cases), tuple(left)
 
 
 def served_batch(cases: Sequence[ServedCase]) -> ServedBatch:
@@ -257,20 +257,20 @@ def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCa
     strategy = msgspec.structs.replace(strategy, placement=strategy_placements(cluster, strategy)[0].describe())
     assumed = Assumptions(software="served", engine=engine, empty_slots=False)
     full = Job(kind="decode", batch_seqs=replicas, seq_len=prompt + output)
-    at = Setting(model, cluster, full, storage=stored.storage, assumptions=assumed)
-    asked = max(1, round(record.concurrency or record.global_batch_seqs or 1))
-    fits = sequences_that_fit(at, strategy)
-    if fits * replicas < asked:
-        fits = sequences_that_fit(at, strategy, TIGHT_SHARE)
+    setting = Setting(model, cluster, full, storage=stored.storage, assumptions=assumed)
+    concurrency = max(1, round(record.concurrency or record.global_batch_seqs or 1))
+    fits = sequences_that_fit(setting, strategy)
+    if fits * replicas < concurrency:
+        fits = sequences_that_fit(setting, strategy, TIGHT_SHARE)
     if fits < 1:
         raise InputError("weights and one sequence do not fit the devices that are listed")
-    total = min(asked, fits * replicas)
+    total = min(concurrency, fits * replicas)
 
     def case(kind: str, batch_seqs: int, seq_len: int) -> Case:
         job = Job(kind=kind, batch_seqs=batch_seqs, seq_len=seq_len)
         return Case(
             record=record,
-            setting=msgspec.structs.replace(at, job=job),
+            setting=msgspec.structs.replace(setting, job=job),
             strategy=strategy,
             measured_s=tpot_ms / 1e3,
         )
@@ -281,7 +281,7 @@ def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCa
         decode=case("decode", max(total, replicas), prompt + output // 2),
         batch=max(total / replicas, 1.0),
         room=fits,
-        clients=max(round(asked / replicas), 1),
+        clients=max(round(concurrency / replicas), 1),
         replicas=replicas,
         prompt_len=prompt,
         output_len=output,
@@ -291,8 +291,8 @@ def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCa
 def sequences_that_fit(setting: Setting, strategy: Strategy, share: float = MEMORY_SHARE) -> int:
     """Returns the sequences of the job's length that the caches of one replica of attention have room for, in the share
     of the memory that weights leave. The job is decode of one sequence on each replica."""
-    found = setting.memory(strategy)
-    return int((share * known(setting.cluster.chip, "hbm_bytes") - found["weights"]) / found["kv_cache"])
+    memory = setting.memory(strategy)
+    return int((share * known(setting.cluster.chip, "hbm_bytes") - memory["weights"]) / memory["kv_cache"])
 
 
 def _degrees(record: Record) -> tuple[int, int]:
@@ -301,8 +301,8 @@ def _degrees(record: Record) -> tuple[int, int]:
     Some records count chips once for each part of the experts: degrees (e x e, e, e) of attention, experts and tensor
     parallelism inside experts are those of e chips, as equal measurements with e chips show.
     """
-    given = record.parallelism
-    tensor, replicas, expert, inside = given.tp or 1, given.dp or 1, given.ep or 1, given.moe_tp or 1
+    degrees = record.parallelism
+    tensor, replicas, expert, inside = degrees.tp or 1, degrees.dp or 1, degrees.ep or 1, degrees.moe_tp or 1
     if expert == inside > 1 and tensor * replicas == expert**2:
         return (tensor // expert, 1) if tensor > 1 else (1, replicas // expert)
     if record.model and record.model.moe and expert * inside != tensor * replicas:

@@ -53,9 +53,9 @@ def derive(
         forward = forward_pass(block, shardings)
         saved = [a for s in forward.steps for a in s.results if saved_set.keeps(a, block)]
         backward = _backward(block, shardings, forward, saved)
-        given = program.inputs_from_earlier_stacks(block.name)
-        kept = tuple(a for a in backward.used if a.name not in given and (a in saved or a.name in activations))
-        steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), kept)
+        shared = program.inputs_from_earlier_stacks(block.name)
+        results = tuple(a for a in backward.used if a.name not in shared and (a in saved or a.name in activations))
+        steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), results)
         steps = in_segments(in_blocks(steps, shardings), shardings)
         blocks.append(with_fused_head(steps) if fused_head else steps)
     weights = _updated(program, shardings)

@@ -15,14 +15,14 @@ from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive, forward_pass
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.layers import PLAIN, ProgramOptions, mask_data, parse_block
+from meshwright.algebra.layers import PLAIN, ProgramOptions, mask_data
 from meshwright.algebra.program import Block, Op, Program, Variable
 from meshwright.algebra.rewrites.collective_matmul import in_blocks
 from meshwright.algebra.rewrites.pipeline import boundary
 from meshwright.algebra.rewrites.repeated_heads import repeating, strategy_of_heads
 from meshwright.algebra.rewrites.torus import blocks_leg_by_leg
 from meshwright.algebra.tape import Shardings
-from meshwright.algebra.transformer import layer_kinds, transformer, weight_variables
+from meshwright.algebra.transformer import layer_kinds, parse_block, transformer, weight_variables
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.masks.names import mask_named
@@ -197,10 +197,10 @@ def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:
         changed[role] = {**roles[role], "B": rows, "O": split[role]}
     assignment = roles | changed
     for role, rules in assignment.items():  # a row is one position, whose slots of experts are split as rows are
-        kept = {dim: axes for dim, axes in rules.items() if dim != "T"}
-        if "C" in kept and "B" in kept:
-            kept["C"] = tuple(axis for axis in kept["C"] if axis in kept["B"])
-        assignment[role] = kept
+        packed = {dim: axes for dim, axes in rules.items() if dim != "T"}
+        if "C" in packed and "B" in packed:
+            packed["C"] = tuple(axis for axis in packed["C"] if axis in packed["B"])
+        assignment[role] = packed
     return replace(strategy, assignment=assignment)
 
 
@@ -220,23 +220,23 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
     head are in int8, as are matrices with an odd number of inputs. Scales are split as their weight is, but scales over
     D, Rq or Rkv alone are whole.
     """
-    own = {name: (narrow, grouped) for name, narrow, grouped in model.stored.matrices} if model.stored else {}
-    if not (dtype or own):
+    in_folder = {name: (narrow, grouped) for name, narrow, grouped in model.stored.matrices} if model.stored else {}
+    if not (dtype or in_folder):
         return {}
     table = {name: weight for name, (weight, _) in weight_variables(model).items()}
-    kept: dict[str, set[str]] = {}
+    scale_dims: dict[str, set[str]] = {}
     for program in (_plain_program(model, AS_WRITTEN, joined=joined) for joined in (False, True)):
         for op in (op for block in program.blocks for op in block.ops if op.kind in QUANTISED):
             weight = table.get(op.inputs[1])
             if weight and weight.part not in ("router", "adapter") and weight.dims[0] != "P":
                 dims = program.variables[op.out].dims if op.kind == "einsum" else weight.dims[:1]
-                kept[op.inputs[1]] = kept.get(op.inputs[1], set(weight.dims)) & set(dims)
-    found, variables = {}, transformer(model).variables
-    for name, names in kept.items():
+                scale_dims[op.inputs[1]] = scale_dims.get(op.inputs[1], set(weight.dims)) & set(dims)
+    quantised, variables = {}, transformer(model).variables
+    for name, names in scale_dims.items():
         weight, stored = table[name], dtype
         dims = tuple(dim for dim in weight.dims if dim in names)
         if not dtype:
-            stored, grouped = own.get(weight.name, ("", False))
+            stored, grouped = in_folder.get(weight.name, ("", False))
             if not stored or not (grouped or len(dims) == len(weight.dims) - len(weight.inputs)):
                 continue
             dims = group_dims(weight.dims, weight.inputs) if grouped else dims
@@ -245,17 +245,17 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
         elif dtype == "int4":
             stored = "int8"
         role = "vector" if set(dims) <= {"D", "Rq", "Rkv"} else "weight"
-        found[name] = replace(variables[name], dtype=stored), Variable(scale_name(name), dims, role, "fp32")
-    return found
+        quantised[name] = replace(variables[name], dtype=stored), Variable(scale_name(name), dims, role, "fp32")
+    return quantised
 
 
 def weight_bytes(model: Model, dtype: WeightDtype, width: int) -> float:
     """Returns the bytes of all weights with their scales; ``width`` are those of an element that is not quantised."""
-    found, sizes = quantised_weights(model, dtype), model.dims
+    pairs, sizes = quantised_weights(model, dtype), model.dims
     return sum(
-        repeat * math.prod(sizes[dim] for dim in each.dims) * DTYPE_BYTES.get(each.dtype, width)
+        repeat * math.prod(sizes[dim] for dim in array.dims) * DTYPE_BYTES.get(array.dtype, width)
         for name, (weight, repeat) in weight_variables(model).items()
-        for each in found.get(name, (weight,))
+        for array in pairs.get(name, (weight,))
     )
 
 
@@ -276,16 +276,16 @@ def generation_program(model: Model, storage: Storage = AS_WRITTEN, *, joined: b
     latents, ``joined`` says that rows meet those of their own step by keys and values of heads, as in training.
     """
     program = _plain_program(model, storage, joined=joined)
-    if not (found := quantised_weights(model, storage.weights)):
+    if not (pairs := quantised_weights(model, storage.weights)):
         return program
-    variables = program.variables | {each.name: each for pair in found.values() for each in pair}
+    variables = program.variables | {variable.name: variable for pair in pairs.values() for variable in pair}
 
     def with_scale(op: Op) -> Op:
         if op.kind == "past_latent_attention":
-            return replace(op, inputs=(*op.inputs, *(found[name][1].name for name in op.inputs[-2:] if name in found)))
-        if op.kind not in QUANTISED or op.inputs[1] not in found:
+            return replace(op, inputs=(*op.inputs, *(pairs[name][1].name for name in op.inputs[-2:] if name in pairs)))
+        if op.kind not in QUANTISED or op.inputs[1] not in pairs:
             return op
-        inputs = (*op.inputs, found[op.inputs[1]][1].name)
+        inputs = (*op.inputs, pairs[op.inputs[1]][1].name)
         return replace(op, kind=f"quantised_{op.kind}", inputs=inputs)
 
     blocks = tuple(replace(b, ops=tuple(map(with_scale, b.ops))) for b in program.blocks)
@@ -313,9 +313,9 @@ def _sees_later(mask: str) -> bool:
     """True if positions see later ones without a prefix or an image: 32 show it for every mask of the catalogue."""
     if is_users(mask):
         return bool(np.triu(table_of_user(mask, q_len=32, kv_len=32, block=1).table.kinds, 1).any())
-    at, rule = np.arange(32), mask_named(mask)
+    positions, rule = np.arange(32), mask_named(mask)
     arrays = (np.full((1, 32)[: len(MASK_DATA[name])], 32 * (name == "lengths")) for name in rule.data)
-    return bool((rule.make(*arrays)(0, 0, at[:, None], at) & (at > at[:, None])).any())
+    return bool((rule.make(*arrays)(0, 0, positions[:, None], positions) & (positions > positions[:, None])).any())
 
 
 class _Writer:
@@ -347,12 +347,12 @@ class _Writer:
                     self.ops.append(Op("pick_adapter", (*op.inputs, "adapters"), op.out, attributes))
                 else:
                     self.ops.append(op)
-        needed, kept = {block.result or self.ops[-1].out, *self.outputs}, list[Op]()
+        needed, ops = {block.result or self.ops[-1].out, *self.outputs}, list[Op]()
         for op in reversed(self.ops):
             if op.out in needed:
                 needed.update(op.inputs)
-                kept.insert(0, op)
-        return replace(block, ops=tuple(kept))
+                ops.insert(0, op)
+        return replace(block, ops=tuple(ops))
 
     def _add(self, kind: str, inputs: tuple[str, ...], made: Variable, attributes: Attributes = ()) -> str:
         """Adds an op and the variable that it makes; returns the variable's name."""
@@ -383,12 +383,12 @@ class _Writer:
 
     def _attention(self, op: Op, block: Block) -> None:
         """Writes keys and values, or latents and rotated keys, into the cache, which attention reads."""
-        q, k, v, *others = op.inputs
-        made_by = {made.out: made for made in block.ops}
+        q, k, v, *operands = op.inputs
+        made_by = {maker.out: maker for maker in block.ops}
         sources = {"k": k, "v": v}
         if self.model.latent_attention:
-            own, shared = made_by[k].inputs
-            sources = {"c": made_by[own].inputs[0], "p": shared}
+            unrotated, shared = made_by[k].inputs
+            sources = {"c": made_by[unrotated].inputs[0], "p": shared}
         suffix = next(kind.suffix for kind in layer_kinds(self.model) if kind.block == block.name)
         apart = bool(self.storage.window_pages) and window_of(block) is not None
         pages, where, pool = (WINDOW_PAGES, "window_slots", "Pw") if apart else (PAGES, "slots", "Pg")
@@ -407,10 +407,10 @@ class _Writer:
             if not self.joined:
                 # queries are multiplied with the keys' projection and attend to latents; that of values follows
                 latent = ("B", "T", "N", "Rkv")
-                own = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
-                ql = self._add("einsum", (own, keys), Variable("ql", latent, "activation"))
+                unrotated = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
+                ql = self._add("einsum", (unrotated, keys), Variable("ql", latent, "activation"))
                 mixed = Variable("oc", latent, "activation")
-                oc = self._add("cached_latent_attention", (ql, q, *inputs, *others), mixed, attributes)
+                oc = self._add("cached_latent_attention", (ql, q, *inputs, *operands), mixed, attributes)
                 self.ops.append(Op("einsum", (oc, values), op.out))
                 return
             # with the rows of the step queries are multiplied as in training, by keys and values of heads
@@ -423,7 +423,7 @@ class _Writer:
             )
             self.ops.append(Op("add", parts, op.out))
         else:
-            self.ops.append(Op("cached_attention", (q, *inputs, *others), op.out, attributes))
+            self.ops.append(Op("cached_attention", (q, *inputs, *operands), op.out, attributes))
 
     def _write(self, cache: str, source: str, where: str, pool: str) -> list[str]:
         """Adds the ops that write into a cache; returns the names of the written cache and, with int8, its scales."""
@@ -435,8 +435,8 @@ class _Writer:
             values = self._add("kv_quantise", (source, scale), quantised)
             writes = [(cache, values, dims, dtype), (scale_name(cache), scale, dims[:-1], "fp32")]
         written = []
-        for name, array, own, width in writes:
-            before = Variable(name, (pool, "Pl", *own[2:]), "cache", width)
+        for name, array, array_dims, width in writes:
+            before = Variable(name, (pool, "Pl", *array_dims[2:]), "cache", width)
             self.variables[name] = before
             after = replace(before, name=f"{name}'")
             written.append(self._add("cache_write", (name, array, where), after))
@@ -504,9 +504,9 @@ def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN)
     There are enough pages for every sequence to be full, unless the storage says how many.
     """
     page_len = storage.page_len or max_len
-    each = -(-max_len // page_len)
-    pages = storage.num_pages or batch_seqs * each
-    return {"S": max_len, "Pl": page_len, "Bp": each, "Pg": pages, "Pw": storage.window_pages}
+    per_sequence = -(-max_len // page_len)
+    pages = storage.num_pages or batch_seqs * per_sequence
+    return {"S": max_len, "Pl": page_len, "Bp": per_sequence, "Pg": pages, "Pw": storage.window_pages}
 
 
 def cache_table(

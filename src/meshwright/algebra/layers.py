@@ -1,17 +1,13 @@
 """The lines of one transformer layer, for every family: attention with its norms, then dense or routed feed-forward.
 
 Remat policies name results: q, k, a, g, u, y and so on are results of matrix products; qr, kr and v are the inputs of
-attention, after bias, norm and rope, and o is its output. `parse_block` reads the lines.
+attention, after bias, norm and rope, and o is its output. `transformer.parse_block` reads the lines.
 """
 
 import re
-from collections.abc import Mapping
 
 import msgspec
 
-from meshwright.algebra.notation import parse_array
-from meshwright.algebra.program import Block, Op, Variable
-from meshwright.core.errors import InputError
 from meshwright.masks.names import mask_named
 from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.weights import adapted, has_frozen_matrices, weight_table
@@ -19,10 +15,7 @@ from meshwright.spec.weights import adapted, has_frozen_matrices, weight_table
 ENCODER, CROSS = "encoder_", "cross_"
 """Prefixes of the variables of an encoder and of cross-attention; the rest of a name is as in a decoder's layer."""
 
-_LINE = re.compile(r"\s*(?P<out>[^=]+?)\s*=\s*(?P<rest>.+?)\s*")
-_CALL = re.compile(r"(?P<kind>[a-z_]+)\((?P<args>[^;]*)(?:;(?P<attributes>.*))?\)")
 _PRODUCT = re.compile(r"(\w+)\[(.*)\] = (\w+)\[(.*)\] \* (\w+)\[(.*)\]")
-_ARG = re.compile(r"[\w']+\s*\[[^\]]*\]")
 
 
 class ProgramOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -212,7 +205,7 @@ def written(model: Model, text: str, **names: str | bool) -> str:
         if not all(bool(names[word] if word in names else getattr(model, word)) == wanted for word, wanted in words):
             continue
         out, rest = content.format(**names).split(" = ")
-        rest = re.sub(r"(\w+)~", lambda found: last.get(found[1], found[1]), rest)
+        rest = re.sub(r"(\w+)~", lambda match: last.get(match[1], match[1]), rest)
         if model.norm == "layer_norm":
             rest = re.sub(r"\bnorm\((.*), (\w+)\[D\]", r"norm(\1, \2[D], \2_bias[D]", rest)
         name, dims = out.replace("~", "").split("[")
@@ -231,9 +224,9 @@ def embed_text(model: Model) -> str:
 def loss_text(model: Model, options: ProgramOptions) -> str:
     """Returns the lines of the loss head, from the stream hf after its norm to the loss."""
     table = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
-    given = given_attributes(softcap=model.logit_softcap, z_loss=options.z_loss)
+    attributes = given_attributes(softcap=model.logit_softcap, z_loss=options.z_loss)
     by, divided = f"{1 / model.logit_divisor}", model.logit_divisor != 1
-    return written(model, LOSS, table=table, given=given, by=by, divided=divided)
+    return written(model, LOSS, table=table, given=attributes, by=by, divided=divided)
 
 
 def mask_data(model: Model, options: ProgramOptions) -> tuple[str, ...]:
@@ -247,13 +240,13 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
     feed-forward experts, ``rotates`` adds rope."""
     data = "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
     if model.latent_attention:
-        given = given_attributes(mask=_quoted(model.attention_mask), score=_quoted(model.attention_score))
-        lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, others=data + given, x1="x1")
+        attributes = given_attributes(mask=_quoted(model.attention_mask), score=_quoted(model.attention_score))
+        lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, others=data + attributes, x1="x1")
     else:
         lines = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, data=data, rotates=rotates)
     if model.encoder:
-        given = given_attributes(sees_all=True, softcap=model.attention_softcap)
-        lines += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=given)
+        attributes = given_attributes(sees_all=True, softcap=model.attention_softcap)
+        lines += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=attributes)
     if not routed:
         return with_adapters(model, lines + _dense(model))
     capacity = options.capacity_factor
@@ -261,8 +254,8 @@ def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, opti
     rate = options.correction_rate if corrected and not has_frozen_matrices(model) else 0.0
     weights = {"balance": options.balance_loss, "z": options.router_z_loss}
     routing = given_attributes(**weights, capacity=capacity, correction_rate=rate)
-    given = given_attributes(capacity=capacity)
-    names = {"correction": ", router_correction[E]" * corrected, "routing": routing, "capacity": given}
+    attributes = given_attributes(capacity=capacity)
+    names = {"correction": ", router_correction[E]" * corrected, "routing": routing, "capacity": attributes}
     lines += written(model, EXPERTS, activation=_activation(model), **names)
     return with_adapters(model, lines)
 
@@ -285,11 +278,11 @@ def with_adapters(model: Model, text: str) -> str:
     quantised_einsum; products that share an A compute x A once."""
     first_of, lines = adapted(model), list[str]()
     for line in text.splitlines(keepends=True):
-        found = _PRODUCT.match(line)
-        if found is None or found[5] not in first_of:
+        match = _PRODUCT.match(line)
+        if match is None or match[5] not in first_of:
             lines.append(line)
             continue
-        out, out_dims, x, x_dims, w, w_dims = found.groups()
+        out, out_dims, x, x_dims, w, w_dims = match.groups()
         inputs = [dim for dim in w_dims.split(",") if dim in x_dims.split(",")]
         names: dict[str, str] = {
             "outputs": ",".join(dim for dim in w_dims.split(",") if dim not in inputs),
@@ -305,8 +298,8 @@ def with_adapters(model: Model, text: str) -> str:
         scale = scales.get(f"{found[5]}_scale")
         if scale is None:
             return found[0]
-        given = f"{found[3]}[{found[4]}], {found[5]}[{found[6]}], {found[5]}_scale[{','.join(scale.dims)}]"
-        return f"{found[1]}[{found[2]}] = quantised_einsum({given})"
+        operands = f"{found[3]}[{found[4]}], {found[5]}[{found[6]}], {found[5]}_scale[{','.join(scale.dims)}]"
+        return f"{found[1]}[{found[2]}] = quantised_einsum({operands})"
 
     return _PRODUCT.sub(quantised, "".join(lines))
 
@@ -330,8 +323,8 @@ def _attention(
     bare = "" if rotates or model.qkv_bias or model.qk_norm else "r"
     rotates = rotates and model.rotated_width > 0
     relative = model.relative_buckets > 0
-    others = data + ", sinks[N]" * (model.attention_sinks and causal) + ", relative_bias[R,N]" * relative
-    given = given_attributes(
+    operands = data + ", sinks[N]" * (model.attention_sinks and causal) + ", relative_bias[R,N]" * relative
+    attributes = given_attributes(
         sees_all=not causal,
         window=model.sliding_window if sliding else None,
         softcap=model.attention_softcap,
@@ -347,7 +340,7 @@ def _attention(
         b="b" if model.qk_norm or rotates else "r",
         n="n" if rotates else "r",
         rotates=rotates,
-        others=others + given,
+        others=operands + attributes,
         x1=result,
     )
 
@@ -370,50 +363,3 @@ def given_attributes(**attributes: float | bool | str | None) -> str:
     """Returns the attributes of a call, "; window=128", without None, 0 and False; True becomes the name alone."""
     text = ", ".join(name if value is True else f"{name}={value}" for name, value in attributes.items() if value)
     return f"; {text}" if text else ""
-
-
-# -- lines read -----------------------------------------------------------------------------------------------
-
-
-def parse_block(
-    name: str,
-    text: str,
-    variables: dict[str, Variable],
-    *,
-    repeat: int = 1,
-    num_in_last_iterations: int = 1,
-    carry: str = "",
-    result: str = "",
-    renamed: Mapping[str, str] = {},
-) -> Block:
-    """Returns the block written as lines ``q[B,T,N,H] = h[B,T,D] * wq[D,N,H]`` or ``o[..] = attention(q[..], ..;
-    window=8)``.
-
-    Every variable is entered in ``variables`` as an activation unless it is there already with its role.
-    ``renamed`` gives names of the text another name in the program; the other arguments are fields of `Block`.
-    Raises InputError when a line cannot be read or a variable is used with other dims than before.
-    """
-
-    def entered(text: str) -> str:
-        array = parse_array(text)
-        name = renamed.get(array.name, array.name)
-        known = variables.setdefault(name, Variable(name, array.dims, "activation"))
-        if known.dims != array.dims:
-            raise InputError(f"{name} has dims {list(known.dims)} and is used as {text.strip()}.")
-        return name
-
-    ops = list[Op]()
-    for line in (line for line in text.splitlines() if line.strip()):
-        match = _LINE.fullmatch(line)
-        if match is None:
-            raise InputError(f"program line {line.strip()!r} is not 'out[dims] = ...'.")
-        call = _CALL.fullmatch(match["rest"])
-        kind, args, given = call.groups("") if call else ("einsum", match["rest"], "")
-        inputs = tuple(map(entered, _ARG.findall(args)))
-        if kind == "einsum" and len(inputs) != 2:
-            raise InputError(f"program line {line.strip()!r} is not a product of two arrays.")
-        # "window=128, sees_all" has the pairs (window, 128) and (sees_all, true)
-        pairs = (part.strip().partition("=") for part in given.split(",") if part.strip())
-        attributes = tuple((key.strip(), value.strip() or "true") for key, _, value in pairs)
-        ops.append(Op(kind, inputs, entered(match["out"]), attributes))
-    return Block(name, tuple(ops), repeat, carry, result, num_in_last_iterations)

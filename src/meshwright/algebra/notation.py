@@ -105,14 +105,14 @@ def check(array: ShardedArray, dims: Sizes, mesh: Sizes) -> None:
         ways = product(mesh[a] for a in axes)
         if dims[dim] % ways:
             has_groups = dim[-1] == "g" and dim != "Pg"  # of inputs that share a scale
-            other = (
+            remedy = (
                 "weights without groups of inputs (int8, fp8)"
                 if has_groups
                 else f"a {dim} that is a multiple of {ways}"
             )
             raise InputError(
                 f"{dim}={dims[dim]} of {array} does not divide by {'x'.join(axes)}={ways}. "
-                f"Use {other}, or smaller axes."
+                f"Use {remedy}, or smaller axes."
             )
 
 

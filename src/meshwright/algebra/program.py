@@ -88,7 +88,7 @@ class Program(msgspec.Struct, frozen=True):
             if block == stack.first:
                 return "first"
             if block == stack.last:
-                read = {name for each in self.stacks for name in (*each.inputs, each.carry)}
+                read = {name for reader in self.stacks for name in (*reader.inputs, reader.carry)}
                 return "last" if any(b.name == block and b.ops[-1].out in read for b in self.blocks) else "head"
         return "layer"
 

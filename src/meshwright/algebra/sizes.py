@@ -65,7 +65,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rows_each(self) -> Number:
         """Positions of a sequence that the step runs; of packed sequences the most."""
-        return reduce(np.maximum, (one.rows for one in self.sequences), self.dims["T"])
+        return reduce(np.maximum, (part.rows for part in self.sequences), self.dims["T"])
 
     def elements(self, array: ShardedArray) -> Number:
         """Returns the elements of one device's block."""

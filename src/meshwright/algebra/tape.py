@@ -63,12 +63,12 @@ class Shardings:
             rules = {**rules, "S": rules["T"]}
         groups = {dim: rules[dim[:-1]] for dim in dims if dim[-1] == "g" and dim[:-1] in rules}
         rules = {**groups, **rules}  # groups of entries are split as the entries are
-        own = f"d{name}" if weight_role == "grad" else name
-        wide = own in (*LOSSES, "logits") or dims == ("E", "C")
+        array_name = f"d{name}" if weight_role == "grad" else name
+        wide = array_name in (*LOSSES, "logits") or dims == ("E", "C")
         dtype = "fp32" if wide else "int32" if role in ("input", "position") else ""
         if weight_role == "weight":
             dtype = variable.dtype or dtype
-        array = ShardedArray(own, dims, assign(rules, dims, keep=self.axes), dtype=dtype)
+        array = ShardedArray(array_name, dims, assign(rules, dims, keep=self.axes), dtype=dtype)
         self._arrays[name, weight_role] = array
         return array
 
@@ -117,8 +117,8 @@ class Tape:
         try:
             return msgspec.convert(dict(self.op.attributes), form, strict=False)
         except msgspec.ValidationError as error:
-            given = ", ".join(map("=".join, self.op.attributes))
-            raise InputError(f"{self.op.out} = {self.op.kind}(...; {given}): {error}") from None
+            attributes = ", ".join(map("=".join, self.op.attributes))
+            raise InputError(f"{self.op.out} = {self.op.kind}(...; {attributes}): {error}") from None
 
     def move(self, array: ShardedArray, target: ShardedArray) -> ShardedArray:
         """Adds the steps that reshard ``array`` to ``target`` and returns ``target``."""

@@ -2,7 +2,7 @@
 encoder if it has one. Dims of weights are read off the weight table."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,10 +21,10 @@ from meshwright.algebra.layers import (
     layer_text,
     loss_text,
     mask_data,
-    parse_block,
     written,
 )
-from meshwright.algebra.program import Block, Program, Stack, Variable, layers_dim
+from meshwright.algebra.notation import parse_array
+from meshwright.algebra.program import Block, Op, Program, Stack, Variable, layers_dim
 from meshwright.core.errors import InputError
 from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.weights import Weight, weight_table
@@ -51,15 +51,15 @@ class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """Returns the kinds of layers in order of their first layer: "layer", then _moe with routed experts, _unrotated
     without rope, _local with a window; at the end _mtp, the layer like the last one for the token after the next."""
-    found: dict[tuple[bool, bool, bool], list[int]] = {}
+    by_facts: dict[tuple[bool, bool, bool], list[int]] = {}
     for layer in range(model.num_layers):
         facts = (layer in model.sliding_layers, layer in model.moe_layers, layer not in model.unrotated_layers)
-        found.setdefault(facts, []).append(layer)
+        by_facts.setdefault(facts, []).append(layer)
     kinds = []
-    for (sliding, routed, rotates), layers in found.items():
+    for (sliding, routed, rotates), layers in by_facts.items():
         name = f"{'_moe' * routed}{'_unrotated' * (not rotates)}{'_local' * sliding}"
         same = {"sliding": sliding, "routed": routed, "rotates": rotates}
-        suffix = name if len(found) > 1 else ""
+        suffix = name if len(by_facts) > 1 else ""
         kinds.append(LayerKind(block=f"layer{name}", suffix=suffix, layers=tuple(layers), **same))
     last = next(kind for kind in kinds if model.num_layers - 1 in kind.layers)
     mtp = [replace(last, block="layer_mtp", suffix="_mtp", layers=model.mtp_layers)] if model.mtp_layers else []
@@ -83,16 +83,16 @@ def weight_variables(model: Model) -> dict[str, tuple[Weight, int]]:
 
     Where layers are of several kinds, the weights of one kind are variables of their own: ``wq``, ``wq_moe``.
     """
-    found: dict[str, tuple[Weight, int]] = {}
+    variables: dict[str, tuple[Weight, int]] = {}
     for weight in (weight for weight in weight_table(model) if not weight.tied_to):
         if not weight.layers or local_name(weight).startswith(ENCODER):
-            found[local_name(weight)] = (weight, weight.repeat)
+            variables[local_name(weight)] = (weight, weight.repeat)
             continue
         for kind in layer_kinds(model):
             repeat = len(set(kind.layers) & set(weight.layers))
             if repeat:
-                found[local_name(weight) + kind.suffix] = (weight, repeat)
-    return found
+                variables[local_name(weight) + kind.suffix] = (weight, repeat)
+    return variables
 
 
 @lru_cache(maxsize=64)
@@ -164,7 +164,7 @@ def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block,
 
 def _of_encoder(text: str) -> str:
     """Returns the lines of a decoder with the names and dims of the encoder's; the table of tokens is one for both."""
-    names = re.sub(r"(\w+)\[", lambda found: f"{'' if found[1] == 'embed' else ENCODER}{found[1]}[", text)
+    names = re.sub(r"(\w+)\[", lambda match: f"{'' if match[1] == 'embed' else ENCODER}{match[1]}[", text)
     return names.replace("[B,T", "[B,S").replace("[P,", "[Ps,")
 
 
@@ -229,16 +229,16 @@ def spans(names: Sequence[str]) -> tuple[Span, ...]:
     """Returns layers as spans, in order: the repeating pattern at the front that covers most layers, then the spans of
     the remaining layers."""
     starts = dict.fromkeys(names, 0)
-    found: list[Span] = []
+    parts: list[Span] = []
     left = tuple(names)
     while left:
         pattern, repeats = _leading(left)
         here = {name: starts[name] for name in dict.fromkeys(pattern)}
-        found.append(Span(pattern=pattern, repeats=repeats, starts=here))
+        parts.append(Span(pattern=pattern, repeats=repeats, starts=here))
         for name in pattern:
             starts[name] += repeats
         left = left[len(pattern) * repeats :]
-    return tuple(found)
+    return tuple(parts)
 
 
 def _leading(names: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
@@ -264,11 +264,62 @@ def rows(model: Model) -> dict[str, Weight]:
     """Returns, for each weight of the program (tied ones appear once), its row of the weight table, with the layers of
     that variable only."""
     layers_of = {kind.suffix: kind.layers for kind in layer_kinds(model)}
-    found = {}
+    weights = {}
     for name, (weight, _) in weight_variables(model).items():
         if not weight.layers or name.startswith(ENCODER):
-            found[name] = weight
+            weights[name] = weight
             continue
         of_kind = layers_of[name.removeprefix(local_name(weight))]
-        found[name] = replace(weight, layers=tuple(layer for layer in of_kind if layer in set(weight.layers)))
-    return found
+        weights[name] = replace(weight, layers=tuple(layer for layer in of_kind if layer in set(weight.layers)))
+    return weights
+
+
+# -- lines read -----------------------------------------------------------------------------------------------
+
+_LINE = re.compile(r"\s*(?P<out>[^=]+?)\s*=\s*(?P<rest>.+?)\s*")
+_CALL = re.compile(r"(?P<kind>[a-z_]+)\((?P<args>[^;]*)(?:;(?P<attributes>.*))?\)")
+_ARG = re.compile(r"[\w']+\s*\[[^\]]*\]")
+
+
+def parse_block(
+    name: str,
+    text: str,
+    variables: dict[str, Variable],
+    *,
+    repeat: int = 1,
+    num_in_last_iterations: int = 1,
+    carry: str = "",
+    result: str = "",
+    renamed: Mapping[str, str] = {},
+) -> Block:
+    """Returns the block written as lines ``q[B,T,N,H] = h[B,T,D] * wq[D,N,H]`` or ``o[..] = attention(q[..], ..;
+    window=8)``.
+
+    Every variable is entered in ``variables`` as an activation unless it is there already with its role.
+    ``renamed`` gives names of the text another name in the program; the other arguments are fields of `Block`.
+    Raises InputError when a line cannot be read or a variable is used with other dims than before.
+    """
+
+    def entered(text: str) -> str:
+        array = parse_array(text)
+        name = renamed.get(array.name, array.name)
+        known = variables.setdefault(name, Variable(name, array.dims, "activation"))
+        if known.dims != array.dims:
+            raise InputError(f"{name} has dims {list(known.dims)} and is used as {text.strip()}.")
+        return name
+
+    ops = list[Op]()
+    for line in (line for line in text.splitlines() if line.strip()):
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise InputError(f"program line {line.strip()!r} is not 'out[dims] = ...'.")
+        call = _CALL.fullmatch(match["rest"])
+        kind, args, options = call.groups("") if call else ("einsum", match["rest"], "")
+        inputs = tuple(map(entered, _ARG.findall(args)))
+        if kind == "einsum" and len(inputs) != 2:
+            raise InputError(f"program line {line.strip()!r} is not a product of two arrays.")
+        # "window=128, sees_all" has the pairs (window, 128) and (sees_all, true)
+        pairs = (part.strip().partition("=") for part in options.split(",") if part.strip())
+        attributes = tuple((key.strip(), value.strip() or "true") for key, _, value in pairs)
+        ops.append(Op(kind, inputs, entered(match["out"]), attributes))
+    return Block(name, tuple(ops), repeat, carry, result, num_in_last_iterations)

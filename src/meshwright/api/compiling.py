@@ -48,12 +48,12 @@ def compile_request(request: Request, folder: Path) -> None:
     if only_lower:
         return
     compiled = lowered.compile()
-    found: Any = compiled.memory_analysis()
+    analysis: Any = compiled.memory_analysis()
     memory = Memory(
-        arguments=found.argument_size_in_bytes,
-        temporaries=found.temp_size_in_bytes,
-        outputs=max(0, found.output_size_in_bytes - found.alias_size_in_bytes),
-        peak=found.peak_memory_in_bytes,
+        arguments=analysis.argument_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
+        outputs=max(0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes),
+        peak=analysis.peak_memory_in_bytes,
     )
     if request.target.platform == "cpu":
         # the other compilers dump the text; some of libtpu's programs cannot be printed after compilation
@@ -71,8 +71,8 @@ def target_mesh(request: Request) -> Mesh:
         devices = list(jax.devices("cpu"))
     else:
         options = {name: tuple(v) if isinstance(v, list) else v for name, v in target.options.items()}
-        found = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
-        devices = list(found.devices)
+        topology = topologies.get_topology_desc(platform=target.platform, topology_name=target.topology, **options)
+        devices = list(topology.devices)
     chips = in_order(devices) if target.platform == "tpu" else sorted(devices, key=lambda device: device.id)
     if target.platform == "tpu" and len(chips) != target.num_devices:
         raise InputError(

@@ -43,7 +43,7 @@ def make_setting(
     rates, and "cpu:N" measures this machine once. ``job_fields`` are further fields of `Job`. Raises InputError for
     unknown names, and for a batch that is no whole number of sequences.
     """
-    found = load_model(model) if isinstance(model, str | Path) else model
+    loaded_model = load_model(model) if isinstance(model, str | Path) else model
     chips = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     length = parse_count(f"{seq_len}", what="seq_len", least=1)
     sequences = parse_batch(f"{batch}", seq_len=length)
@@ -51,7 +51,7 @@ def make_setting(
     fields = {"batch_seqs": sequences, "seq_len": length, "weights": weights_folder, **job_fields}
     if not isinstance(calibration, Calibration):
         calibration = rates_for(chips, None if calibration is None else Path(calibration), fitted=True)
-    return Setting(found, chips, convert_fields(fields, Job, section="job"), calibration)
+    return Setting(loaded_model, chips, convert_fields(fields, Job, section="job"), calibration)
 
 
 def derive(model: str | Path | Model, strategy: Strategy | None = None, *, optimizer: str = "adamw") -> Derived:
@@ -59,10 +59,10 @@ def derive(model: str | Path | Model, strategy: Strategy | None = None, *, optim
 
     Raises CannotRunError for a mesh that does not divide the model's heads, widths or experts.
     """
-    found = load_model(model) if isinstance(model, str | Path) else model
-    own = strategy_of_heads(strategy or Strategy(mesh=make_mesh({})), found.num_kv_heads)
-    derived = derive_program(transformer(found), own, optimizer=optimizer)
-    require_even_splits(derived, found, own.mesh)
+    loaded_model = load_model(model) if isinstance(model, str | Path) else model
+    strategy_with_heads = strategy_of_heads(strategy or Strategy(mesh=make_mesh({})), loaded_model.num_kv_heads)
+    derived = derive_program(transformer(loaded_model), strategy_with_heads, optimizer=optimizer)
+    require_even_splits(derived, loaded_model, strategy_with_heads.mesh)
     return derived
 
 
@@ -84,5 +84,5 @@ def changed_plan(plan: Plan, **changes: Any) -> Plan:
     parts = set(Plan.__struct_fields__) - {"predicted", "version"}
     if unknown := set(changes) - parts:
         raise InputError(f"{min(unknown)!r} is no part of a plan that can change.{nearest(min(unknown), parts)}")
-    found = msgspec.structs.replace(plan, **changes)
-    return plan_of(setting_of(found), found.strategy)
+    new_plan = msgspec.structs.replace(plan, **changes)
+    return plan_of(setting_of(new_plan), new_plan.strategy)

@@ -94,8 +94,8 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
         raise InputError(f"the GSPMD form is of a training step, and this is a {job.kind} step. Leave the form out.")
     # to lower, the cluster's own target needs no compiler
     wanted = options.platform
-    own = target_of(cluster, only_lower=True) if options.depth == "lower" and wanted != "cpu" else None
-    target = own if own and wanted in (None, own.platform) else usable_target(cluster, wanted=wanted)
+    native = target_of(cluster, only_lower=True) if options.depth == "lower" and wanted != "cpu" else None
+    target = native if native and wanted in (None, native.platform) else usable_target(cluster, wanted=wanted)
     order: tuple[int, ...] = ()
     if target.platform != "cpu" or cluster.kind == "torus":
         laid = price_strategy(setting, strategy).placement
@@ -104,9 +104,9 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
         order = tuple(mesh_order(strategy.mesh, strategy.placement, links=links).ravel().tolist())
     named = {"optimizer": job.optimizer} if job.optimizer != "adamw" else {}
     table = named | dict(options.settings) if job.trains else {}
-    asked = msgspec.structs.replace(job, optimizer=table.get("optimizer", "adamw"))
+    proved_job = msgspec.structs.replace(job, optimizer=table.get("optimizer", "adamw"))
     return Request(
-        setting=msgspec.structs.replace(setting, job=asked),
+        setting=msgspec.structs.replace(setting, job=proved_job),
         strategy=strategy,
         target=target,
         step=options.asked or job.kind,  # type: ignore[arg-type]

@@ -32,26 +32,26 @@ def rates_for(
             raise InputError(f"{cluster.short_name} is this machine, which has no data sheet. Leave --calibration out.")
         return None
     if calibration is not None:
-        found = load_calibration(calibration)
-        if found.chip != cluster.chip.name:
+        rates = load_calibration(calibration)
+        if rates.chip != cluster.chip.name:
             raise InputError(
-                f"{calibration} has rates of {found.chip}, but the chips of the cluster are {cluster.chip.name}. "
+                f"{calibration} has rates of {rates.chip}, but the chips of the cluster are {cluster.chip.name}. "
                 f"Give a calibration of {cluster.chip.name}."
             )
-        if cluster.kind == "host" and found.devices not in (None, cluster.num_chips):
+        if cluster.kind == "host" and rates.devices not in (None, cluster.num_chips):
             raise InputError(
-                f"{calibration} has rates of {found.devices} emulated devices, but {cluster.short_name} emulates "
+                f"{calibration} has rates of {rates.devices} emulated devices, but {cluster.short_name} emulates "
                 f"{cluster.num_chips}, whose rates differ. Measure them (bench --on {cluster.short_name} -o FILE), or "
                 f"leave --calibration out."
             )
-        return found
+        return rates
     if cluster.kind != "host":
         return fitted_calibration(cluster.chip) if fitted else None
-    kept = cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
-    begun = _kept(kept)
+    path = cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
+    begun = _kept(path)
     if not measures or (begun and begun.host):
         return begun
-    return measure(cluster, keep=kept, begun=begun)
+    return measure(cluster, keep=path, begun=begun)
 
 
 def _kept(path: Path) -> Calibration | None:
@@ -60,11 +60,11 @@ def _kept(path: Path) -> Calibration | None:
     They have no ``host`` if measuring was ended before a training step was measured.
     """
     try:
-        found = None if not path.exists() or read_toml(path).is_changed else load_calibration(path)
+        rates = None if not path.exists() or read_toml(path).is_changed else load_calibration(path)
     except InputError:
         return None
-    whole = found and (found.devices == 1 or {rate.kind for rate in found.collectives} == set(COLLECTIVES))
-    return found if whole and found and "bf16" in found.weight_bytes_per_s else None
+    whole = rates and (rates.devices == 1 or {rate.kind for rate in rates.collectives} == set(COLLECTIVES))
+    return rates if whole and rates and "bf16" in rates.weight_bytes_per_s else None
 
 
 def measure(cluster: Cluster, *, keep: Path, begun: Calibration | None = None) -> Calibration:
@@ -88,5 +88,5 @@ def measure(cluster: Cluster, *, keep: Path, begun: Calibration | None = None) -
     rest = "the rest of this machine" if begun else "this machine"
     say(f"measuring {rest} as {cluster.short_name}, a minute or two, more under load (kept in {keep})")
     emulate_devices(cluster.num_chips)
-    found = begun or keep_rates(measure_machine(cluster.num_chips, say=lambda line: say(f"  {line}")))
-    return keep_rates(with_host_rates(found, lambda line: say(f"  {line}")))
+    rates = begun or keep_rates(measure_machine(cluster.num_chips, say=lambda line: say(f"  {line}")))
+    return keep_rates(with_host_rates(rates, lambda line: say(f"  {line}")))

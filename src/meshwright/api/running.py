@@ -139,10 +139,10 @@ def generate_text(
     tokens = [source.text.encode(text) for text in prompts]
     sampling = fitted(options.sampling or LIKELIEST, type(LIKELIEST), "TextOptions.sampling")
     requests = as_requests(tokens, max_tokens=options.max_tokens, sampling=sampling, end_tokens=source.end_tokens)
-    longest, there, more = max(map(len, tokens)), source.model.max_positions, options.max_tokens
-    if longest + more > there:  # beyond its positions the model would not write text
+    longest, there, output = max(map(len, tokens)), source.model.max_positions, options.max_tokens
+    if longest + output > there:  # beyond its positions the model would not write text
         raise InputError(
-            f"a prompt of {counted(longest, 'token')} and {more:,} more need {longest + more:,} positions, but "
+            f"a prompt of {counted(longest, 'token')} and {output:,} more need {longest + output:,} positions, but "
             f"{source.model.name} has {there:,}. Shorten the prompt, or use a smaller max_tokens."
         )
     bounds = RequestBounds(source.model.vocab_size, options.max_len or there, source.adapters)
@@ -161,9 +161,9 @@ def generate_text(
         if on_text is not None:
             on_text(row, text)
 
-    found = generate(opened.engine, requests, lambda row, token: push(row, streams[row].push(token)))
+    generated = generate(opened.engine, requests, lambda row, token: push(row, streams[row].push(token)))
     for row, stream in enumerate(streams):
         push(row, stream.finish())
     texts = tuple("".join(parts) for parts in pieces)
     mesh = {**opened.engine.engines[0].packed.strategy.mesh, "data": len(opened.engine.engines)}
-    return GeneratedText(model=source.model.name, mesh=mesh, texts=texts, generated=found, opened_s=opened_s)
+    return GeneratedText(model=source.model.name, mesh=mesh, texts=texts, generated=generated, opened_s=opened_s)

@@ -85,7 +85,7 @@ class ServedDecode:
     def compile(self) -> Any:
         """Returns the program of a step in which all requests decode."""
         shapes = (shape for shape in self.engine.shapes() if shape.longest == 1)
-        return self.step.compiled(next(one for one in shapes if one.rows >= self.job.batch_seqs))
+        return self.step.compiled(next(shape for shape in shapes if shape.rows >= self.job.batch_seqs))
 
     def advance(self, compiled: Any) -> None:
         """Runs a step of the engine; until it has ended, so that all of it is in one window of the trace."""

@@ -34,10 +34,10 @@ class Clock(Protocol):
 
 def _grid(most: int, ratio: float) -> list[int]:
     """Returns 0 and whole numbers to ``most``, each at most ``ratio`` times the one before, or one more."""
-    found = [0, 1]
-    while found[-1] < most:
-        found.append(max(found[-1] + 1, int(found[-1] * ratio)))
-    return [*found[:-1], max(most, 1)]
+    numbers = [0, 1]
+    while numbers[-1] < most:
+        numbers.append(max(numbers[-1] + 1, int(numbers[-1] * ratio)))
+    return [*numbers[:-1], max(most, 1)]
 
 
 class TabledClock(Clock):
@@ -50,8 +50,8 @@ class TabledClock(Clock):
 
     def __init__(self, clock: Clock, most: tuple[int, int, int, int]) -> None:
         self._most = most
-        self._grids = [_grid(one, ratio) for one, ratio in zip(most, (1.3, 2, 1.3, 2), strict=True)]
-        mesh = np.meshgrid(*(np.asarray(one) for one in self._grids), indexing="ij", sparse=True)
+        self._grids = [_grid(largest, ratio) for largest, ratio in zip(most, (1.3, 2, 1.3, 2), strict=True)]
+        mesh = np.meshgrid(*(np.asarray(grid) for grid in self._grids), indexing="ij", sparse=True)
         full = np.broadcast_to(clock.step_s(*mesh), tuple(map(len, self._grids)))
         self._table = np.ascontiguousarray(full, dtype=float)
         self._cached = np.asarray(self._grids[1], float)
@@ -78,7 +78,7 @@ class TabledClock(Clock):
         cells, shares = [], []
         for value, grid, most in zip(at, self._grids, self._most, strict=False):
             if value > most:
-                limits = ", ".join(f"{one:,}" for one in self._most)
+                limits = ", ".join(f"{largest:,}" for largest in self._most)
                 raise InputError(f"a step of {value:,} is beyond the table's {limits} (decode, cached, prefill, past).")
             low = min(bisect_right(grid, value), len(grid) - 1) - 1
             cells.append(slice(low, low + 2))

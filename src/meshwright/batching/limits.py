@@ -50,9 +50,9 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"num_drafts is {self.num_drafts}. Give a positive number, or 0 for none.")
         if self.num_drafts and self.policy != "chunked":
             raise InputError(f"drafts need the policy chunked, not {self.policy}. Change one of the two.")
-        each = 1 + self.num_drafts
-        if self.policy == "chunked" and self.token_budget < self.max_requests * each:
-            rows, least = "a token" if each == 1 else f"{each} tokens", self.max_requests * each
+        tokens_each = 1 + self.num_drafts
+        if self.policy == "chunked" and self.token_budget < self.max_requests * tokens_each:
+            rows, least = "a token" if tokens_each == 1 else f"{tokens_each} tokens", self.max_requests * tokens_each
             raise InputError(
                 f"token_budget={self.token_budget:,} is less than max_requests={self.max_requests:,}, each of which"
                 f" decodes {rows} in every step. Give a budget of {least:,} or more, or fewer requests."

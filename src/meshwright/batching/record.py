@@ -105,11 +105,11 @@ class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tr
     @cached_property
     def gaps(self) -> TokenGaps:
         """Gaps between tokens of all requests."""
-        found = [log.gaps() for log in self.logs]
+        parts = [log.gaps() for log in self.logs]
         return TokenGaps(
-            gap_s=np.concatenate([one.gap_s for one in found]),
-            end_s=np.concatenate([one.end_s for one in found]),
-            num=np.concatenate([one.num for one in found]),
+            gap_s=np.concatenate([part.gap_s for part in parts]),
+            end_s=np.concatenate([part.end_s for part in parts]),
+            num=np.concatenate([part.num for part in parts]),
         )
 
     def summary(self, targets: LatencyTargets | None = None, *, warm_up: float = WARM_UP) -> ServingSummary:
@@ -191,8 +191,8 @@ def percentiles(values: Floats, num: NDArray[np.int32] | None = None) -> Percent
     order = np.argsort(values)
     ordered = values[order]
     cumulative = np.arange(1, len(values) + 1) if num is None else np.cumsum(num[order], dtype=np.int64)
-    at = np.array([0.5, 0.9, 0.99]) * (cumulative[-1] - 1)
-    low = ordered[np.searchsorted(cumulative, np.floor(at), side="right")]
-    high = ordered[np.searchsorted(cumulative, np.ceil(at), side="right")]
-    p50, p90, p99 = (low + (high - low) * (at - np.floor(at))).tolist()
+    ranks = np.array([0.5, 0.9, 0.99]) * (cumulative[-1] - 1)
+    low = ordered[np.searchsorted(cumulative, np.floor(ranks), side="right")]
+    high = ordered[np.searchsorted(cumulative, np.ceil(ranks), side="right")]
+    p50, p90, p99 = (low + (high - low) * (ranks - np.floor(ranks))).tolist()
     return Percentiles(mean=float(np.average(values, weights=num)), p50=p50, p90=p90, p99=p99)

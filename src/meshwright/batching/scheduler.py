@@ -108,8 +108,8 @@ class Scheduler:
         if not num_tokens or active.admission not in self._decoding:
             return
         cached = active.cached + self.round - active.joined
-        more = self.limits.pages(cached + num_tokens) - self.limits.pages(cached)
-        self._owed[active.admission] = self._owed.get(active.admission, 0) + more
+        new_pages = self.limits.pages(cached + num_tokens) - self.limits.pages(cached)
+        self._owed[active.admission] = self._owed.get(active.admission, 0) + new_pages
         self._crossings[self._crossing(active)] -= 1
         active.cached += num_tokens
         active.produced += num_tokens
@@ -163,7 +163,7 @@ class Scheduler:
                 # the pages that the rounds after the next one write first
                 whole, rest = divmod(num_steps - 1, self.limits.page_len)
                 rounds = range(self.round + 1, self.round + 1 + rest)
-                crossed = sum(self._crossings[at % self.limits.page_len] for at in rounds)
+                crossed = sum(self._crossings[number % self.limits.page_len] for number in rounds)
                 self.pages.take(whole * len(self._decoding) + crossed)
             self.round += num_steps
             self._cached += num_steps * len(step.decode)
@@ -195,12 +195,12 @@ class Scheduler:
 
     def _take_decode_pages(self) -> list[ActiveRequest]:
         """Takes the pages that the next round writes first; returns the requests that were preempted for them."""
-        at = self.round % self.limits.page_len
-        needed = self._crossings[at] + sum(self._owed.values())
+        offset = self.round % self.limits.page_len
+        needed = self._crossings[offset] + sum(self._owed.values())
         preempted = []
         while needed > self.pages.room:
             victim = self.running[next(reversed(self.running))]
-            needed -= victim.joined >= 0 and self._crossing(victim) == at
+            needed -= victim.joined >= 0 and self._crossing(victim) == offset
             needed -= self._owed.get(victim.admission, 0)
             preempted.append(victim)
             produced = victim.produced + (self.round - victim.joined if victim.joined >= 0 else 0)
@@ -247,14 +247,14 @@ class Scheduler:
         limits, batch = self.limits, list[GenerationRequest]()
         longest = pages = 0
         for active in islice(self.waiting, limits.max_requests):
-            one = active.request
-            if one.output > longest:
-                longest = one.output
-                pages = sum(limits.pages(other.prompt + longest - 1) for other in batch)
-            pages += limits.pages(one.prompt + longest - 1)
+            request = active.request
+            if request.output > longest:
+                longest = request.output
+                pages = sum(limits.pages(earlier.prompt + longest - 1) for earlier in batch)
+            pages += limits.pages(request.prompt + longest - 1)
             if pages > limits.num_pages:
                 break
-            batch.append(one)
+            batch.append(request)
         for _ in batch:
             active = self.waiting.popleft()
             self.pages.take(limits.pages(active.num_known))
@@ -333,11 +333,11 @@ class Scheduler:
 
     def _keep_prefix(self, active: ActiveRequest) -> None:
         """Shares the full pages of a prefix that were just computed, unless another request was first."""
-        prefix, kept = active.request.prefix, self.pages.kept(active.request.prefix)
-        more = min(active.request.prefix_len, active.cached) // self.limits.page_len - kept
-        if self.limits.prefix_cache and prefix is not None and more > 0 and active.shared_pages == kept:
-            self.pages.keep(prefix, more)
-            active.shared_pages += more
+        prefix, num_kept = active.request.prefix, self.pages.kept(active.request.prefix)
+        num_new = min(active.request.prefix_len, active.cached) // self.limits.page_len - num_kept
+        if self.limits.prefix_cache and prefix is not None and num_new > 0 and active.shared_pages == num_kept:
+            self.pages.keep(prefix, num_new)
+            active.shared_pages += num_new
 
     def _quiet_rounds(self, rest: int) -> int:
         """Returns for how many rounds no request ends before the last and the free pages suffice, at most ``rest`` if
@@ -352,5 +352,5 @@ class Scheduler:
             if room < 0:
                 break
             rounds += 1
-        found = min(rounds, most) + 1
-        return min(found, rest) if rest and self.waiting else found
+        quiet = min(rounds, most) + 1
+        return min(quiet, rest) if rest and self.waiting else quiet

@@ -53,21 +53,21 @@ class _Line:
         pool.check()
         self.log = StepsLog(pool.num_replicas)
         self.replicas = [Replica(pool.limits, pool.clock, times, self.log, most_jump) for _ in range(pool.num_replicas)]
-        for number, one in enumerate(self.replicas if spans else ()):
-            one.recorder = SlotRecorder(number, pool.limits.max_requests)
+        for number, replica in enumerate(self.replicas if spans else ()):
+            replica.recorder = SlotRecorder(number, pool.limits.max_requests)
         self._routing, self._homes, self._count = pool.routing, dict[int, int](), 0
 
     @property
     def spans(self) -> tuple[SlotSpan, ...]:
         """Who held which slot, if that is recorded."""
-        return tuple(span for one in self.replicas if one.recorder for span in one.recorder.spans)
+        return tuple(span for replica in self.replicas if replica.recorder for span in replica.recorder.spans)
 
     def route(self, request: GenerationRequest) -> int:
         """Returns the number of the replica that a request goes to, and keeps it as the home of its prefix."""
         self._count += 1
         if self._routing == "round_robin":
             return (self._count - 1) % len(self.replicas)
-        loads = [one.scheduler.load for one in self.replicas]
+        loads = [replica.scheduler.load for replica in self.replicas]
         least, most = min(loads), max(loads)
         index = loads.index(least)
         if self._routing == "prefix_aware" and request.prefix is not None:
@@ -117,7 +117,7 @@ class _Events:
     ) -> None:
         self.sent_s = traffic.arrival_s.copy()
         self._lines, self._transfer_s, self._most = lines, transfer_s, concurrency
-        self._replicas = [one for line in lines for one in line.replicas]
+        self._replicas = [replica for line in lines for replica in line.replicas]
         self._source, self._in_flight = traffic.requests(), 0
         self._coming: dict[int, GenerationRequest] = {}
         self._events: list[tuple[float, int, int]] = []
@@ -148,19 +148,19 @@ class _Events:
     def _arrive(self, now_s: float, number: int) -> None:
         request = self._coming.pop(number)
         line = self._lines[request.prefilled]
-        at = line.route(request) + len(self._lines[0].replicas) * request.prefilled
+        index = line.route(request) + len(self._lines[0].replicas) * request.prefilled
         if len(self._lines) > 1 and not request.prefilled:
             self._coming[number] = request
             request = replace(request, output=1)
         if not request.prefilled:
             self._send(now_s)
-        replica = self._replicas[at]
+        replica = self._replicas[index]
         planned_s = replica.end_s
         replica.submit(request, now_s)
         if planned_s == inf:
-            heappush(self._events, (now_s, 2, at))
+            heappush(self._events, (now_s, 2, index))
         elif replica.end_s < planned_s:
-            heappush(self._events, (replica.end_s, 0, at))
+            heappush(self._events, (replica.end_s, 0, index))
 
     def _end(self, now_s: float, number: int) -> None:
         """Ends a replica's step: requests go on to the pool that decodes, or make room for the client's next."""

@@ -31,15 +31,15 @@ def load_trace(path: Path) -> RequestTraffic:
             )
             raise InputError(f"{path}:{line}: {known}")
         for name, column in columns.items():
-            found = row.get(name, defaults.get(name))
+            value = row.get(name, defaults.get(name))
             try:
-                number = float(found)
+                number = float(value)
                 if name != "arrival_s" and not (number == int(number) and abs(number) <= MOST_TOKENS):
                     raise ValueError
             except (TypeError, ValueError, OverflowError):
                 kind = "seconds" if name == "arrival_s" else f"a whole number of at most {MOST_TOKENS:,}"
-                given = f"is {found!r}" if name in row else "is missing"
-                raise InputError(f"{path}:{line}: {name} {given}. Give {kind}.") from None
+                fault = f"is {value!r}" if name in row else "is missing"
+                raise InputError(f"{path}:{line}: {name} {fault}. Give {kind}.") from None
             column.append(number)
     try:
         return traffic_of(*columns.values())
@@ -55,12 +55,12 @@ def _rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
         for row in (reader := csv.DictReader(text.splitlines(), skipinitialspace=True)):
             yield reader.line_num, {name or "": value for name, value in row.items()}
         return
-    for line, one in enumerate(text.splitlines(), start=1):
-        if one.strip():
+    for line, content in enumerate(text.splitlines(), start=1):
+        if content.strip():
             try:
-                row = json.loads(one)
+                row = json.loads(content)
             except ValueError as error:
                 raise InputError(f"{path}:{line}: broken JSON ({error}). Give an object on every line.") from None
             if not isinstance(row, dict):
-                raise InputError(f"{path}:{line}: {one[:40]!r} is not an object. Give one on every line.")
+                raise InputError(f"{path}:{line}: {content[:40]!r} is not an object. Give one on every line.")
             yield line, row

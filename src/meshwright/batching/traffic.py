@@ -67,17 +67,17 @@ def traffic_of(
     def column(given: ArrayLike) -> Ints:
         return np.broadcast_to(np.asarray(given, np.int64), count)[order]
 
-    found = RequestTraffic(
+    table = RequestTraffic(
         arrival_s=seconds[order],
         prompt=column(prompt),
         output=column(output),
         prefix=column(-1 if prefix is None else prefix),
         prefix_len=column(0 if prefix_len is None else prefix_len),
     )
-    wrong = (found.prompt < 1) | (found.output < 1) | (found.prefix_len < 0) | (found.prefix_len > found.prompt)
+    wrong = (table.prompt < 1) | (table.output < 1) | (table.prefix_len < 0) | (table.prefix_len > table.prompt)
     if wrong.any():
-        next(one for _, one in found.requests() if wrong[one.number]).check()
-    return found
+        next(request for _, request in table.requests() if wrong[request.number]).check()
+    return table
 
 
 MOST_REQUESTS = 10_000_000

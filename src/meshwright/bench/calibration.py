@@ -34,8 +34,8 @@ def calibration_of(report: BenchReport) -> Calibration:
     peaks: dict[str, float] = {}
     products: list[Product | Mlp] = [*(report.matmul.sweep if report.matmul else ())]
     products += report.mlp.mlps if report.mlp else ()
-    for one in products:
-        peaks[one.dtype] = max(peaks.get(one.dtype, 0.0), one.flops_per_s)
+    for product in products:
+        peaks[product.dtype] = max(peaks.get(product.dtype, 0.0), product.flops_per_s)
     when = f"meshwright bench, {report.date}"
     return Calibration(
         name=report.machine,
@@ -71,11 +71,11 @@ def matmul_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str,
                 texts[dtype] = f"square product of side {best.m}"
     mlps = report.mlp.mlps if report.mlp else ()
     if mlps:
-        one = mlps[0] if report.platform == "cpu" else max(mlps, key=lambda mlp: mlp.flops_per_s)
+        mlp = mlps[0] if report.platform == "cpu" else max(mlps, key=lambda mlp: mlp.flops_per_s)
         # The mean of 1 + half / K over nine products of equal FLOPs: K is the model width in three of them, the
         # feed-forward width in three, and the number of tokens in three.
-        rates[one.dtype] = one.flops_per_s * (1 + half * (1 / one.d_model + 1 / one.d_ff + 1 / one.tokens) / 3)
-        texts[one.dtype] = f"gated MLP with gradients, {one.tokens} x {one.d_model} x {one.d_ff}"
+        rates[mlp.dtype] = mlp.flops_per_s * (1 + half * (1 / mlp.d_model + 1 / mlp.d_ff + 1 / mlp.tokens) / 3)
+        texts[mlp.dtype] = f"gated MLP with gradients, {mlp.tokens} x {mlp.d_model} x {mlp.d_ff}"
     if "tf32" in rates:
         rates["fp32"] = rates["tf32"]
         texts["fp32"] = "as tf32, which programs use by default"
@@ -89,20 +89,20 @@ def attention_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[s
     part = report.attention
     if part is None or not part.times:
         return {}, ""
-    one = part.times[0] if report.platform == "cpu" else max(part.times, key=lambda time: time.both_flops_per_s)
-    rate = one.both_flops_per_s * (1 + efficiency.head_half / one.head_dim)
+    time = part.times[0] if report.platform == "cpu" else max(part.times, key=lambda time: time.both_flops_per_s)
+    rate = time.both_flops_per_s * (1 + efficiency.head_half / time.head_dim)
     if report.platform != "cpu":
-        rate *= 1 + efficiency.rows_half / one.length
-    shape = (one.batch, one.length, one.num_heads, one.num_kv_heads, one.head_dim)
+        rate *= 1 + efficiency.rows_half / time.length
+    shape = (time.batch, time.length, time.num_heads, time.num_kv_heads, time.head_dim)
     return {part.dtype: rate}, f"forward and backward, B T N K H = {shape}"
 
 
 def _slowest(collectives: tuple[Collective, ...]) -> tuple[CollectiveRate, ...]:
     """Returns one rate for every kind and group size: the slowest of all axes of that size."""
     slowest: dict[tuple[str, int], CollectiveRate] = {}
-    for one in collectives:
-        before = slowest.setdefault((one.kind, one.group.size), one.rate)
-        slowest[one.kind, one.group.size] = min(before, one.rate, key=lambda rate: rate.bytes_per_s)
+    for move in collectives:
+        before = slowest.setdefault((move.kind, move.group.size), move.rate)
+        slowest[move.kind, move.group.size] = min(before, move.rate, key=lambda rate: rate.bytes_per_s)
     return tuple(slowest.values())
 
 
@@ -111,7 +111,7 @@ def _links(collectives: tuple[Collective, ...], unit: Chip, base: Calibration) -
 
     `cost` prices links of accelerators by these two, not by the rates of collectives.
     """
-    gathers = [one.rate for one in collectives if one.kind == "all_gather"]
+    gathers = [collective.rate for collective in collectives if collective.kind == "all_gather"]
     if not gathers or unit.topology != "switched" or unit.nvlink_bytes_per_s is None:
         return base.efficiency, base.hop_s
     rate = max(gathers, key=lambda rate: rate.group_size)

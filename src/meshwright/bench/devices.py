@@ -207,7 +207,7 @@ class Bench:
         """Returns the inputs of a workload: equal shards on all devices, different for each ``number``."""
         mesh, rng = self.mesh(workload.axes), np.random.default_rng(number)
         sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        made = []
+        arrays = []
         for shard in workload.shards:
             values = _numbers(shard, rng)
             if self.emulated:
@@ -218,8 +218,8 @@ class Bench:
             if not self.emulated:
                 parts = [_repeated_on_device(part, shard.shape) for part in parts]
             shape = (len(parts) * shard.shape[0], *shard.shape[1:])
-            made.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
-        return tuple(made)
+            arrays.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
+        return tuple(arrays)
 
     def call(self, workload: Workload, kept: list[Array] | None = None) -> Call:
         """Returns a workload as a call to time. Workloads in place share their inputs through one list ``kept``."""
@@ -290,13 +290,13 @@ class Runner:
         self, calls: Mapping[Any, Workload | Call], left_out: str = "{}", *, max_repeats: int = MAX_REPEATS
     ) -> dict[Any, Timing]:
         """Returns timings by key, taken in alternation; messages call a failed one ``left_out.format(key)``."""
-        ready = {key: self.bench.call(one) if isinstance(one, Workload) else one for key, one in calls.items()}
-        found, why_not = time_together(ready, self.budget, max_repeats=max_repeats)
+        ready = {key: self.bench.call(call) if isinstance(call, Workload) else call for key, call in calls.items()}
+        timings, why_not = time_together(ready, self.budget, max_repeats=max_repeats)
         reasons: dict[str, str] = {}
         for key, why in why_not.items():
             reasons.setdefault(left_out.format(key), why)
         self.left_out.extend(f"{what}: {why}" for what, why in reasons.items())
-        return found
+        return timings
 
     def time_one(self, call: Workload | Call, left_out: str, *, max_repeats: int = MAX_REPEATS) -> Timing | None:
         """Times one workload; None if that was not possible."""

@@ -43,10 +43,10 @@ def measure_distance(runner: Runner) -> DistancePart:
     predicted = predicted_seconds(size, runner.bench.platform, matmul=runner.product_rate("fp32"), vector=vector)
     times = runner.time({what: distance_workload(what, size) for what in DISTANCES}, max_repeats=15)
     product, base = times.get("matmul"), predicted["matmul"]
-    found = []
+    distances = []
     for what, seconds in times.items():
         expected = predicted[what]
-        found.append(
+        distances.append(
             Distance(
                 what=what, m=size, k=size, n=size, seconds=seconds,
                 flops_per_s=product_flops(size, size, size) / seconds.median_s,
@@ -55,18 +55,18 @@ def measure_distance(runner: Runner) -> DistancePart:
                 predicted_ratio=expected / base if expected and base else None,
             )
         )  # fmt: skip
-    return DistancePart(distances=tuple(found))
+    return DistancePart(distances=tuple(distances))
 
 
 def predicted_seconds(
     size: int, platform: str, *, matmul: float | None, vector: float | None
 ) -> dict[str, float | None]:
     """Returns seconds by name: 2 n^3 over the matrix rate; vector operations over half the vector FLOP/s; else None."""
-    found: dict[str, float | None] = {}
-    for what, (_, each) in DISTANCES.items():
-        rate, ops = (matmul, 2) if each is None else (vector and vector / 2, each[0] + each[1] * EXP_OPS[platform])
-        found[what] = ops * float(size) ** 3 / rate if rate else None
-    return found
+    seconds: dict[str, float | None] = {}
+    for what, (_, work) in DISTANCES.items():
+        rate, ops = (matmul, 2) if work is None else (vector and vector / 2, work[0] + work[1] * EXP_OPS[platform])
+        seconds[what] = ops * float(size) ** 3 / rate if rate else None
+    return seconds
 
 
 FUSED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -167,13 +167,13 @@ def measure_copy(runner: Runner) -> CopyPart:
 
 def _copies(runner: Runner, kind: CopyKind, sizes: Sequence[int]) -> list[Copy]:
     """Measures increasing sizes until one cannot be measured."""
-    found, more = list[Copy](), " and more"
+    copies, tail = list[Copy](), " and more"
     for size, mine in runner.each(sizes):
-        rate = found[-1].bytes_per_s if found else 1e9
+        rate = copies[-1].bytes_per_s if copies else 1e9
         rounds = max(LEAST_ROUNDS, rounds_for(2 * size / rate, target_s=min(0.01, runner.left_s / 20), most=256))
         workload = copy_workload(kind, size, rounds)
-        seconds = mine.time_one(workload, f"{kind} of {format_bytes(size)}{more * (size < sizes[-1])}", max_repeats=10)
+        seconds = mine.time_one(workload, f"{kind} of {format_bytes(size)}{tail * (size < sizes[-1])}", max_repeats=10)
         if not seconds:
             break
-        found.append(Copy(kind=kind, array_bytes=size, seconds=seconds, bytes_per_s=workload.work / seconds.median_s))
-    return found
+        copies.append(Copy(kind=kind, array_bytes=size, seconds=seconds, bytes_per_s=workload.work / seconds.median_s))
+    return copies

@@ -35,7 +35,7 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> FittedLine:
     def distances(line: tuple[float, float]) -> list[float]:
         return [abs(y - line[0] - line[1] * x) / y for x, y in points]
 
-    start, slope = min((one for one in tried if min(one) >= 0), key=lambda one: sum(distances(one)))
+    start, slope = min((line for line in tried if min(line) >= 0), key=lambda line: sum(distances(line)))
     return FittedLine(start=start, slope=slope, error=statistics.median(distances((start, slope))))
 
 
@@ -61,7 +61,7 @@ def fit_knee(xs: Sequence[float], ys: Sequence[float]) -> Knee | None:
 
     flat, straight = [(y, 0.0) for _, y in points], [(0.0, y / x) for x, y in points]
     pairs = [(floor, slope) for floor, _ in flat for _, slope in straight]
-    floor, slope = min([*flat, *straight, *pairs], key=lambda one: sum(distances(*one)), default=(0.0, 0.0))
+    floor, slope = min([*flat, *straight, *pairs], key=lambda pair: sum(distances(*pair)), default=(0.0, 0.0))
     if not slope or not points[0][0] < floor / slope < points[-1][0]:
         return None
     return Knee(at=floor / slope, floor=floor, slope=slope, error=statistics.median(distances(floor, slope)))

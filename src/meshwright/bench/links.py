@@ -29,20 +29,20 @@ def measure_collectives(runner: Runner) -> CollectivesPart:
     if not groups:
         runner.left_out.append("collectives: one device has none")
     wanted = [(group, kind) for group in groups for kind in COLLECTIVE_FUNCTIONS]
-    found = [_collective(mine, kind, group) for (group, kind), mine in runner.each(wanted)]
-    return CollectivesPart(collectives=tuple(one for one in found if one))
+    collectives = [_collective(mine, kind, group) for (group, kind), mine in runner.each(wanted)]
+    return CollectivesPart(collectives=tuple(collective for collective in collectives if collective))
 
 
 def _collective(runner: Runner, kind: CollectiveKind, group: Group) -> Collective | None:
     workloads = {n: collective_workload(kind, group, n) for n in runner.bench.sizes.collective_bytes}
-    found, why_not = time_together(
+    timings, why_not = time_together(
         {n: runner.bench.call(workload) for n, workload in workloads.items()}, runner.budget, max_repeats=15
     )
-    if len(found) < MIN_SIZES:
-        why = f"{len(found)} of the {MIN_SIZES} sizes that a line needs ({next(iter(why_not.values()))})"
+    if len(timings) < MIN_SIZES:
+        why = f"{len(timings)} of the {MIN_SIZES} sizes that a line needs ({next(iter(why_not.values()))})"
         runner.left_out.append(f"{kind} over {group.axis}={group.size}: {why}")
         return None
-    line = fit_line(list(found), [seconds.median_s for seconds in found.values()])
+    line = fit_line(list(timings), [seconds.median_s for seconds in timings.values()])
     rows = tuple(
         CollectiveTime(
             array_bytes=n,
@@ -50,7 +50,7 @@ def _collective(runner: Runner, kind: CollectiveKind, group: Group) -> Collectiv
             fitted_s=line.at(n),
             datasheet_s=datasheet_seconds(runner.bench, kind, group, n),
         )
-        for n, seconds in found.items()
+        for n, seconds in timings.items()
     )
     return Collective(kind=kind, group=group, times=rows, rate=rate_of(kind, group.size, line), fit_error=line.error)
 
@@ -87,18 +87,18 @@ def measure_overhead(runner: Runner) -> OverheadPart:
         calls[f"launch {count}"] = _launches(arrays, LAUNCHES)
         calls[f"wait {count}"] = _launches(arrays, 1)
     times = runner.time(calls, "{} arguments")
-    found = [
+    rows = [
         Launch(num_arguments=count, launch=times[f"launch {count}"], wait=times[f"wait {count}"])
         for count in NUM_ARGUMENTS
         if {f"launch {count}", f"wait {count}"} <= times.keys()
     ]
-    line = fit_line([one.num_arguments for one in found], [one.launch.median_s for one in found]) if found else None
-    return OverheadPart(launches=tuple(found), line=line)
+    line = fit_line([row.num_arguments for row in rows], [row.launch.median_s for row in rows]) if rows else None
+    return OverheadPart(launches=tuple(rows), line=line)
 
 
 def _launches(arrays: tuple[Array, ...], launches: int) -> Call:
     # Each number of arguments has its own jitted function: one with several programs looks one up at each launch.
-    program = jax.jit(lambda *given: given[0] + 1)
+    program = jax.jit(lambda *values: values[0] + 1)
 
     def run(*given: Array) -> Any:
         result = None

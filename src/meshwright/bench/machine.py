@@ -83,8 +83,8 @@ def measure_machine(
     say(f"memory {memory / 1e9:.3g} GB/s a device")
     for rate in rates:
         if rate.kind == "all_gather":
-            each = f"{rate.latency_s * 1e6:.3g} us + bytes at {rate.bytes_per_s / 1e9:.3g} GB/s"
-            say(f"AllGather over {rate.group_size}: {each}")
+            text = f"{rate.latency_s * 1e6:.3g} us + bytes at {rate.bytes_per_s / 1e9:.3g} GB/s"
+            say(f"AllGather over {rate.group_size}: {text}")
     counts = counted(num_devices, "device")
     return Calibration(
         name=f"this machine, {counts}",
@@ -142,8 +142,8 @@ def with_host_rates(found: Calibration, say: Callable[[str], None] = lambda line
     say(f"products in a step {_rate(host.product.flop, 'GFLOP/s')} beside {_rate(host.product.byte, 'GB/s')}")
     say(f"elementwise ops in a step {_rate(host.stream.byte, 'GB/s')}, loops {_rate(host.loop_byte, 'GB/s')}")
     shapes = ", ".join(
-        f"D {one.model.d_model} F {one.model.d_ff}, {one.job.batch_seqs} x {one.job.seq_len} tokens"
-        for one in REFERENCES
+        f"D {step.model.d_model} F {step.model.d_ff}, {step.job.batch_seqs} x {step.job.seq_len} tokens"
+        for step in REFERENCES
     )
     source = f"steps of {shapes} under the profiler, seconds by derived step"
     return msgspec.structs.replace(found, host=host, sources={**found.sources, "host": source})

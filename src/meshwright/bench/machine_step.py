@@ -58,7 +58,7 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
 
     def strategy(self, num_devices: int) -> Strategy:
         """Returns FSDP if the number of devices divides the width of every reference, else data parallelism."""
-        sharded = all(one.model.d_model % num_devices == 0 for one in REFERENCES)
+        sharded = all(reference.model.d_model % num_devices == 0 for reference in REFERENCES)
         return Strategy(mesh=make_mesh({"fsdp" if sharded else "data": num_devices}), remat=self.remat, state="fp32")
 
     def job_for(self, num_devices: int) -> Job:
@@ -110,7 +110,7 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
 def measure_references(calibration: Calibration, num_devices: int) -> list[MeasuredStep]:
     """Runs and profiles the reference steps on all devices."""
     with tempfile.TemporaryDirectory() as folder:
-        running = [RunningStep(one, num_devices, Path(folder) / one.model.name) for one in REFERENCES]
+        running = [RunningStep(reference, num_devices, Path(folder) / reference.model.name) for reference in REFERENCES]
         for number in range(ROUNDS):
             for step in running:
                 step.profile(number)
@@ -142,8 +142,8 @@ class RunningStep:
             self.subject.advance(self.compiled)
             self.plain_s.append(time.perf_counter() - start)
         with traced(folder):
-            for one in range(STEPS_A_ROUND):
-                with jax.profiler.TraceAnnotation(STEP, step=one):
+            for index in range(STEPS_A_ROUND):
+                with jax.profiler.TraceAnnotation(STEP, step=index):
                     self.subject.advance(self.compiled)
         trace = load_trace(newest_trace(folder), self.program)
         for window in trace.windows:
@@ -178,12 +178,12 @@ def host_rates(references: Sequence[MeasuredStep]) -> HostRates:
     """Returns the rates inside a step, fitted to the reference steps."""
     spent = [_spent(reference) for reference in references]
     kinds: dict[str, list[Spent]] = defaultdict(list)
-    for one in itertools.chain(*spent):
-        if one.kind == PRODUCTS or one.amounts.byte or one.amounts.score:
-            kinds[one.kind].append(one)
+    for row in itertools.chain(*spent):
+        if row.kind == PRODUCTS or row.amounts.byte or row.amounts.score:
+            kinds[row.kind].append(row)
     product = pace(kinds.pop(PRODUCTS, []))
-    rest = [one for op, found in kinds.items() for one in found if op != "adamw" and one.amounts.byte]
-    ops = {op: pace(found) for op, found in kinds.items()}
+    rest = [row for op, rows in kinds.items() for row in rows if op != "adamw" and row.amounts.byte]
+    ops = {op: pace(rows) for op, rows in kinds.items()}
     outside = pace([_outside(reference, mine) for reference, mine in zip(references, spent, strict=True)])
     ops["adamw"] = msgspec.structs.replace(ops["adamw"], byte=ops["adamw"].byte + outside.call)
     return HostRates(product=product, ops=ops, stream=pace(rest), loop_byte=outside.byte, **_gaps(references))
@@ -194,12 +194,12 @@ def _spent(reference: MeasuredStep) -> list[Spent]:
     amounts: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(Amounts.__struct_fields__)))
     of_label: dict[str, str] = {}
     derived, sizes = reference.priced.derived, reference.priced.sizes
-    kept = kept_results(derived)
+    results = kept_results(derived)
     for cost in reference.priced.costs.all:
         step, label = cost.step, label_text(cost.step)
         if not step.is_collective:
-            each = amounts_of(step, sizes, kept=kept.get((step.block, step.phase), frozenset()))
-            amounts[label] += np.array(msgspec.structs.astuple(each), float) * float(cost.count)
+            amount = amounts_of(step, sizes, kept=results.get((step.block, step.phase), frozenset()))
+            amounts[label] += np.array(msgspec.structs.astuple(amount), float) * float(cost.count)
             of_label.setdefault(label, PRODUCTS if is_product(step) else step.op)
     return [
         Spent(amounts=Amounts(**_named(amounts[label])), seconds=reference.seconds.get(label, 0.0), kind=kind)
@@ -216,15 +216,15 @@ def pace(spent: Sequence[Spent]) -> Pace:
 
     The fit is least squares of relative deviations, weighted by seconds.
     """
-    rows = [one for one in spent if one.seconds > 0]
+    rows = [row for row in spent if row.seconds > 0]
     if not rows:
         return Pace()
-    matrix = np.array([msgspec.structs.astuple(one.amounts) for one in rows], float)
-    seconds = np.array([one.seconds for one in rows])
+    matrix = np.array([msgspec.structs.astuple(row.amounts) for row in rows], float)
+    seconds = np.array([row.seconds for row in rows])
     scale, weights = matrix.max(axis=0), 1 / np.sqrt(seconds)
     scale[scale == 0] = 1
-    found, _ = nnls(matrix / scale * weights[:, None], seconds * weights)
-    return Pace(**_named(found / scale))
+    solution, _ = nnls(matrix / scale * weights[:, None], seconds * weights)
+    return Pace(**_named(solution / scale))
 
 
 def _outside(reference: MeasuredStep, spent: Sequence[Spent]) -> Spent:
@@ -232,7 +232,7 @@ def _outside(reference: MeasuredStep, spent: Sequence[Spent]) -> Spent:
     bytes that loops over layers copy, in ``call`` those of the optimizer, whose norms and counters have no step."""
     derived, sizes = reference.priced.derived, reference.priced.sizes
     copied = [block.repeat * sum(loop_bytes(block, derived, sizes)) for block in derived.blocks if block.block.carry]
-    updated = sum(one.amounts.byte for one in spent if one.kind == "adamw")
+    updated = sum(row.amounts.byte for row in spent if row.kind == "adamw")
     seconds = sum(seconds for name, seconds in reference.seconds.items() if name.startswith(OUTSIDE))
     return Spent(amounts=Amounts(byte=float(sum(copied)), call=updated), seconds=seconds)
 
@@ -251,10 +251,10 @@ def _gaps(references: Sequence[MeasuredStep]) -> dict[str, float]:
             byte=sum(float((cost.network_s - cost.latency_s) * cost.count) for cost in moving),
         )
         moves.append(Spent(amounts=in_a_row, seconds=reference.left_s))
-    if any(one.amounts.call for one in moves):
-        found = pace(moves)
-        return {"meets": found.call, "waits": found.byte}
+    if any(move.amounts.call for move in moves):
+        fitted = pace(moves)
+        return {"meets": fitted.call, "waits": fitted.byte}
     sizes = references[0].priced.sizes
     costs = itertools.chain(*(reference.priced.costs.all for reference in references))
     kernels = sum(float(num_kernels(cost.step, sizes) * cost.count) for cost in costs)
-    return {"kernel_s": sum(one.seconds for one in moves) / kernels}
+    return {"kernel_s": sum(move.seconds for move in moves) / kernels}

@@ -43,20 +43,20 @@ CONTENTS: tuple[Contents, ...] = ("zeros", "ones", "uniform", "normal")
 
 def measure_matmul(runner: Runner) -> MatmulPart:
     """Measures the sizes of the main element type, then partial tiles, then the sizes of other element types."""
-    main, *others = runner.bench.dtypes
+    main, *other_dtypes = runner.bench.dtypes
     sweep = _sweep(runner.share(0.45), main)
     edges = _edges(runner.share(0.35), max((p.flops_per_s for p in sweep), default=None))
-    for dtype, mine in runner.each(others):
+    for dtype, mine in runner.each(other_dtypes):
         sweep += _sweep(mine, dtype)
     return MatmulPart(sweep=tuple(sweep), edges=tuple(edges))
 
 
 def _sweep(runner: Runner, dtype: str) -> list[Product]:
     """Measures increasing sizes of one element type, up to what memory and budget allow."""
-    found: list[Product] = []
+    products: list[Product] = []
     rate = _probed_rate(runner, dtype, f"{dtype} products")
     if rate is None:
-        return found
+        return products
     for size in SIZES:
         each_s, left_out = product_flops(size, size, size) / rate, f"{dtype} products of {size} and more"
         why = _too_large(runner, dtype, size, each_s)
@@ -69,9 +69,9 @@ def _sweep(runner: Runner, dtype: str) -> list[Product]:
         seconds = runner.share(0.4).time_one(workload, left_out, max_repeats=10)
         if not seconds:
             break
-        found.append(_product(runner.bench, dtype, size, seconds))
-        rate = max(rate, found[-1].flops_per_s)
-    return found
+        products.append(_product(runner.bench, dtype, size, seconds))
+        rate = max(rate, products[-1].flops_per_s)
+    return products
 
 
 def _probed_rate(runner: Runner, dtype: str, left_out: str) -> float | None:
@@ -149,53 +149,53 @@ def measure_contents(runner: Runner) -> ContentsPart:
 
 def measure_mlp(runner: Runner) -> MlpPart:
     """Measures every shape forward and backward, smallest first."""
-    dtype, found = runner.bench.main_dtype, []
+    dtype, mlps = runner.bench.main_dtype, []
     best = (runner.found.get("matmul") or MatmulPart()).best(dtype)
     for shape, mine in runner.each(runner.bench.sizes.mlps):
         workload = mlp_workload(shape, dtype)
         seconds = mine.time_one(workload, f"MLP of {' x '.join(map(str, shape))}")
         if seconds:
             rate = workload.work / seconds.median_s
-            found.append(
+            mlps.append(
                 Mlp(
                     dtype=dtype, tokens=shape[0], d_model=shape[1], d_ff=shape[2], seconds=seconds, flops_per_s=rate,
                     mfu=runner.bench.share_of_peak(rate, dtype), of_matmul=rate / best.flops_per_s if best else None,
                 )
             )  # fmt: skip
-    return MlpPart(mlps=tuple(found))
+    return MlpPart(mlps=tuple(mlps))
 
 
 def measure_attention(runner: Runner) -> AttentionPart:
     """Measures each length, forward and both passes in alternation."""
-    bench, dtype, found = runner.bench, runner.bench.main_dtype, []
+    bench, dtype, rows = runner.bench, runner.bench.main_dtype, []
     for shape, mine in runner.each(bench.sizes.attention):
         workloads = {both: attention_workload(shape, dtype, both=both) for both in (False, True)}
         times = mine.time(workloads, f"attention over {shape[1]} positions", max_repeats=15)
         if len(times) == len(workloads):
             # the share of all pairs of positions that attention computes
             share = float(keys_per_query(shape[1], causal=not bench.emulated)) / shape[1]
-            forward, both = (workloads[one].work * share / times[one].median_s for one in (False, True))
-            found.append(
+            forward, both = (workloads[key].work * share / times[key].median_s for key in (False, True))
+            rows.append(
                 AttentionTime(
                     batch=shape[0], length=shape[1], num_heads=shape[2], num_kv_heads=shape[3], head_dim=shape[4],
                     forward=times[False], both=times[True], forward_flops_per_s=forward, both_flops_per_s=both,
                     share_of_peak=bench.share_of_peak(both, dtype),
                 )
             )  # fmt: skip
-    return AttentionPart(dtype=dtype, times=tuple(found))
+    return AttentionPart(dtype=dtype, times=tuple(rows))
 
 
 def measure_batch(runner: Runner) -> BatchPart:
     """Measures doubling batches, and compares the knee of the layer's time with the critical batch."""
     bench, dtype = runner.bench, runner.bench.main_dtype
     sizes, batches = bench.sizes.layer, bench.sizes.batches
-    found: list[LayerTime] = []
+    layers: list[LayerTime] = []
     for number, tokens in enumerate(batches):
         workload, mine = layer_workload(sizes, tokens, dtype), runner.share(2 / (len(batches) - number + 1))
         seconds = mine.time_one(workload, f"batches of {tokens} tokens and more", max_repeats=10)
         if not seconds:
             break
-        found.append(
+        layers.append(
             LayerTime(
                 tokens=tokens,
                 seconds=seconds,
@@ -209,7 +209,7 @@ def measure_batch(runner: Runner) -> BatchPart:
     return BatchPart(
         sizes=dict(sizes),
         dtype=dtype,
-        layers=tuple(found),
-        knee=fit_knee([layer.tokens for layer in found], [layer.seconds.median_s for layer in found]),
+        layers=tuple(layers),
+        knee=fit_knee([layer.tokens for layer in layers], [layer.seconds.median_s for layer in layers]),
         predicted_knee=critical_batch(*rates, weight_bytes=DTYPE_BYTES[dtype]) if all(rates) else None,
     )

@@ -58,14 +58,14 @@ def make_bench(
     for dtype in dtypes:
         if dtype not in JAX_DTYPES:
             raise InputError(f"{dtype!r} is no element type of products.{nearest(dtype, JAX_DTYPES)}")
-    found = find_chip(chip) if chip else chip_of_kind(devices[0].device_kind)
+    unit = find_chip(chip) if chip else chip_of_kind(devices[0].device_kind)
     axes = dict(axes or {})
     size = math.prod(axes.values())
     if axes and size != len(devices):
         shape = ",".join(f"{axis}={n}" for axis, n in axes.items())
         raise CannotRunError(f"{shape} has {size} devices and there are {len(devices)}. Give a mesh of {len(devices)}.")
     chosen = tuple(dict.fromkeys(dtypes)) or DEFAULT_DTYPES.get(platform_of(devices[0]), ("fp32",))
-    return Bench(devices=tuple(devices), chip=found, dtypes=chosen, axes=axes)
+    return Bench(devices=tuple(devices), chip=unit, dtypes=chosen, axes=axes)
 
 
 def check_parts(what: Sequence[str]) -> None:
@@ -84,27 +84,27 @@ def run_bench(
     """
     check_parts(what)
     budget, started, load = budget_of(seconds), time.perf_counter(), os.getloadavg()[0]
-    found: dict[str, Any] = {}
+    parts: dict[str, Any] = {}
 
     def measure(names: Sequence[str]) -> Part:
         """Measures the first of the parts that share the seconds left."""
         share = PARTS[names[0]][0] / sum(PARTS[name][0] for name in names)
-        runner = Runner(bench=bench, budget=budget.share(share), found=found)
+        runner = Runner(bench=bench, budget=budget.share(share), found=parts)
         part = PARTS[names[0]][1](runner)
         return msgspec.structs.replace(part, left_out=tuple(runner.left_out))
 
     wanted = [name for name in PARTS if not what or name in what]
     for number, name in enumerate(wanted):
         say(f"{number + 1}/{len(wanted)} {name}, {budget.left_s:.0f} s left")
-        found[name] = measure(wanted[number:])
-    short = [name for name, part in found.items() if any(line.endswith(NO_TIME) for line in part.left_out)]
+        parts[name] = measure(wanted[number:])
+    short = [name for name, part in parts.items() if any(line.endswith(NO_TIME) for line in part.left_out)]
     for number, name in enumerate(short):
         if budget.left_s < LEAST_REST * seconds:
             break
         say(f"{name} again, {budget.left_s:.0f} s left")
         again = measure(short[number:])
-        if num_rows(again) > num_rows(found[name]):
-            found[name] = again
+        if num_rows(again) > num_rows(parts[name]):
+            parts[name] = again
     return BenchReport(
         machine=bench.name,
         device_kind=bench.devices[0].device_kind,
@@ -118,7 +118,7 @@ def run_bench(
         load=load,
         memory_bytes=bench.memory_bytes,
         mesh=dict(bench.axes),
-        **found,
+        **parts,
     )
 
 

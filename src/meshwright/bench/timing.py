@@ -57,9 +57,9 @@ class Call:
 
     def round_s(self, repeat: int) -> float:
         """Runs the call and returns the seconds of one round."""
-        given = jax.block_until_ready(self.arguments(repeat))
+        arguments = jax.block_until_ready(self.arguments(repeat))
         begin = time.perf_counter()
-        jax.block_until_ready(self.run(*given))
+        jax.block_until_ready(self.run(*arguments))
         return (time.perf_counter() - begin) / self.rounds
 
 
@@ -102,11 +102,11 @@ def time_together(
             break
         if name not in why_not:
             run(name, repeat)
-    found = {name: timing_of(times[1:]) for name, times in seconds.items() if len(times) > MIN_REPEATS}
+    timings = {name: timing_of(times[1:]) for name, times in seconds.items() if len(times) > MIN_REPEATS}
     for name in calls:
-        if name not in found:
+        if name not in timings:
             why_not.setdefault(name, NO_TIME)
-    return found, why_not
+    return timings, why_not
 
 
 def sweep_medians(calls: Mapping[str, Call], *, seconds_each: float) -> dict[str, float]:

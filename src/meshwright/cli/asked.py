@@ -138,22 +138,22 @@ def service_of(given: PlanOptions) -> ServiceFile | None:
 
 
 def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
-    found = load_plan(path)
+    plan = load_plan(path)
     strategy = dict(fields["strategy"])
     if "mesh" in strategy:
-        strategy |= {"mesh": {**found.strategy.mesh, **strategy["mesh"]}, "placement": {}}
+        strategy |= {"mesh": {**plan.strategy.mesh, **strategy["mesh"]}, "placement": {}}
     setting = Setting(
-        with_fields(found.model, "model", fields["model"]),
-        found.cluster,
-        job_of_step(with_fields(found.job, "job", fields["job"]), step),
-        found.calibration,
-        assumptions=with_fields(found.assumptions, "assumptions", fields["assumptions"]),
+        with_fields(plan.model, "model", fields["model"]),
+        plan.cluster,
+        job_of_step(with_fields(plan.job, "job", fields["job"]), step),
+        plan.calibration,
+        assumptions=with_fields(plan.assumptions, "assumptions", fields["assumptions"]),
     )
-    same = step in (None, found.job.kind) and not any(fields.values())
-    changed = with_fields(found.strategy, "strategy", strategy)
+    same = step in (None, plan.job.kind) and not any(fields.values())
+    changed = with_fields(plan.strategy, "strategy", strategy)
     for refusal in check_rules(zero_rules(changed, given="assignment" in strategy), strategy_sizes(setting, changed)):
         raise CannotRunError(refusal.message)
-    return Asked(setting, changed, found.predicted if same else None)
+    return Asked(setting, changed, plan.predicted if same else None)
 
 
 def _planned(setting: Setting, axes: dict[str, int], fields: Facts, verb: str) -> Asked:

@@ -122,14 +122,14 @@ def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> EngineOpt
 def folders_by_name(pairs: Sequence[str]) -> dict[str, Path]:
     """Returns the folders of adapters by name. Raises InputError for a pair without a name, and a name that is given
     twice."""
-    found = dict[str, Path]()
+    folders = dict[str, Path]()
     for pair in pairs:
         name, _, folder = pair.partition("=")
-        if not name or not folder or name in found:
-            wrong = "is there twice" if name in found else "is not NAME=FOLDER"
+        if not name or not folder or name in folders:
+            wrong = "is there twice" if name in folders else "is not NAME=FOLDER"
             raise InputError(f"--adapters {pair} {wrong}. Give each adapter a name of its own, such as sql=./sql-lora.")
-        found[name] = Path(folder).expanduser()
-    return found
+        folders[name] = Path(folder).expanduser()
+    return folders
 
 
 def devices_of(cluster: Cluster | None, axes: dict[str, int] | None) -> dict[str, int] | None:

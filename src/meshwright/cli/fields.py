@@ -37,11 +37,11 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
     """Returns section -> key -> value of texts such as ``strategy.remat=block`` or ``remat=block``.
 
     Values are TOML, or else plain text. Sizes of mesh axes (``strategy.tensor=4``) are gathered in
-    ``found["strategy"]["mesh"]``; ``strategy.zero=1`` and ``strategy.sequence_parallel=false`` become the assignment
+    ``result["strategy"]["mesh"]``; ``strategy.zero=1`` and ``strategy.sequence_parallel=false`` become the assignment
     that they stand for. The section ``strategy`` also takes assumptions, which it once held. Raises InputError for a
     text without section, key or value, naming the nearest section.
     """
-    found: dict[str, Facts] = {name: {} for name in sections}
+    by_section: dict[str, Facts] = {name: {} for name in sections}
     for pair in pairs:
         key, sep, text = pair.partition("=")
         section, name = field_name(key)
@@ -49,31 +49,31 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
             raise InputError(f"--set {pair!r} has no value. Write KEY=VALUE, such as strategy.remat=block.")
         if not section or not name:
             raise InputError(f"--set {pair!r} names no field.{nearest(name, SECTION_OF)} Write strategy.remat=block.")
-        if section not in found:
+        if section not in by_section:
             raise InputError(f"--set {key}: there is no section {section!r} here.{nearest(section, sections)}")
         if section == "strategy" and SECTION_OF.get(field := name.partition(".")[0]) not in ("strategy", "assumptions"):
-            known = {one for one, of in SECTION_OF.items() if of == "strategy"} - {"mesh", "placement"}
+            known = {member for member, of in SECTION_OF.items() if of == "strategy"} - {"mesh", "placement"}
             raise InputError(f"strategy.{field} is not a field.{nearest(field, known)}")
         value = field_value(text.strip())
-        if section == "strategy" and "assumptions" in found and name in Assumptions.__struct_fields__:
+        if section == "strategy" and "assumptions" in by_section and name in Assumptions.__struct_fields__:
             section = "assumptions"
         if section == "strategy" and name in MESH_AXES:
             name, value = "mesh", {name: value}
         if section == "strategy" and name == "mesh":
             if not isinstance(value, dict):
                 raise InputError(f"--set {pair}: give the size of one axis, such as strategy.tensor=4.")
-            value = {**found[section].get("mesh", {}), **value}
-        found[section][name] = value
-    if "strategy" in found:
-        _name_assignment(found["strategy"])
-    return found
+            value = {**by_section[section].get("mesh", {}), **value}
+        by_section[section][name] = value
+    if "strategy" in by_section:
+        _name_assignment(by_section["strategy"])
+    return by_section
 
 
 def field_name(key: str) -> tuple[str, str]:
     """Returns the section of a field, "" for an unknown one, and its name: ``strategy.mesh.tensor`` is ``tensor``,
     ``model.lora.rank`` is ``lora.rank``."""
     *sections, name = key.strip().split(".")
-    section, *tables = [one for one in sections if one != "mesh"] or [SECTION_OF.get(name, "")]
+    section, *tables = [part for part in sections if part != "mesh"] or [SECTION_OF.get(name, "")]
     return section, ".".join((*tables, name))
 
 
@@ -111,10 +111,10 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
     now = msgspec.to_builtins(thing)
     changes = _nested(now, changes)
     if isinstance(thing, Model) and "num_layers" in changes:
-        kept = {"sliding_layers": thing.sliding_layers, "dense_layers": thing.dense_layers}
+        lists = {"sliding_layers": thing.sliding_layers, "dense_layers": thing.dense_layers}
         below = changes["num_layers"]
         if isinstance(below, int):  # lists of layers lose those beyond the new number
-            changes = {**{name: [n for n in layers if n < below] for name, layers in kept.items()}, **changes}
+            changes = {**{name: [n for n in layers if n < below] for name, layers in lists.items()}, **changes}
     if isinstance(changes.get("mesh"), dict):
         changes = {**changes, "mesh": {**now["mesh"], **changes["mesh"]}}
     return convert_fields({**now, **changes}, type(thing), section=section)
@@ -122,13 +122,13 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
 
 def _nested(now: Mapping[str, Any], changes: Mapping[str, Any]) -> Facts:
     """Returns the changes, with those of nested fields, such as ``lora.rank``, put into the dict of their field."""
-    found = {name: value for name, value in changes.items() if "." not in name}
+    nested = {name: value for name, value in changes.items() if "." not in name}
     for name, value in changes.items():
         field, dot, rest = name.partition(".")
         if dot:
-            held = found.get(field, now.get(field))
-            found[field] = {**(held if isinstance(held, dict) else {}), rest: value}
-    return found
+            held = nested.get(field, now.get(field))
+            nested[field] = {**(held if isinstance(held, dict) else {}), rest: value}
+    return nested
 
 
 def split_pairs(text: str, wanted: str, *, what: str) -> dict[str, str]:
@@ -136,17 +136,17 @@ def split_pairs(text: str, wanted: str, *, what: str) -> dict[str, str]:
 
     Errors read "``what`` ... is not ``wanted``.": ``what`` names the option, and ``wanted`` ends with an example.
     """
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, sep, value = (piece.strip() for piece in part.partition("="))
         if not sep or not name or not value:
             raise InputError(f"{what} {part!r} is not {wanted}.")
-        if name in found:
+        if name in pairs:
             raise InputError(f"{what} {text!r}: {name} is given twice. Leave one out.")
-        found[name] = value
-    if not found:
+        pairs[name] = value
+    if not pairs:
         raise InputError(f"{what} {text!r} is not {wanted}.")
-    return found
+    return pairs
 
 
 def parse_why_not(text: str) -> Facts:
@@ -177,15 +177,15 @@ def split_values(text: str, *, what: str, form: str = "FIELD=VALUES") -> tuple[s
     """
     name, _, values = text.partition("=")
     first, dots, last = values.partition("..")
-    found = [part.strip() for part in _COMMAS.split(values)]
+    parts = [part.strip() for part in _COMMAS.split(values)]
     if dots:
         low, high = (parse_count(part.strip(), what=f"{what} {text}: {name}", least=1) for part in (first, last))
-        found = [f"{low << power}" for power in range(64) if low << power <= high]
-        if not found:
+        parts = [f"{low << power}" for power in range(64) if low << power <= high]
+        if not parts:
             raise InputError(f"{what} {text!r} ends before it begins. Write the smaller size first.")
-    if not all(found):
+    if not all(parts):
         raise InputError(f"{what} {text!r} is not {form}. Write for example {name}=1,16 or {name}=1..16.")
-    return tuple(found)
+    return tuple(parts)
 
 
 def take_axes(given: Mapping[str, int] | None, strategy: Facts) -> dict[str, int]:

@@ -105,14 +105,14 @@ def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
             continue
         text = piece if isinstance(piece, str) else piece.text
         label = f"{piece.label.strip()}: " if isinstance(piece, Fact) and piece.label.strip() else ""
-        if said := text.strip():
-            yield f"```text\n{text}\n```\n" if "\n" in said else f"{label}{said}\n"
+        if stripped := text.strip():
+            yield f"```text\n{text}\n```\n" if "\n" in stripped else f"{label}{stripped}\n"
 
 
 def compiling() -> Callable[[int, int], None]:
     """Returns what says how many programs are compiled and how long the others will take: a line that grows on a
     terminal, else the first two and one a quarter."""
-    start, said = perf_counter(), set[int]()
+    start, shown = perf_counter(), set[int]()
 
     def show(done: int, all: int) -> None:
         passed_s = perf_counter() - start
@@ -121,8 +121,8 @@ def compiling() -> Callable[[int, int], None]:
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{text:<78} " + ("\n" if done == all else ""))
             sys.stderr.flush()
-        elif (part := 4 * done // all if done != 1 else -1) not in said:
-            said.add(part)
+        elif (part := 4 * done // all if done != 1 else -1) not in shown:
+            shown.add(part)
             say(text)
 
     return show

@@ -102,15 +102,15 @@ class VerbCommand(click.Command):
             if flag[:1] == "-" and flag not in named and f"-{flag}" in named:  # click would read -out as -o ut
                 raise click.NoSuchOption(flag, possibilities=[f"-{flag}"], ctx=ctx)
         many = {flag for param in self.params if str(param.metavar).endswith(" ...") for flag in param.opts}
-        found, last = list[str](), ""
+        expanded, last = list[str](), ""
         for before, arg in zip(["", *args], args, strict=False):
             if arg.startswith("-") or "=" not in arg:
                 flag = arg.partition("=")[0]
                 last = flag if flag in many else ""
             elif last and before != last:
-                found.append(last)
-            found.append(arg)
-        return super().parse_args(ctx, found)
+                expanded.append(last)
+            expanded.append(arg)
+        return super().parse_args(ctx, expanded)
 
 
 class Options:
@@ -145,23 +145,23 @@ def verb(
         def callback(form: str | None = None, as_json: bool = False, **given: Any) -> None:
             if as_json and form not in (None, "json"):
                 raise InputError(f"--json and --format {form} both say how to print. Leave one of them out.")
-            asked, context = options(**given, form="json" if as_json else form or "text"), click.get_current_context()
+            chosen, context = options(**given, form="json" if as_json else form or "text"), click.get_current_context()
             for name, param in zip(hints, params, strict=True):
                 value = given[name]
-                for one in value if isinstance(value, tuple) else (value,):
-                    if isinstance(one, int | float) and not 0 <= one <= LARGEST:
-                        raise InputError(f"{param.opts[0]} {one}: give a finite number that is not negative.")
+                for item in value if isinstance(value, tuple) else (value,):
+                    if isinstance(item, int | float) and not 0 <= item <= LARGEST:
+                        raise InputError(f"{param.opts[0]} {item}: give a finite number that is not negative.")
                 needs = getattr(options, name).needs
                 on_line = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-                if needs and on_line and not any(getattr(asked, other) for other in needs):
+                if needs and on_line and not any(getattr(chosen, attribute) for attribute in needs):
                     words = " or ".join(needs.values())
                     raise InputError(f"{param.opts[0]} changes nothing here: it is for {words}.")
             try:
-                answer = function(asked)
+                answer = function(chosen)
             except (InputError, CannotRunError) as error:
                 raise type(error)(_with_flags(str(error), params)) from error
             if answer is not None:
-                emit(answer, asked.form)
+                emit(answer, chosen.form)
                 if answer.error is not None:
                     raise answer.error
 
@@ -206,7 +206,7 @@ def show(pieces: Iterable[Piece]) -> None:
 
 
 def _parameter(name: str, hint: Any, row: Parameter) -> click.Parameter:
-    known = [one for one in get_args(hint) if one is not NoneType]
+    known = [member for member in get_args(hint) if member is not NoneType]
     optional = len(known) < len(get_args(hint)) and get_origin(hint) is not Annotated
     kind = known[0] if optional else hint
     settings = dict(row.settings)
@@ -217,8 +217,8 @@ def _parameter(name: str, hint: Any, row: Parameter) -> click.Parameter:
     if kind is bool:
         settings.setdefault("is_flag", True)
     else:
-        own = click.Choice(get_args(kind)) if get_origin(kind) is Literal else _TYPES.get(kind, kind)
-        settings.setdefault("type", kind.__metadata__[0] if get_origin(kind) is Annotated else own)
+        click_type = click.Choice(get_args(kind)) if get_origin(kind) is Literal else _TYPES.get(kind, kind)
+        settings.setdefault("type", kind.__metadata__[0] if get_origin(kind) is Annotated else click_type)
         settings.setdefault("required", not (optional or many or "default" in settings))
     if row.build is click.Argument:
         return click.Argument([name], **settings)

@@ -31,8 +31,8 @@ def write_sums(folder: Path, files: Iterable[Path]) -> None:
     with ThreadPoolExecutor(_THREADS) as threads:
         digests = dict(zip(fresh, threads.map(_digest, (folder / name for name in fresh)), strict=True))
     known = read_sums(folder) if (folder / SUMS).is_file() else {}
-    kept = {name: digest for name, digest in (known | digests).items() if (folder / name).is_file()}
-    write_text_whole(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(kept.items())))
+    present = {name: digest for name, digest in (known | digests).items() if (folder / name).is_file()}
+    write_text_whole(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(present.items())))
     _spent_s, _since_s = digest_seconds(), 0.0
 
 
@@ -43,13 +43,13 @@ def digest_seconds() -> float:
 
 def read_sums(folder: Path) -> dict[str, str]:
     """Returns file -> digest of a folder's ``SHA256SUMS``. Raises CannotRunError if that file is damaged."""
-    path, found = folder / SUMS, {}
+    path, sums = folder / SUMS, {}
     for line in path.read_bytes().decode(errors="replace").removesuffix("\n").split("\n"):
         match = _LINE.fullmatch(line)
-        if match is None or match[2] in found or Path(match[2]).is_absolute() or ".." in Path(match[2]).parts:
+        if match is None or match[2] in sums or Path(match[2]).is_absolute() or ".." in Path(match[2]).parts:
             raise CannotRunError(f"{path} is damaged: {line[:80]!r} is not a digest and a file's name.")
-        found[match[2]] = match[1]
-    return found
+        sums[match[2]] = match[1]
+    return sums
 
 
 def require_intact(folder: Path, names: Sequence[str] | None = None, *, share: tuple[int, int] = (0, 1)) -> bool:
@@ -64,9 +64,9 @@ def require_intact(folder: Path, names: Sequence[str] | None = None, *, share: t
     sums = read_sums(folder)
     wanted = sorted(sums if names is None else sums.keys() & set(names))[share[0] :: share[1]]
     with ThreadPoolExecutor(_THREADS) as threads:
-        for name, found in zip(wanted, threads.map(_digest, (folder / name for name in wanted)), strict=True):
-            if found != sums[name]:
-                what = "is not as it was written" if found else "is missing or cannot be read"
+        for name, digest in zip(wanted, threads.map(_digest, (folder / name for name in wanted)), strict=True):
+            if digest != sums[name]:
+                what = "is not as it was written" if digest else "is missing or cannot be read"
                 raise CannotRunError(f"{folder / name} {what} (see {SUMS} beside it).")
     return True
 
@@ -88,8 +88,8 @@ def summed_line(record: Any) -> bytes:
 
 def read_line(line: bytes) -> dict[str, Any] | None:
     """Returns the record of a line, None if it is not as it was written; older lines have no checksum."""
-    text, found, crc = line.rpartition(b',"crc32":"')
-    if found:
+    text, separator, crc = line.rpartition(b',"crc32":"')
+    if separator:
         line = text + b"}"
         if crc != b'%08x"}' % zlib.crc32(line):
             return None

@@ -24,9 +24,9 @@ def one_line(text: str) -> str:
     def cut(piece: str, most: int) -> str:
         return piece if len(piece) <= most else f"{piece[: most - 60]}... ({len(piece):,} characters)"
 
-    plain = "".join(" " if one.isspace() else one if one.isprintable() else ascii(one)[1:-1] for one in text)
+    plain = "".join(" " if char.isspace() else char if char.isprintable() else ascii(char)[1:-1] for char in text)
     plain = re.sub(" {9,}", " ", plain)
-    return cut(_PIECE.sub(lambda found: cut(found[0], MOST_PIECE), plain), MOST_MESSAGE)
+    return cut(_PIECE.sub(lambda match: cut(match[0], MOST_PIECE), plain), MOST_MESSAGE)
 
 
 class UserError(ValueError):

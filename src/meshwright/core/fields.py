@@ -26,14 +26,14 @@ def figure_faults(value: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple
     """Yields the key and the fault of every number in tables and lists that is not finite or is beyond `LARGEST`, and
     of every text that is not UTF-8."""
     if isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from figure_faults(one, (*key, str(name)))
+        for name, item in value.items():
+            yield from figure_faults(item, (*key, str(name)))
     elif isinstance(value, list | tuple):
-        for number, one in enumerate(value):
-            yield from figure_faults(one, (*key, number))
+        for number, item in enumerate(value):
+            yield from figure_faults(item, (*key, number))
     elif isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:
         yield key, f"{shown(value)}: give a finite number, at most {LARGEST:g}."
-    elif isinstance(value, str) and any("\ud800" <= one <= "\udfff" for one in value):
+    elif isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
         yield key, f"{value!r}, which is not UTF-8. Give text."
 
 
@@ -56,7 +56,7 @@ def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -
         for unknown in sorted(fields.keys() - hints.keys()) if kind.__struct_config__.forbid_unknown_fields else ():
             raise InputError(f"{section}.{unknown} is not a field.{nearest(unknown, hints)}") from None
         if name in fields:
-            table = next((one for one in get_args(hints[name]) if hasattr(one, "__struct_fields__")), None)
+            table = next((part for part in get_args(hints[name]) if hasattr(part, "__struct_fields__")), None)
             if table and isinstance(fields[name], Mapping):
                 convert_fields(fields[name], table, section=f"{section}.{name}")
             if table:
@@ -94,11 +94,11 @@ def _numbers(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
         for name in value.__struct_fields__:
             yield from _numbers(getattr(value, name), (*key, name))
     elif isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from _numbers(one, (*key, name))
+        for name, item in value.items():
+            yield from _numbers(item, (*key, name))
     elif isinstance(value, tuple):
-        for number, one in enumerate(value):
-            yield from _numbers(one, (*key, str(number)))
+        for number, item in enumerate(value):
+            yield from _numbers(item, (*key, str(number)))
 
 
 # -- values from Python -----------------------------------------------------------------------------------
@@ -119,13 +119,13 @@ def fitted(value: Any, hint: Any, what: str) -> Any:
 
     Raises InputError, which ``what`` begins, for a value of another type or a number that is not finite.
     """
-    found = _fit(value, hint)
-    if found is _UNFIT:
+    converted = _fit(value, hint)
+    if converted is _UNFIT:
         text = repr(value)
         raise InputError(
             f"{what} is {text if len(text) < 80 else f'a {type(value).__name__}'}. Give {_hint_words(hint)}."
         )
-    return found
+    return converted
 
 
 @cache
@@ -138,7 +138,7 @@ def _fit(value: Any, hint: Any) -> Any:
         return value
     kind, parts = _parts(hint)
     if kind in (Union, UnionType):
-        return next((found for part in parts if (found := _fit(value, part)) is not _UNFIT), _UNFIT)
+        return next((fit for part in parts if (fit := _fit(value, part)) is not _UNFIT), _UNFIT)
     if kind is Literal:
         return value if value in parts else _UNFIT
     if kind in (int, float):
@@ -148,11 +148,11 @@ def _fit(value: Any, hint: Any) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value)
     if isinstance(kind, type) and issubclass(kind, Mapping) and parts and isinstance(value, Mapping):
-        pairs = [(_fit(key, parts[0]), _fit(one, parts[1])) for key, one in value.items()]
-        return _UNFIT if any(one is _UNFIT for pair in pairs for one in pair) else dict(pairs)
+        pairs = [(_fit(key, parts[0]), _fit(item, parts[1])) for key, item in value.items()]
+        return _UNFIT if any(item is _UNFIT for pair in pairs for item in pair) else dict(pairs)
     if kind in (tuple, Sequence):
-        items = tuple(_fit(one, parts[0]) for one in value) if isinstance(value, list | tuple) else (_UNFIT,)
-        return _UNFIT if any(one is _UNFIT for one in items) else items
+        items = tuple(_fit(item, parts[0]) for item in value) if isinstance(value, list | tuple) else (_UNFIT,)
+        return _UNFIT if any(item is _UNFIT for item in items) else items
     return value if not isinstance(kind, type) or isinstance(value, kind) else _UNFIT
 
 
@@ -162,8 +162,8 @@ def _hint_words(hint: Any) -> str:
     if kind in (Union, UnionType):
         return " or ".join(_hint_words(part) for part in parts if part is not NoneType)
     if kind is Literal:
-        *others, last = [str(part) for part in parts if part] or ["nothing"]
-        return f"{', '.join(others)} or {last}" if others else last
+        *words, last = [str(part) for part in parts if part] or ["nothing"]
+        return f"{', '.join(words)} or {last}" if words else last
     if isinstance(kind, type) and issubclass(kind, Mapping):
         return f"a table {{{': '.join(map(_hint_words, parts))}}}"
     if kind in (tuple, Sequence):
@@ -189,9 +189,9 @@ class Checked(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            found = fitted(value, _hints(type(self))[name], f"{type(self).__name__}.{name}")
-            if found is not value:
-                msgspec.structs.force_setattr(self, name, found)
+            converted = fitted(value, _hints(type(self))[name], f"{type(self).__name__}.{name}")
+            if converted is not value:
+                msgspec.structs.force_setattr(self, name, converted)
 
 
 def checked(function: _F) -> _F:

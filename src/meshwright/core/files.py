@@ -59,14 +59,14 @@ def read_bytes(path: Path, advice: str, *, most: int = MOST_BYTES) -> bytes:
     """Returns the contents of a file. Raises InputError, ending with the advice, if it is unreadable or too large."""
     try:
         with path.open("rb") as file:
-            found = file.read(most + 1)
+            content = file.read(most + 1)
     except (OSError, ValueError) as error:
         # ValueError: a name with a zero byte
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{path} cannot be read ({reason}). {advice}") from None
-    if len(found) > most:
+    if len(content) > most:
         raise InputError(f"{path} is larger than the {most >> 20:,} MiB that are read. {advice}")
-    return found
+    return content
 
 
 def read_text(path: Path, advice: str, *, most: int = MOST_BYTES) -> str:
@@ -90,16 +90,16 @@ def read_json(path: Path, advice: str, remedy: str = "Mend the file, or fetch it
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        table = dict(pairs)
+        if len(table) < len(pairs):
             name = Counter(name for name, _ in pairs).most_common(1)[0][0]
             raise InputError(f"{path} has the key {name!r} twice in one object. {remedy}")
-        return found
+        return table
 
     try:
         text = _text(path, read_bytes(path, advice), remedy)
-        found = json.loads(text, object_pairs_hook=once)
-        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is not text
+        value = json.loads(text, object_pairs_hook=once)
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is not text
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}:{error.colno}: broken JSON ({error.msg}). {remedy}") from None
     except RecursionError:
@@ -108,9 +108,9 @@ def read_json(path: Path, advice: str, remedy: str = "Mend the file, or fetch it
         raise
     except ValueError:
         raise InputError(f"{path} has a number of thousands of digits, or half of a surrogate pair. {remedy}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise InputError(f"{path} holds no JSON object. {remedy}")
-    return found
+    return value
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -136,8 +136,8 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(Path(name))
         if streams:
-            with open(name, "rb") as made, path.open("wb") as stream:
-                shutil.copyfileobj(made, stream)
+            with open(name, "rb") as source, path.open("wb") as stream:
+                shutil.copyfileobj(source, stream)
             return
         # mkstemp makes files that only their owner may read, and some writers make them so again.
         mask = os.umask(0)

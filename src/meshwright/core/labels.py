@@ -33,5 +33,5 @@ class StepLabel(msgspec.Struct, frozen=True):
 def find_label(op_name: str) -> StepLabel | None:
     """Returns the innermost label in an instruction's ``op_name``, or None."""
     # the text of a program writes a quote with a backslash
-    found = _LABEL.findall(op_name.replace("\\'", "'"))
-    return StepLabel(*found[-1]) if found else None
+    labels = _LABEL.findall(op_name.replace("\\'", "'"))
+    return StepLabel(*labels[-1]) if labels else None

@@ -19,10 +19,10 @@ MOST_CHARACTERS = 20_000
 
 def compact(text: str) -> str:
     """Returns an expression with single spaces. Raises InputError if it is longer than `MOST_CHARACTERS`."""
-    found = " ".join(text.split())
-    if len(found) > MOST_CHARACTERS:
-        raise InputError(f"{found!r} is too long. Give an expression of at most {MOST_CHARACTERS:,} characters.")
-    return found
+    plain = " ".join(text.split())
+    if len(plain) > MOST_CHARACTERS:
+        raise InputError(f"{plain!r} is too long. Give an expression of at most {MOST_CHARACTERS:,} characters.")
+    return plain
 
 
 def join_axes(axes: Axes) -> str:

@@ -105,9 +105,9 @@ def decode_toml(file: TomlFile, kind: type[T]) -> T:
     Every unknown key (with the nearest known one) and wrong value, each with ``path:line``, and the names of all
     missing keys are collected into ONE InputError.
     """
-    found = _problems(file, file.data, inspect.type_info(kind), ())
-    problems = [one for one in found if isinstance(one, str)]
-    if missing := [one for one in found if isinstance(one, tuple)]:
+    faults = _problems(file, file.data, inspect.type_info(kind), ())
+    problems = [fault for fault in faults if isinstance(fault, str)]
+    if missing := [fault for fault in faults if isinstance(fault, tuple)]:
         names = ", ".join(repr(".".join(map(str, key))) for key in missing)
         where = file.where(missing[0][:-1]) if len(missing) == 1 else file.path
         problems.append(f"{where}: needs the key{'s' * (len(missing) > 1)} {names}.")
@@ -146,9 +146,9 @@ def _problems(file: TomlFile, value: Any, kind: inspect.Type, at: KeyPath) -> li
         if isinstance(option, inspect.StructType) and isinstance(value, dict):
             fields = {field.encode_name: field for field in option.fields}
             missing = ((*at, name) for name, field in fields.items() if field.required and name not in value)
-            found: list[str | KeyPath] = [*_key_problems(file, value, tuple(fields), at), *missing]
+            faults: list[str | KeyPath] = [*_key_problems(file, value, tuple(fields), at), *missing]
             inside = [_problems(file, value[name], fields[name].type, (*at, name)) for name in fields if name in value]
-            return [*found, *chain(*inside)]
+            return [*faults, *chain(*inside)]
         if isinstance(option, inspect.DictType) and isinstance(value, dict):
             return [p for key, item in value.items() for p in _problems(file, item, option.value_type, (*at, key))]
     if isinstance(kind, inspect.VarTupleType | inspect.ListType) and isinstance(value, list):
@@ -214,13 +214,13 @@ def _key_lines(text: str) -> dict[KeyPath, int]:
         if number > first and not line.rstrip().endswith(("]", "}", '"""', "'''")):
             continue  # only such a line can end a value of several lines
         try:
-            found = tomllib.loads(statement)
+            parsed = tomllib.loads(statement)
         except tomllib.TOMLDecodeError:  # the value continues on the next line
             continue
         if statement.lstrip().startswith("["):
-            table, paths = _enter(found, counts), [()]
+            table, paths = _enter(parsed, counts), [()]
         else:
-            paths = list(_paths(found))
+            paths = list(_paths(parsed))
         for path in paths:
             lines.setdefault((*table, *path), first)
         statement, first = "", number + 1
@@ -264,5 +264,5 @@ def _seal(text: str) -> str:
 
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_none(one) for key, one in value.items() if one is not None}
-    return [_without_none(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value

@@ -42,14 +42,14 @@ def map_figures(change: Callable[..., Any], *parts: Any) -> Any:
 
 def select(parts: T, index: Any) -> T:
     """Indexes all arrays of a struct; numbers and other fields stay."""
-    found: T = map_figures(lambda value: value[index] if isinstance(value, np.ndarray) and value.ndim else value, parts)
-    return found
+    taken: T = map_figures(lambda value: value[index] if isinstance(value, np.ndarray) and value.ndim else value, parts)
+    return taken
 
 
 def stack(parts: Sequence[T]) -> T:
     """Returns one struct whose figures are arrays, with an entry for each given struct."""
-    found: T = map_figures(lambda *values: np.array(values), *parts)
-    return found
+    stacked: T = map_figures(lambda *values: np.array(values), *parts)
+    return stacked
 
 
 def as_python(parts: T) -> T:
@@ -58,5 +58,5 @@ def as_python(parts: T) -> T:
     def one(value: Any) -> Any:
         return value.item() if isinstance(value, np.generic | np.ndarray) and not value.ndim else value
 
-    found: T = map_figures(one, parts)
-    return found
+    converted: T = map_figures(one, parts)
+    return converted

@@ -145,29 +145,29 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     def _seconds(self, change: Callable[[StepCost], StepCost], offload: Transfers | None = None) -> StepSeconds:
         """Returns the seconds of the step after a change of its costs, with other transfers to the host if given."""
-        at = self.priced
-        times = block_times(at.derived, at.costs.changed(change), at.sizes, at.rates)
-        return times.step_s(at.pipeline, at.moved if offload is None else offload)
+        priced = self.priced
+        times = block_times(priced.derived, priced.costs.changed(change), priced.sizes, priced.rates)
+        return times.step_s(priced.pipeline, priced.moved if offload is None else offload)
 
     def _busy_s(self, free: Collection[str], offload: Transfers | None = None) -> float:
         """Returns the seconds of the step without its bubble if the work of the ``free`` terms takes no time."""
-        found = self._seconds(lambda cost: _free(cost) if cost.term in free else cost, offload)
-        return float(found.step_s - found.bubble_s)
+        seconds = self._seconds(lambda cost: _free(cost) if cost.term in free else cost, offload)
+        return float(seconds.step_s - seconds.bubble_s)
 
     @cached_property
     def steps(self) -> dict[str, LabelledStep]:
         """Maps a label to the priced steps that carry it."""
-        found: dict[str, LabelledStep] = {}
+        labelled: dict[str, LabelledStep] = {}
         for cost in self.priced.costs.all:
             name, here = label_text(cost.step), float(cost.here)
-            before = found.get(name)
-            found[name] = LabelledStep(
+            before = labelled.get(name)
+            labelled[name] = LabelledStep(
                 step=cost.step,
                 seconds=(before.seconds if before else 0.0) + float(cost.time_s - cost.launch_s) * here,
                 flops=(before.flops if before else 0.0) + float(cost.flops) * here,
                 gathers_weights=cost.gathers_weights,
             )
-        return found
+        return labelled
 
     # -- terms that add up ------------------------------------------------------------------------------
 
@@ -191,24 +191,24 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
             added["pcie"] = quiet_s - self._busy_s(set(links), NOTHING)
         added["other"] = step_s - sum(added.values())
         alone = dict(priced.estimate.terms) | links
-        found = [
+        terms = [
             Term(name=name, alone_s=float(alone.get(name, s)), added_s=float(s), share=float(s / step_s))
             for name, s in added.items()
             if max(abs(s), float(alone.get(name, 0.0))) > ROUNDING * step_s
         ]
-        return tuple(sorted(found, key=lambda term: (-term.added_s, -term.alone_s)))
+        return tuple(sorted(terms, key=lambda term: (-term.added_s, -term.alone_s)))
 
     @cached_property
     def _links(self) -> dict[str, float]:
         """Seconds of the collectives of each group of axes, and of "pipeline": the sends between stages."""
-        priced, found = self.priced, dict[str, float]()
+        priced, seconds = self.priced, dict[str, float]()
         for cost in priced.costs.all:
             if cost.step.is_collective:
-                found[cost.term] = found.get(cost.term, 0.0) + float(cost.network_s * cost.here)
+                seconds[cost.term] = seconds.get(cost.term, 0.0) + float(cost.network_s * cost.here)
         if priced.costs.boundary:
             between = priced.times.sends_s(priced.pipeline) + priced.times.exchange_s(priced.pipeline)
-            found["pipeline"] = found.get("pipeline", 0.0) + float(between)
-        return found
+            seconds["pipeline"] = seconds.get("pipeline", 0.0) + float(between)
+        return seconds
 
     def _exposed(self, busy_s: float, quiet_s: float) -> dict[str, float]:
         """Maps each name of `_links` to its share of the seconds that communication adds: ``busy_s - quiet_s``."""
@@ -224,8 +224,8 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def _free(self) -> tuple[float, float]:
         """Seconds of the step, and of its bubble, if links took no time."""
-        found = self._seconds(_without_links)
-        return float(found.step_s), float(found.bubble_s) if self.priced.pipeline.stages > 1 else 0.0
+        seconds = self._seconds(_without_links)
+        return float(seconds.step_s), float(seconds.bubble_s) if self.priced.pipeline.stages > 1 else 0.0
 
     @property
     def local(self) -> dict[str, float]:
@@ -292,23 +292,23 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def turns(self) -> tuple[str, ...]:
         """How sums over whole torus slices run in two turns, a line for each group of mesh axes that has one."""
-        summed = {one.axes for one in self.traffic if one.op == "reduce_scatter"}
-        found = {", ".join(axes): turns_text(self.priced.placement, axes) for axes in sorted(summed)}
-        return tuple(f"{axes}: {text}" for axes, text in found.items() if text)
+        summed = {row.axes for row in self.traffic if row.op == "reduce_scatter"}
+        texts = {", ".join(axes): turns_text(self.priced.placement, axes) for axes in sorted(summed)}
+        return tuple(f"{axes}: {text}" for axes, text in texts.items() if text)
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
         """Every collective of the step by kind and mesh axes, the most exposed first."""
-        found: dict[tuple[str, AxisGroup], list[StepCost]] = {}
+        costs_by_kind: dict[tuple[str, AxisGroup], list[StepCost]] = {}
         sends = (replace(cost, here=self.priced.pipeline.num_sends / 2) for cost in self.priced.costs.boundary)
         for cost in (*self.priced.costs.all, *sends):
             if cost.step.is_collective and float(cost.network_s * cost.here) > 0:
-                found.setdefault((cost.step.op, cost.group), []).append(cost)
-        alone = {key: sum(float(cost.network_s * cost.here) for cost in costs) for key, costs in found.items()}
-        order = sorted(found, key=lambda key: -alone[key])
+                costs_by_kind.setdefault((cost.step.op, cost.group), []).append(cost)
+        alone = {key: sum(float(cost.network_s * cost.here) for cost in costs) for key, costs in costs_by_kind.items()}
+        order = sorted(costs_by_kind, key=lambda key: -alone[key])
         saved = (self._saved_in_turn(order), self._saved_in_turn(order[::-1]))
         sizes, groups = self.priced.sizes, self.priced.rates.groups
-        share = {key: float(received_share(key[0], groups[key[1]].size)) for key in found}
+        share = {key: float(received_share(key[0], groups[key[1]].size)) for key in costs_by_kind}
         rows = [
             Traffic(
                 op=key[0],
@@ -316,9 +316,9 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
                 executions=sum(float(cost.here) for cost in costs),
                 num_bytes=share[key] * sum(float(c.network_bytes * c.here * num_moves(c.step, sizes)) for c in costs),
                 alone_s=alone[key],
-                exposed_s=max(0.0, sum(one[key] for one in saved) / len(saved)),
+                exposed_s=max(0.0, sum(seconds[key] for seconds in saved) / len(saved)),
             )
-            for key, costs in found.items()
+            for key, costs in costs_by_kind.items()
         ]
         return tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.alone_s)))
 
@@ -329,8 +329,8 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     def _without(self, free: Collection[tuple[str, AxisGroup]]) -> float:
         """Returns the seconds of the step if the ``free`` collectives take no time."""
-        found = self._seconds(lambda cost: _without_links(cost) if (cost.step.op, cost.group) in free else cost)
-        return float(found.step_s)
+        seconds = self._seconds(lambda cost: _without_links(cost) if (cost.step.op, cost.group) in free else cost)
+        return float(seconds.step_s)
 
     # -- the parts of a measured step -------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ class LaneSlices(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total_s(self) -> float:
         """Seconds from 0 to the end of the last slice."""
-        return max(one.end_s for one in self.slices)
+        return max(piece.end_s for piece in self.slices)
 
     @property
     def compute_s(self) -> float:
@@ -52,7 +52,7 @@ class LaneSlices(msgspec.Struct, frozen=True, kw_only=True):
         return self.total_s - self.compute_s
 
     def _busy_s(self, lane: Lane) -> float:
-        return sum(one.seconds for one in self.slices if one.lane == lane)
+        return sum(piece.seconds for piece in self.slices if piece.lane == lane)
 
 
 class Lanes:
@@ -83,15 +83,15 @@ class Lanes:
 
 def joined(slices: list[Slice]) -> tuple[Slice, ...]:
     """Returns the slices; adjacent computations of one name and layer are merged."""
-    found: list[Slice] = []
-    at = -1
-    for one in slices:
-        last = found[at] if at >= 0 else None
-        if one.lane == "links":
-            found.append(one)
-        elif last and (last.what, last.layer, last.end_s) == (one.what, one.layer, one.start_s):
-            found[at] = msgspec.structs.replace(last, end_s=one.end_s)
+    merged: list[Slice] = []
+    index = -1
+    for piece in slices:
+        last = merged[index] if index >= 0 else None
+        if piece.lane == "links":
+            merged.append(piece)
+        elif last and (last.what, last.layer, last.end_s) == (piece.what, piece.layer, piece.start_s):
+            merged[index] = msgspec.structs.replace(last, end_s=piece.end_s)
         else:
-            at = len(found)
-            found.append(one)
-    return tuple(found)
+            index = len(merged)
+            merged.append(piece)
+    return tuple(merged)

@@ -81,13 +81,13 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     def layers_s(self, part: str, share: Number, at_least: Number = 0.0) -> Number:
         """Returns the seconds of one field of `BlockSeconds` in a share of the layers, ``at_least`` for each repeat."""
-        return total(np.maximum(getattr(one, part), at_least) * one.repeat * share for one in self.layers)
+        return total(np.maximum(getattr(layer, part), at_least) * layer.repeat * share for layer in self.layers)
 
     def reruns_s(self, pipeline: PipelineCost) -> Number:
         """Returns the seconds in which a device runs layers again for one microbatch, before their backward passes."""
         share = pipeline.share(self.num_layers)
-        counted = ((one.again, one.rerun.times(one.repeat, pipeline.runs)) for one in self.layers if one.rerun)
-        return total(again * times * share for again, times in counted)
+        reruns = ((layer.again, layer.rerun.times(layer.repeat, pipeline.runs)) for layer in self.layers if layer.rerun)
+        return total(again * times * share for again, times in reruns)
 
     def ends_s(self, *parts: str) -> list[Number]:
         """Returns the seconds of some fields together in embedding and head, one sum for each block."""
@@ -138,8 +138,8 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         ends = pipeline.ends_computed(self.ends_s("forward", "backward"))
         a_layer = (forward + backward) / pipeline.layers_held(self.num_layers)
         ends = np.maximum(ends - pipeline.layers_beside_head(self.num_layers) * a_layer, 0.0)
-        each = forward + backward + ends + self.microbatch_s
-        passes, exposed_s = pipeline.microbatches * each, pipeline.num_sends * self.exposed_send_s / 2
+        per_microbatch = forward + backward + ends + self.microbatch_s
+        passes, exposed_s = pipeline.microbatches * per_microbatch, pipeline.num_sends * self.exposed_send_s / 2
         sends = self.sends_s(pipeline) - exposed_s
         passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
         busy = passes + exposed_s + self.once_s(pipeline) + self.after_s + offload.optimizer_s
@@ -151,7 +151,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
 
     On a host that has been measured, passes include the copies of the loop over layers.
     """
-    at = rates.chip.efficiency
+    fit = rates.chip.efficiency
     trains = any(block.backward for block in priced.blocks)
     # an engine has graphs of its steps without parts of prompts alone
     eager = (rates.software == "served") & (np.asarray(sizes.rows_each) > LONGEST_DRAFT)
@@ -165,19 +165,19 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
             ahead_s, back_s = (size * rates.chip.host.loop_byte for size in loop_bytes(block.steps, derived, sizes))
         forward_s = _pass_s(block.forward, rates) + ahead_s
         if np.any(eager):
-            started_s = partly_hidden(forward_s, _starts_s(block.forward, rates), at.overlap)
+            started_s = partly_hidden(forward_s, _starts_s(block.forward, rates), fit.overlap)
             forward_s = np.where(eager, started_s, forward_s)
         # layers that run again for each other run in loops of their own
         apart = len(block.again)
         own_back = block.backward[apart:]
         back = _pass_s([cost for cost in own_back if cost.step.scope != "step"], rates) + back_s
-        own = [cost for cost in priced.once if owners.get(cost.step.result.name) == block.name]
+        once = [cost for cost in priced.once if owners.get(cost.step.result.name) == block.name]
         split = block.steps.split
         inputs_s, weight_s = (
             _pass_s([block.backward[place] for place in places if place >= apart], rates)
             for places in ((split.inputs, split.weights) if split else ((), ()))
         )
-        found = BlockSeconds(
+        seconds = BlockSeconds(
             repeat=block.steps.repeat,
             forward=forward_s,
             backward=back,
@@ -186,9 +186,9 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
             inputs=inputs_s + back_s,
             weight=weight_s,
             last=_pass_s(own_back, rates) + back_s - back,
-            update=_update_s(own, block.forward, forward_s, rates),
+            update=_update_s(once, block.forward, forward_s, rates),
         )
-        (layers if block.is_layer else ends).append(found)
+        (layers if block.is_layer else ends).append(seconds)
     return BlockTimes(
         num_layers=derived.num_layers,
         layers=tuple(layers),
@@ -200,10 +200,10 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
             total(cost.count * (cost.network_s + cost.exposed_s - cost.latency_s) for cost in priced.exchanges),
             total(cost.latency_s for cost in priced.exchanges),
         ),
-        microbatch_s=at.host_microbatch_s * (rates.software not in WITHOUT_HOST) + at.engine_s.get(rates.engine, 0.0),
-        overlap=at.overlap if rates.overlaps and rates.software not in IN_TURN else None,
-        slowdown=1 + trains * at.straggler * np.log2(rates.num_hosts),
-        straggler_s=trains * at.straggler_s * np.log2(rates.num_hosts),
+        microbatch_s=fit.host_microbatch_s * (rates.software not in WITHOUT_HOST) + fit.engine_s.get(rates.engine, 0.0),
+        overlap=fit.overlap if rates.overlaps and rates.software not in IN_TURN else None,
+        slowdown=1 + trains * fit.straggler * np.log2(rates.num_hosts),
+        straggler_s=trains * fit.straggler_s * np.log2(rates.num_hosts),
         starts_s=total(block.steps.repeat * _starts_s(block.forward, rates) for block in priced.blocks) * eager,
     )
 
@@ -225,7 +225,7 @@ def _device_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     """Returns the seconds of one pass on the device: see `_pass_s`."""
     if not rates.overlaps:
         return total(cost.time_s for cost in costs)
-    at = rates.chip.efficiency
+    fit = rates.chip.efficiency
     compute = total(cost.local_s for cost in costs) / rates.compute_share
     alone_s = total(cost.exposed_s for cost in costs)
     if rates.software in IN_TURN:
@@ -238,13 +238,13 @@ def _device_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
         waited = [cost for cost in waited if not exchanges_slots(cost.step)]
     rounds = [cost for cost in costs if cost.in_ring_loop]
     waiting = total(cost.network_s for cost in waited) + total(_left_of_rounds(costs, rates))
-    row = compute + waiting if at.overlap is None else partly_hidden(compute, waiting, at.overlap)
+    row = compute + waiting if fit.overlap is None else partly_hidden(compute, waiting, fit.overlap)
     behind = [cost for cost, hidden in zip(costs, hides, strict=True) if hidden and not cost.in_ring_loop]
     links = _links_s([*waited, *rounds, *behind], rates)
     gathers = [cost for cost in behind if cost.hides and cost.step.scope != "step"]
-    row = partly_hidden(row, _links_s(gathers, rates), at.hiding)
+    row = partly_hidden(row, _links_s(gathers, rates), fit.hiding)
     rest = [cost for cost in behind if not cost.hides or cost.step.scope == "step"]
-    return np.maximum(partly_hidden(row, _links_s(rest, rates), at.overlap), links) + alone_s
+    return np.maximum(partly_hidden(row, _links_s(rest, rates), fit.overlap), links) + alone_s
 
 
 def _starts_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
@@ -266,11 +266,11 @@ def loop_bytes(block: BlockSteps, derived: Derived, sizes: SlotSizes) -> tuple[N
     Forward, weights are copied out of their stack (read, written) and kept results into a stack that was cleared
     (written, then read and written). Backward, both are copied out, and gradients are copied into cleared stacks.
     """
-    made = {array for step in block.forward for array in step.results}
+    results = {array for step in block.forward for array in step.results}
     read = set(weights_of(derived, block))
-    weights = {variable.name for variable in derived.program.of_role("weight", "vector")}
-    own = total(sizes.bytes(derived.declared[name]) for name in read)
-    kept = total(sizes.bytes(array) for array in block.kept if array.name not in weights or array in made)
+    weight_names = {variable.name for variable in derived.program.of_role("weight", "vector")}
+    weights = total(sizes.bytes(derived.declared[name]) for name in read)
+    saved = total(sizes.bytes(array) for array in block.kept if array.name not in weight_names or array in results)
     # as a backward pass leaves them for each microbatch
     gradients = {
         array.name: array
@@ -279,7 +279,7 @@ def loop_bytes(block: BlockSteps, derived: Derived, sizes: SlotSizes) -> tuple[N
         for array in step.results
         if array.name.startswith("d") and array.name[1:] in read
     }
-    return 2 * own + 3 * kept, 2 * own + 2 * kept + 3 * total(sizes.bytes(array) for array in gradients.values())
+    return 2 * weights + 3 * saved, 2 * weights + 2 * saved + 3 * total(sizes.bytes(a) for a in gradients.values())
 
 
 def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:

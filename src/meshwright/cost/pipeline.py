@@ -86,8 +86,8 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stash(self) -> Number:
         """Microbatches whose results the fullest device keeps, each counted by the share of its layers that it ran."""
-        found = self._forms.stash(*self._sizes)
-        return np.where(self.is_one, 1.0, found / np.asarray(self.chunks) if self.in_lockstep else found)
+        stashed = self._forms.stash(*self._sizes)
+        return np.where(self.is_one, 1.0, stashed / np.asarray(self.chunks) if self.in_lockstep else stashed)
 
     @property
     def running_stash(self) -> Number:
@@ -187,9 +187,9 @@ def schedule_fits(schedule: str, *, stages: Number, chunks: Number, microbatches
 
 def schedule_refusal(schedule: str, *, stages: int, chunks: int, microbatches: int) -> str:
     """Returns why a schedule does not run with these sizes, or is not priced."""
-    found = definition(schedule)
-    refusal = found.refusal(stages, microbatches, chunks)
-    return refusal or too_many_passes(found, stages, microbatches, chunks)
+    defined = definition(schedule)
+    refusal = defined.refusal(stages, microbatches, chunks)
+    return refusal or too_many_passes(defined, stages, microbatches, chunks)
 
 
 def strategy_pipeline(

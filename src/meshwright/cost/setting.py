@@ -111,11 +111,11 @@ class Setting(Checked, frozen=True, dict=True):
             self.storage.page_len or PAGE_LENS[self.cluster.kind],
             self.model.sliding_window,
         )
-        found = replace(self.storage, page_len=page_len)
+        storage = replace(self.storage, page_len=page_len)
         if not window:
-            return found
-        each = pages_of_window(window, page_len, job.step_len)
-        return replace(found, window_pages=job.batch_seqs * min(each, -(-self.max_len // page_len)))
+            return storage
+        pages = pages_of_window(window, page_len, job.step_len)
+        return replace(storage, window_pages=job.batch_seqs * min(pages, -(-self.max_len // page_len)))
 
     def symbolic(self, strategy: Strategy, *, without: tuple[str, ...] = ()) -> Derived:
         """Returns the job's steps for a mesh of any sizes, ``without`` some axes; pricing fills in the sizes.
@@ -125,8 +125,8 @@ class Setting(Checked, frozen=True, dict=True):
         optimizer, fused_head = self.job.optimizer, self.assumptions.fused_head
         if not self.job.trains:
             axes, prompts = tuple(axis for axis in strategy.mesh if axis not in without), self.job.has_prompts
-            given = job_strategy(self.job, strategy)
-            return derive_generation(self.model, given, self.step_storage, axes, prompts=prompts)
+            step_strategy = job_strategy(self.job, strategy)
+            return derive_generation(self.model, step_strategy, self.step_storage, axes, prompts=prompts)
         return derive(
             self.program, strategy, symbolic=True, without=without, optimizer=optimizer, fused_head=fused_head
         )
@@ -157,19 +157,19 @@ class Setting(Checked, frozen=True, dict=True):
         positions each, by default for those that they have with the step's own. ``outputs`` rows have logits, by
         default one of each sequence."""
         page_len = float(self.step_storage.page_len)
-        rows, seqs = total(one.count * one.rows for one in sequences), total(one.count for one in sequences)
-        held = [one.count * (one.rows + one.before if max_len is None else max_len) for one in sequences]
+        rows, seqs = total(part.count * part.rows for part in sequences), total(part.count for part in sequences)
+        held = [part.count * (part.rows + part.before if max_len is None else max_len) for part in sequences]
         pages = total(held) / page_len
-        found = self._sizes(strategy, mesh or strategy.mesh, 1, rows)
+        sizes = self._sizes(strategy, mesh or strategy.mesh, 1, rows)
         dims = {"Q": seqs, "O": seqs if outputs is None else outputs, "Pl": page_len, "Pg": pages, "Bp": pages / seqs}
         if window := self.model.sliding_window:
-            each = (one.count * pages_of_window(window, page_len, one.rows) for one in sequences)
-            dims["Pw"] = np.minimum(total(each), pages)
-        return replace(found, dims={**found.dims, **dims}, sequences=sequences)
+            window_pages = (part.count * pages_of_window(window, page_len, part.rows) for part in sequences)
+            dims["Pw"] = np.minimum(total(window_pages), pages)
+        return replace(sizes, dims={**sizes.dims, **dims}, sequences=sequences)
 
     def _sizes(self, strategy: Strategy, mesh: Mapping[str, Number], seq_len: int, seqs: Number) -> SlotSizes:
         target = catalogued(compiled_as(self.cluster.chip), "libtpu")
-        found = op_sizes(
+        sizes = op_sizes(
             self.model,
             seq_len=seq_len,
             microbatch_seqs=seqs,
@@ -181,7 +181,7 @@ class Setting(Checked, frozen=True, dict=True):
             assumptions=self.assumptions,
         )
         on_cpus = self.cluster.kind == "host" and self.assumptions.software == "compiled"
-        return replace(found, tile_rows=target.tile_rows if target else 0, on_cpus=on_cpus)
+        return replace(sizes, tile_rows=target.tile_rows if target else 0, on_cpus=on_cpus)
 
     def memory(self, strategy: Strategy, derived: Derived | None = None) -> dict[str, Number]:
         """Returns the bytes per chip of each item under a strategy; ``derived`` are its steps if they exist already."""

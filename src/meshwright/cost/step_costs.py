@@ -150,7 +150,7 @@ def _reduced_by_engine(step: Step, sent: Number, sizes: SlotSizes, group: GroupR
 
 def collective_groups(*derived: Derived) -> tuple[AxisGroup, ...]:
     """Returns every group of mesh axes that some collective of the steps runs over."""
-    steps = (step for one in derived for step in (*(step for step, _ in one.steps()), *one.boundary))
+    steps = (step for form in derived for step in (*(step for step, _ in form.steps()), *form.boundary))
     return tuple(dict.fromkeys(frozenset(step.axes) for step in steps if step.is_collective))
 
 
@@ -166,7 +166,7 @@ def price_steps(
     num_microbatches = pipeline.microbatches
     # one program of all stages sums gradients in float32, also those of one microbatch
     summands = np.where(pipeline.in_lockstep & ~pipeline.is_one, np.maximum(num_microbatches, 2), num_microbatches)
-    shares, owners, kept = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
+    shares, owners, kept_by_pass = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
     # gradients of weights as each microbatch leaves them, to be added to the sum of earlier microbatches
     summed = {array.name: array for array in gradient_arrays(derived).values()}
 
@@ -177,14 +177,14 @@ def price_steps(
             share = 1.0
         elif block and step.scope == "step":
             share = share * pipeline.sums
-        held = kept.get((step.block, step.phase), frozenset())
+        held = kept_by_pass.get((step.block, step.phase), frozenset())
         key = step, held if rates.chip.host else ()
         if key not in known:
             known[key] = price_step(step, sizes, rates, num_microbatches=summands, kept=held)
         cost = known[key]
-        for made in (step, *step.parts):
-            if made.result.name in summed and not made.is_collective and kind_of(made).is_einsum:
-                cost = _with_sum(cost, sizes.elements(summed[made.result.name]), rates, num_microbatches)
+        for part in (step, *step.parts):
+            if part.result.name in summed and not part.is_collective and kind_of(part).is_einsum:
+                cost = _with_sum(cost, sizes.elements(summed[part.result.name]), rates, num_microbatches)
         return replace(cost, count=count, here=count * share)
 
     def alone(step: Step, count: Number = 1) -> StepCost:
@@ -232,15 +232,15 @@ def _in_buckets(costs: tuple[StepCost, ...], owners: Mapping[str, list[str]]) ->
         if cost.step.is_collective and (cost.hides or cost.step.phase == "update"):
             owner = owners.get(cost.step.result.name.removeprefix("d"), [""])[-1]
             buckets.setdefault((cost.step.op, cost.step.scope, owner), []).append(number)
-    found = list(costs)
+    bucketed = list(costs)
     for numbers in buckets.values():
         by_bytes = total(costs[number].network_s - costs[number].latency_s for number in numbers)
         longest = by_bytes + largest([costs[number].latency_s for number in numbers])
         longer = np.divide(longest, by_bytes, out=np.ones_like(longest), where=np.asarray(by_bytes) > 0)
         for number in numbers:
-            own = costs[number].network_s - costs[number].latency_s
-            found[number] = replace(costs[number], network_s=own * longer, latency_s=own * (longer - 1))
-    return tuple(found)
+            sent_s = costs[number].network_s - costs[number].latency_s
+            bucketed[number] = replace(costs[number], network_s=sent_s * longer, latency_s=sent_s * (longer - 1))
+    return tuple(bucketed)
 
 
 def kept_results(derived: Derived) -> dict[tuple[str, str], frozenset[ShardedArray]]:
@@ -250,11 +250,11 @@ def kept_results(derived: Derived) -> dict[tuple[str, str], frozenset[ShardedArr
 
 def blocks_of_weights(derived: Derived) -> dict[str, list[str]]:
     """Maps a weight to the blocks that use it, in order: several for tied embeddings."""
-    found: dict[str, list[str]] = {}
+    blocks: dict[str, list[str]] = {}
     for block in derived.blocks:
         for name in weights_of(derived, block):
-            found.setdefault(name, []).append(block.name)
-    return found
+            blocks.setdefault(name, []).append(block.name)
+    return blocks
 
 
 def block_shares(derived: Derived, pipeline: PipelineCost) -> dict[str, Number]:

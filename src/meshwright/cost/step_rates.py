@@ -89,12 +89,12 @@ def strategy_placements(cluster: Cluster, strategy: Strategy) -> tuple[Placement
 
     Raises CannotRunError if the mesh cannot be laid on the cluster, or not as described.
     """
-    found = place_axes(cluster, strategy.mesh)
+    placements = place_axes(cluster, strategy.mesh)
     wanted = strategy.placement
-    chosen = tuple(p for p in found if not wanted or p.describe() == wanted)
+    chosen = tuple(p for p in placements if not wanted or p.describe() == wanted)
     if not chosen:
         shape = mesh_words(strategy.mesh, " x ")
-        how = f" as {', '.join(f'{axis}: {text}' for axis, text in wanted.items())}" if found else ""
+        how = f" as {', '.join(f'{axis}: {text}' for axis, text in wanted.items())}" if placements else ""
         raise CannotRunError(
             f"mesh {shape} cannot be laid on {cluster.short_name}{how}: every mesh axis must be made of whole "
             f"factors of the physical axes. Change the mesh, or leave out the placement."
@@ -130,8 +130,8 @@ def step_rates(
         for index, placement in enumerate(placements):
             legs = legs_of_links(placement, group)
             if legs not in known:
-                some = [leg for leg in legs if leg is not None]
-                known[legs] = leg_rates(some, calibration, scatters=assumptions.scatters)
+                present = [leg for leg in legs if leg is not None]
+                known[legs] = leg_rates(present, calibration, scatters=assumptions.scatters)
             which[index] = numbers.setdefault(legs, len(numbers))
             fills[:, index] = [leg is not None for leg in legs]
             spans[index] = spanned_nodes(leg for leg in legs if leg is not None)

@@ -141,8 +141,8 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
     share = num_chips / sizes.mesh.get("pipeline", 1)
     flops = total(cost.flops * cost.count for cost in costs) * share
     counted = flops + _masked_flops(costs, sizes) * share
-    one = Job(kind=job.kind, batch_seqs=1, seq_len=job.seq_len)
-    needed, unmasked = (model_flops(model, one, causal=causal) * batch_seqs for causal in (False, True))
+    one_sequence = Job(kind=job.kind, batch_seqs=1, seq_len=job.seq_len)
+    needed, unmasked = (model_flops(model, one_sequence, causal=causal) * batch_seqs for causal in (False, True))
     available = rates.peak_flops_per_s * num_chips * expected
     serial = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
     serial = serial + bubble + priced.moved.serial_s + times.sends_s(pipeline) + times.exchange_s(pipeline)
@@ -196,8 +196,8 @@ def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number
     words = np.array(["compute", "hbm", *rates.link_levels])[best]
     picked = np.maximum(best - 2, 0)[None]
     waits = np.take_along_axis(waiting_s, picked, axis=0)[0] if len(waiting) else 0.0
-    found = np.where((best >= 2) & (waits > np.max(busy_s, axis=0) / 2), "latency", words)
-    return np.where(bubble > np.max(busy_s, axis=0), "bubble", found)
+    busiest = np.where((best >= 2) & (waits > np.max(busy_s, axis=0) / 2), "latency", words)
+    return np.where(bubble > np.max(busy_s, axis=0), "bubble", busiest)
 
 
 def _terms(priced: PricedStep, bubble: Number) -> dict[str, Number]:

@@ -145,23 +145,23 @@ class _Walk:
         self.reaching: dict[str, bool] = {}
         # Computations that start each asynchronous collective: its other pieces may run in a loop that it overlaps.
         self.begun: dict[str, set[str]] = defaultdict(set)
-        for one in module:
-            inside = module.computations[one.computation].instructions if one.async_key else ()
-            if any("AsyncCollectiveStart" in other.target for other in inside):
-                self.begun[one.async_key].add(one.computation)
-        self.permutes = Counter(one.op_name for one in module if one.opcode in _PERMUTES)
+        for instruction in module:
+            inside = module.computations[instruction.computation].instructions if instruction.async_key else ()
+            if any("AsyncCollectiveStart" in inner.target for inner in inside):
+                self.begun[instruction.async_key].add(instruction.computation)
+        self.permutes = Counter(instruction.op_name for instruction in module if instruction.opcode in _PERMUTES)
 
     def computation(self, around: _Around) -> Iterator[CompiledCollective]:
-        for one in self.module.computations[around.computation].instructions:
+        for instruction in self.module.computations[around.computation].instructions:
             # An asynchronous collective counts at its start.
-            if one.opcode.endswith(("-done", "-update")):
+            if instruction.opcode.endswith(("-done", "-update")):
                 continue
-            if self.counts(one):
-                yield from self.collective(one, around)
+            if self.counts(instruction):
+                yield from self.collective(instruction, around)
                 continue
-            for role, name in one.called:
-                if role != "condition" and self.reaches(name) and not runs_further_rounds(self.module, one):
-                    yield from self.computation(self.inside(one, name, around))
+            for role, name in instruction.called:
+                if role != "condition" and self.reaches(name) and not runs_further_rounds(self.module, instruction):
+                    yield from self.computation(self.inside(instruction, name, around))
 
     def inside(self, caller: Instruction, name: str, around: _Around) -> _Around:
         branch, trips = caller.opcode == "conditional", 1
@@ -187,7 +187,7 @@ class _Walk:
         if name not in self.reaching:
             body = self.module.computations.get(name)
             self.reaching[name] = body is not None and any(
-                self.counts(one) or any(self.reaches(called) for _, called in one.called) for one in body.instructions
+                self.counts(i) or any(self.reaches(called) for _, called in i.called) for i in body.instructions
             )
         return self.reaching[name]
 
@@ -207,9 +207,9 @@ class _Walk:
         kind, groups = self.kind_and_groups(one)
         if around.caller and around.computation.startswith(_DISGUISED) and kind == "all_reduce":
             kind = "reduce_scatter"
-        size, given = group_size(groups), self.given(one)
-        full_bytes, num_arrays = self.bytes_and_arrays(one, given, kind, size)
-        largest = max(parse_shapes(";".join(given) or one.shape), key=lambda shape: shape.num_bytes)
+        size, shapes = group_size(groups), self.given(one)
+        full_bytes, num_arrays = self.bytes_and_arrays(one, shapes, kind, size)
+        largest = max(parse_shapes(";".join(shapes) or one.shape), key=lambda shape: shape.num_bytes)
         windowed = kind == "permute" and self.is_windowed(one)
         yield CompiledCollective(
             kind=kind,
@@ -250,11 +250,11 @@ class _Walk:
         caller = around.caller
         if caller is None or (caller.opcode != "fusion" and not caller.opcode.endswith("-start")):
             return one
-        for other in self.module.computations[caller.computation].instructions if one.async_key else ():
-            inside = self.module.inside(other) if other.opcode == "fusion" else ()
+        for candidate in self.module.computations[caller.computation].instructions if one.async_key else ():
+            inside = self.module.inside(candidate) if candidate.opcode == "fusion" else ()
             ends = any("AsyncCollectiveDone" in i.target for i in inside)
             if ends and any(i.async_key == one.async_key for i in inside):
-                return other
+                return candidate
         return caller
 
     def kind_and_groups(self, one: Instruction) -> tuple[str, Groups]:
@@ -268,21 +268,21 @@ class _Walk:
 
     def bytes_and_arrays(self, one: Instruction, shapes: Sequence[str], kind: str, size: int) -> tuple[int, int]:
         """Returns (full bytes, number of arrays) of a collective with operands of these shapes."""
-        given = [shape_bytes(shape) for shape in shapes]
+        sizes = [shape_bytes(shape) for shape in shapes]
         if one.opcode == "send":
             # of an all-gather more arrives than is sent
             arrives = received.shapes[0].num_bytes if (received := self.receive(one)) else 0
-            return max(given[0], arrives) * (size if kind == "all_to_all" else 1), 1
+            return max(sizes[0], arrives) * (size if kind == "all_to_all" else 1), 1
         if one.opcode.startswith("ragged"):
             # The second operand receives, the others are row offsets; the smaller of both has no spare rows.
-            return min(given[:2]) * size, 1
+            return min(sizes[:2]) * size, 1
         if kind == "all_to_all":
             # An array may come as one operand, or as one for each device of the group.
-            return sum(given) * size, max(1, len(given) // size)
+            return sum(sizes) * size, max(1, len(sizes) // size)
         if kind == "all_gather":
             started = one.opcode.endswith("-start")
-            return sum(given) * size if started else shape_bytes(one.shape), len(given)
-        return sum(given), len(given)
+            return sum(sizes) * size if started else shape_bytes(one.shape), len(sizes)
+        return sum(sizes), len(sizes)
 
     def given(self, one: Instruction) -> list[str]:
         """Returns the shapes of an instruction's operands; for a send, of what it sends."""
@@ -293,9 +293,9 @@ class _Walk:
     def receive(self, send: Instruction) -> Instruction | None:
         """Returns the receive that belongs to a send between slices, or None."""
         rendezvous = _RENDEZVOUS.search(send.attributes)
-        for one in self.module.computations[send.computation].instructions:
-            if rendezvous and one.opcode == "recv" and rendezvous[0] in one.attributes:
-                return one
+        for instruction in self.module.computations[send.computation].instructions:
+            if rendezvous and instruction.opcode == "recv" and rendezvous[0] in instruction.attributes:
+                return instruction
         return None
 
     def is_windowed(self, one: Instruction) -> bool:
@@ -346,10 +346,10 @@ def nearest_step(module: Module, one: Instruction, *, kind: str) -> StepLabel | 
         seen, edge = {(one.computation, one.name)}, [one]
         for _ in range(MAX_STEPS_AWAY):
             edge = [b for known in edge for b in neighbours(module, known) if (b.computation, b.name) not in seen]
-            for other in edge:
-                if other.label and other.label.phase != "update":
-                    return other.label
-            seen |= {(other.computation, other.name) for other in edge}
+            for neighbour in edge:
+                if neighbour.label and neighbour.label.phase != "update":
+                    return neighbour.label
+            seen |= {(neighbour.computation, neighbour.name) for neighbour in edge}
     return None
 
 
@@ -369,8 +369,8 @@ def _makers(module: Module, one: Instruction) -> Sequence[Instruction]:
     if whole.opcode not in ("while", "parameter"):
         return operands
     body = module.body(whole, "body") if whole.opcode == "while" else computation
-    made = body.root.operands[index : index + 1] if body.root.opcode == "tuple" else ()
-    return [body.by_name[name] for name in made]
+    names = body.root.operands[index : index + 1] if body.root.opcode == "tuple" else ()
+    return [body.by_name[name] for name in names]
 
 
 # -- rows of equal collectives ----------------------------------------------------------------------
@@ -395,12 +395,12 @@ class CollectiveRow(msgspec.Struct, frozen=True):
 def collective_rows(found: Iterable[CompiledCollective]) -> tuple[CollectiveRow, ...]:
     """Groups identical collectives into rows, most bytes first."""
     alike = defaultdict(list)
-    for one in found:
-        key = (one.kind, one.axes, one.group_size, one.dtype, one.full_bytes)
-        alike[key, one.is_async, one.notes].append(one)
+    for collective in found:
+        key = (collective.kind, collective.axes, collective.group_size, collective.dtype, collective.full_bytes)
+        alike[key, collective.is_async, collective.notes].append(collective)
     rows = []
     for (key, is_async, notes), group in alike.items():
-        times, steps = sum(one.trips for one in group), tuple(dict.fromkeys(one.step for one in group if one.step))
+        times, steps = sum(c.trips for c in group), tuple(dict.fromkeys(c.step for c in group if c.step))
         rows.append(CollectiveRow(*key, times, group[0].full_bytes * times, is_async, notes, steps))
     return tuple(sorted(rows, key=lambda row: row.total_bytes, reverse=True))
 
@@ -412,23 +412,22 @@ def runs_beside_compute(module: Module, start: Instruction, done: str, *, num_by
     times as fast as links, so that less could not hide it.
     """
     instructions = module.computations[start.computation].instructions
-    names = [one.name for one in instructions]
+    names = [instruction.name for instruction in instructions]
     first = names.index(start.name) + 1
     between = instructions[first : names.index(done) if done in names else None]
-    return _computes(module, between) or sum(_written(module, one) for one in between) >= num_bytes
+    return _computes(module, between) or sum(_written(module, instruction) for instruction in between) >= num_bytes
 
 
 def fuses_compute(module: Module, key: str) -> bool:
     """True if a piece of the asynchronous TPU collective with this key is fused with a product."""
-    pieces = {one.computation for one in module if one.async_key == key}
+    pieces = {instruction.computation for instruction in module if instruction.async_key == key}
     return any(_computes(module, module.computations[piece].instructions) for piece in pieces)
 
 
 def _computes(module: Module, instructions: Iterable[Instruction]) -> bool:
     """True if a product or a kernel is among these instructions, or among those that they call."""
     return any(
-        is_product(one) or one.target.startswith(_KERNELS) or _computes(module, module.inside(one))
-        for one in instructions
+        is_product(i) or i.target.startswith(_KERNELS) or _computes(module, module.inside(i)) for i in instructions
     )
 
 

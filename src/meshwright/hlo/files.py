@@ -38,10 +38,10 @@ def hlo_file(path: Path) -> Path:
         return path
     if not path.is_dir():
         raise InputError(f"there is no file or folder {path}. Give HLO text, or a folder that XLA dumped into.")
-    files = sorted(one for one in path.rglob("*") if one.is_file())
-    for found in ([f for f in files if _OPTIMISED.search(f.name)], [f for f in files if f.suffix == ".hlo"]):
-        if found:
-            return max(found, key=lambda one: one.stat().st_size)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    for candidates in ([f for f in files if _OPTIMISED.search(f.name)], [f for f in files if f.suffix == ".hlo"]):
+        if candidates:
+            return max(candidates, key=lambda file: file.stat().st_size)
     raise InputError(f"{path} holds no *after_optimizations.txt and no *.hlo. Dump with --xla_dump_hlo_as_text.")
 
 
@@ -60,7 +60,7 @@ def read_hlo(path: Path, *, stablehlo: bool = False) -> Module | StableHlo:
         return module
     if "func.func" not in text:
         raise InputError(f"{path} is no StableHLO: it has no function. Give lowered.as_text() or optimised HLO.")
-    name, partitions, mesh = (found.search(text) for found in (_NAME, _PARTITIONS, _MESH))
+    name, partitions, mesh = (pattern.search(text) for pattern in (_NAME, _PARTITIONS, _MESH))
     return StableHlo(
         name=name[1] if name else "?",
         num_partitions=int(partitions[1]) if partitions else 1,

@@ -64,19 +64,19 @@ def block_graphs(module: Module, block: str | None) -> tuple[ComputationGraph, .
     The default block is the one with most instructions; a program without labels gives the two loops with most nodes.
     Raises InputError for a block that no instruction belongs to.
     """
-    blocks = Counter(label.block for one in module if (label := one.label) and label.phase != "update")
+    blocks = Counter(label.block for instruction in module if (label := instruction.label) and label.phase != "update")
     if block and block not in blocks:
         known = nearest(block, blocks) if blocks else " Its instructions carry no steps; use --computation NAME."
         raise InputError(f"no instruction of {module.name} belongs to block {block!r}.{known}")
     if not blocks:
-        graphs = [_graph(module, one, None) for one in executed(module) if one.name != module.entry]
+        graphs = [_graph(module, body, None) for body in executed(module) if body.name != module.entry]
         drawn = sorted((graph for graph in graphs if graph.nodes), key=lambda graph: -len(graph.nodes))[:2]
         drawn = drawn or [computation_graph(module, module.entry)]
         return tuple(sorted(drawn, key=lambda graph: _first(module, graph)))
     chosen = block or blocks.most_common(1)[0][0]
     # A loop inside one step, such as that over blocks of attention, is part of the step's node.
     inside_steps = {name for name, caller in module.callers.items() if caller.label}
-    graphs = [_graph(module, one, chosen) for one in executed(module) if one.name not in inside_steps]
+    graphs = [_graph(module, body, chosen) for body in executed(module) if body.name not in inside_steps]
     # Steps that the compiler hoisted out of a loop stand alone, without edges.
     joined = [graph for graph in graphs if graph.edges] or [graph for graph in graphs if graph.nodes]
     return _without_copies(sorted(joined, key=lambda graph: _first(module, graph)))
@@ -84,14 +84,14 @@ def block_graphs(module: Module, block: str | None) -> tuple[ComputationGraph, .
 
 def _without_copies(graphs: Sequence[ComputationGraph]) -> tuple[ComputationGraph, ...]:
     """Merges equal graphs: the loop over layers is compiled once for each microbatch and group of layers."""
-    found: dict[tuple[object, ...], ComputationGraph] = {}
+    merged: dict[tuple[object, ...], ComputationGraph] = {}
     for graph in graphs:
         key = (tuple((node.text, node.kind) for node in graph.nodes), graph.edges)
-        first = found.setdefault(key, graph)
+        first = merged.setdefault(key, graph)
         if first is not graph:
             alike = (*first.alike, graph.name)
-            found[key] = msgspec.structs.replace(first, times=first.times + graph.times, alike=alike)
-    return tuple(found.values())
+            merged[key] = msgspec.structs.replace(first, times=first.times + graph.times, alike=alike)
+    return tuple(merged.values())
 
 
 def _first(module: Module, graph: ComputationGraph) -> int:
@@ -102,33 +102,33 @@ def _first(module: Module, graph: ComputationGraph) -> int:
 
 def _graph(module: Module, computation: Computation, block: str | None) -> ComputationGraph:
     """Builds the graph: steps and heavy instructions are nodes, paths through all others are edges."""
-    roles = {one.name: _role(module, one) for one in computation.instructions if one.opcode not in NO_WORK}
+    roles = {i.name: _role(module, i) for i in computation.instructions if i.opcode not in NO_WORK}
     members: dict[str, list[str]] = defaultdict(list)
     texts: dict[str, str] = {}
     reached: dict[str, frozenset[str]] = {}
     edges: set[tuple[str, str]] = set()
     beside: dict[str, set[str]] = defaultdict(set)
     fed: set[str] = set()
-    for one in computation.instructions:
-        sources = frozenset[str]().union(*(reached.get(name, frozenset()) for name in one.operands))
-        begun = one
+    for instruction in computation.instructions:
+        sources = frozenset[str]().union(*(reached.get(name, frozenset()) for name in instruction.operands))
+        begun = instruction
         while begun.opcode.endswith("-done") and begun.operands:
             begun = computation.by_name[begun.operands[0]]
         # In the entry only labelled instructions belong to a block.
         key, text = _node(begun.name, roles.get(begun.name), block, labelled=computation.name == module.entry)
         if not key:
-            reached[one.name] = sources
+            reached[instruction.name] = sources
             continue
-        members[key].append(one.name)
+        members[key].append(instruction.name)
         texts.setdefault(key, text)
-        fed |= {one.name} if sources else set()
-        hidden = roles[one.name].beside
+        fed |= {instruction.name} if sources else set()
+        hidden = roles[instruction.name].beside
         beside[key] |= hidden
         edges |= {(source, key) for source in sources if source != key}
         # A fusion that passes on a buffer of an overlapping collective does not make it: the collective does.
-        reached[one.name] = frozenset({key}) | (sources & hidden)
+        reached[instruction.name] = frozenset({key}) | (sources & hidden)
     kinds = {key: min((roles[name].kind for name in group), key=_STRENGTH.index) for key, group in members.items()}
-    number = {one.name: at for at, one in enumerate(computation.instructions)}
+    number = {instruction.name: index for index, instruction in enumerate(computation.instructions)}
     place = {}
     for key, group in members.items():
         # Initial zeros and trailing copies carry the step's label too, but do not say when it runs.
@@ -216,5 +216,5 @@ def _reduced(edges: set[tuple[str, str]], order: list[str]) -> tuple[tuple[str, 
     for key in reversed(order):
         reached[key] = frozenset(after[key]).union(*(reached[follower] for follower in after[key]))
     place = {key: number for number, key in enumerate(order)}
-    kept = [(a, b) for a, b in edges if not any(b in reached[c] for c in after[a] if c != b)]
-    return tuple(sorted(kept, key=lambda edge: (place[edge[0]], place[edge[1]])))
+    direct = [(a, b) for a, b in edges if not any(b in reached[c] for c in after[a] if c != b)]
+    return tuple(sorted(direct, key=lambda edge: (place[edge[0]], place[edge[1]])))

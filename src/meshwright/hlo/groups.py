@@ -42,8 +42,8 @@ def replica_groups(text: str, num_devices: int) -> Groups:
 
 def permute_pairs(text: str) -> Groups:
     """Returns the (source, target) pairs of a collective-permute."""
-    found = _PAIRS.search(text)
-    return _lists(found[1]) if found else ()
+    match = _PAIRS.search(text)
+    return _lists(match[1]) if match else ()
 
 
 def slice_groups(text: str) -> Groups:
@@ -140,10 +140,10 @@ def _split(dims: Mapping[tuple[str, str], int], name: str, before: int, size: in
     if not whole or whole % (before * size):
         raise ValueError(f"replica groups in a form that is not known: {name!r}:({before}){size} of {dict(dims)}")
     parts = {(name, "before"): before, (name, "part"): size, (name, "after"): whole // (before * size)}
-    found: dict[tuple[str, str], int] = {}
+    split_dims: dict[tuple[str, str], int] = {}
     for key, count in dims.items():
-        found |= parts if key == (name, "whole") else {key: count}
-    return found
+        split_dims |= parts if key == (name, "whole") else {key: count}
+    return split_dims
 
 
 def _mesh_devices(devices: str | None, count: int) -> NDArray[np.int64]:

@@ -71,17 +71,17 @@ class Largest(msgspec.Struct, frozen=True):
 
 def executed(module: Module) -> tuple[Computation, ...]:
     """Returns the computations that run instruction by instruction: the entry, loops and calls, but no fusions."""
-    found, pending = [], [module.entry]
+    computations, pending = [], [module.entry]
     while pending:
         name = pending.pop()
         computation = module.computations.get(name)
-        if computation is None or computation in found:
+        if computation is None or computation in computations:
             continue
-        found.append(computation)
-        for one in computation.instructions:
-            starts = one.opcode == "call" or one.opcode.endswith("-start")
-            pending += [called for role, called in one.called if role in _RUNS or (starts and role != "condition")]
-    return tuple(found)
+        computations.append(computation)
+        for caller in computation.instructions:
+            starts = caller.opcode == "call" or caller.opcode.endswith("-start")
+            pending += [called for role, called in caller.called if role in _RUNS or (starts and role != "condition")]
+    return tuple(computations)
 
 
 def paddings(module: Module) -> tuple[Padded, ...]:
@@ -90,66 +90,66 @@ def paddings(module: Module) -> tuple[Padded, ...]:
     An array counts where it is allocated; views of it do not count.
     """
     by_shape: dict[str, list[tuple[Instruction, Shape]]] = defaultdict(list)
-    for one, shape in _arrays(module):
+    for instruction, shape in _arrays(module):
         if shape.padded_bytes > shape.num_bytes:
-            by_shape[layout_text(shape)].append((one, shape))
-    found = [
+            by_shape[layout_text(shape)].append((instruction, shape))
+    rows = [
         Padded(
             name=group[0][0].name,
             shape=text,
             num_bytes=group[0][1].num_bytes,
             padded_bytes=group[0][1].padded_bytes,
             num_arrays=len(group),
-            label=next((one.label for one, _ in group if one.label), None),
+            label=next((instruction.label for instruction, _ in group if instruction.label), None),
         )
         for text, group in by_shape.items()
     ]
-    return tuple(sorted(found, key=lambda one: one.wasted_bytes, reverse=True))
+    return tuple(sorted(rows, key=lambda row: row.wasted_bytes, reverse=True))
 
 
 def relayouts(module: Module) -> tuple[Relayout, ...]:
     """Returns the copies that only change an array's dim order or tiling, most bytes first."""
     running = {computation.name for computation in executed(module)}
-    found = []
-    for one in module:
-        if one.opcode not in ("copy", "copy-start"):
+    rows = []
+    for instruction in module:
+        if instruction.opcode not in ("copy", "copy-start"):
             continue
-        operand = module.computations[one.computation].by_name.get(one.operands[0])
-        shapes = one.shapes[1::-1]  # of a start: the operand's, then the result's
-        if one.opcode == "copy":
-            shapes = (*operand.shapes, *one.shapes) if operand and len(one.shapes) == 1 else ()
+        operand = module.computations[instruction.computation].by_name.get(instruction.operands[0])
+        shapes = instruction.shapes[1::-1]  # of a start: the operand's, then the result's
+        if instruction.opcode == "copy":
+            shapes = (*operand.shapes, *instruction.shapes) if operand and len(instruction.shapes) == 1 else ()
         if len(shapes) != 2 or not changes_layout(*shapes):
             continue
         before, after = shapes
-        found.append(
+        rows.append(
             Relayout(
-                name=one.name,
+                name=instruction.name,
                 before=layout_text(before),
                 after=layout_text(after),
                 num_bytes=after.padded_bytes,
-                times=times_run(module, one.computation),
-                inside_fusion=one.computation not in running,
-                label=one.label,
+                times=times_run(module, instruction.computation),
+                inside_fusion=instruction.computation not in running,
+                label=instruction.label,
             )
         )
-    return tuple(sorted(found, key=lambda one: one.total_bytes, reverse=True))
+    return tuple(sorted(rows, key=lambda row: row.total_bytes, reverse=True))
 
 
 def largest_arrays(module: Module) -> tuple[Largest, ...]:
     """Returns the arrays that the program allocates or takes as parameters, largest first."""
-    found = [
+    rows = [
         Largest(
-            name=one.name,
-            opcode=one.opcode,
+            name=instruction.name,
+            opcode=instruction.opcode,
             shape=layout_text(shape),
             memory_space=shape.memory_space,
             padded_bytes=shape.padded_bytes,
-            times=times_run(module, one.computation),
-            label=one.label,
+            times=times_run(module, instruction.computation),
+            label=instruction.label,
         )
-        for one, shape in _arrays(module)
+        for instruction, shape in _arrays(module)
     ]
-    return tuple(sorted(found, key=lambda one: one.padded_bytes, reverse=True))
+    return tuple(sorted(rows, key=lambda row: row.padded_bytes, reverse=True))
 
 
 def changes_layout(before: Shape, after: Shape) -> bool:
@@ -176,21 +176,21 @@ def tile_offset(tiles: tuple[tuple[int, ...], ...], position: tuple[int, ...]) -
         head = len(sizes) - len(tile)
         cuts = list(zip(sizes[head:], places[head:], tile, strict=True))
         sizes = [*sizes[:head], *(-(-whole // size) for whole, _, size in cuts), *tile]
-        places = [*places[:head], *(at // size for _, at, size in cuts), *(at % size for _, at, size in cuts)]
+        places = [*places[:head], *(spot // size for _, spot, size in cuts), *(spot % size for _, spot, size in cuts)]
     return int(np.ravel_multi_index(places, sizes))
 
 
 def _arrays(module: Module) -> Iterator[tuple[Instruction, Shape]]:
     """Yields every array that an instruction allocates, and the program's own parameters."""
     for computation in executed(module):
-        for one in computation.instructions:
-            is_argument = one.opcode == "parameter" and computation.name == module.entry
-            if (one.opcode in _VIEWS and not is_argument) or one.opcode.endswith("-done"):
+        for instruction in computation.instructions:
+            is_argument = instruction.opcode == "parameter" and computation.name == module.entry
+            if (instruction.opcode in _VIEWS and not is_argument) or instruction.opcode.endswith("-done"):
                 continue
-            made = one.shapes
-            if one.opcode == "copy-start":
-                made = made[:1]
-            elif one.opcode.endswith("-start") and len(made) > 1:
+            shapes = instruction.shapes
+            if instruction.opcode == "copy-start":
+                shapes = shapes[:1]
+            elif instruction.opcode.endswith("-start") and len(shapes) > 1:
                 # A start's tuple also names its operands.
-                made = made[1:2]
-            yield from ((one, shape) for shape in made if shape.num_bytes)
+                shapes = shapes[1:2]
+            yield from ((instruction, shape) for shape in shapes if shape.num_bytes)

@@ -42,19 +42,19 @@ class _Value(NamedTuple):
         """Traces the value, or that of an operand, back through copies, tuples and fusions."""
         value = self if number is None else self.operand(number)
         while True:
-            one = value.at
-            if one.opcode in _SAME_VALUE and one.operands:
+            instruction = value.at
+            if instruction.opcode in _SAME_VALUE and instruction.operands:
                 value = value.operand(0)
-            elif one.opcode == "fusion":
-                value = _Value(self.module, self.module.body(one).root, (*value.fusions, one))
-            elif one.opcode == "parameter" and value.fusions:
+            elif instruction.opcode == "fusion":
+                value = _Value(self.module, self.module.body(instruction).root, (*value.fusions, instruction))
+            elif instruction.opcode == "parameter" and value.fusions:
                 *outer, fusion = value.fusions
-                value = _Value(self.module, fusion, tuple(outer)).operand(one.number(one.literal))
-            elif one.opcode == "get-tuple-element":
+                value = _Value(self.module, fusion, tuple(outer)).operand(instruction.number(instruction.literal))
+            elif instruction.opcode == "get-tuple-element":
                 whole = value.settled(0)
                 if whole.at.opcode != "tuple":
                     return value
-                value = whole.operand(one.number(one.attribute("index")))
+                value = whole.operand(instruction.number(instruction.attribute("index")))
             else:
                 return value
 
@@ -71,16 +71,16 @@ class _Value(NamedTuple):
     @property
     def number(self) -> int | None:
         """The value of an integer constant; None for all else."""
-        one = self.settled().at
-        return int(one.literal) if one.opcode == "constant" and _WHOLE.fullmatch(one.literal) else None
+        source = self.settled().at
+        return int(source.literal) if source.opcode == "constant" and _WHOLE.fullmatch(source.literal) else None
 
     def before(self, loop: Instruction | None) -> "_Value | None":
         """Traces the value out of the loops around it; None if one of them changes it."""
         index = self.element
         if index is None or loop is None or loop.opcode != "while":
             return self
-        made = _made(self.module, loop, index)
-        return _initial(self.module, loop, index) if made and made.element == index else None
+        assigned = _made(self.module, loop, index)
+        return _initial(self.module, loop, index) if assigned and assigned.element == index else None
 
 
 def trip_count(module: Module, loop: Instruction) -> int | None:
@@ -120,21 +120,21 @@ def runs_further_rounds(module: Module, loop: Instruction) -> bool:
 def _in_scope(module: Module, loop: Instruction, scope: str) -> bool:
     """True if a loop, or all that is named in the body of a loop without a name, is in a scope."""
     body = module.computations.get(dict(loop.called).get("body", ""))
-    inside = [one.op_name for one in (body.instructions if body else ()) if one.op_name]
+    inside = [instruction.op_name for instruction in (body.instructions if body else ()) if instruction.op_name]
     return all(scope in name for name in ([loop.op_name] if loop.op_name else inside or [""]))
 
 
 def loops(module: Module) -> tuple[Loop, ...]:
     """Returns every loop of a module, outer ones first."""
-    found: list[Loop] = []
-    for one in module:
-        if one.opcode == "while":
-            around = [caller for caller in module.around(one.computation) if caller.opcode == "while"]
-            counts = [trip_count(module, loop) for loop in (one, *around)]
+    rows: list[Loop] = []
+    for inner in module:
+        if inner.opcode == "while":
+            around = [caller for caller in module.around(inner.computation) if caller.opcode == "while"]
+            counts = [trip_count(module, loop) for loop in (inner, *around)]
             known = [count for count in counts if count is not None]
             total = math.prod(known) if len(known) == len(counts) else None
-            found.append(Loop(one.name, dict(one.called)["body"], counts[0], total, len(around), one.op_name))
-    return tuple(sorted(found, key=lambda loop: loop.depth))
+            rows.append(Loop(inner.name, dict(inner.called)["body"], counts[0], total, len(around), inner.op_name))
+    return tuple(sorted(rows, key=lambda loop: loop.depth))
 
 
 def times_run(module: Module, computation: str) -> int:
@@ -169,10 +169,10 @@ def _made(module: Module, loop: Instruction, index: int) -> _Value | None:
 
 def _step(module: Module, loop: Instruction, index: int) -> int | None:
     """Returns the constant that a loop's body adds to element ``index`` of its state; None if it adds none."""
-    made = _made(module, loop, index)
-    if made is None or made.at.opcode not in ("add", "subtract"):
+    assigned = _made(module, loop, index)
+    if assigned is None or assigned.at.opcode not in ("add", "subtract"):
         return None
-    left, right, adds = made.settled(0), made.settled(1), made.at.opcode == "add"
+    left, right, adds = assigned.settled(0), assigned.settled(1), assigned.at.opcode == "add"
     if left.element == index and right.number is not None:
         return right.number if adds else -right.number
     return left.number if adds and right.element == index else None

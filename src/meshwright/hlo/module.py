@@ -84,8 +84,8 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def op_name(self) -> str:
         """Path of the JAX operations that it came from; empty if it has none."""
-        found = _OP_NAME.search(self.attributes)
-        return found[1].replace('\\"', '"') if found else ""
+        match = _OP_NAME.search(self.attributes)
+        return match[1].replace('\\"', '"') if match else ""
 
     @cached_property
     def label(self) -> StepLabel | None:
@@ -95,8 +95,8 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
     @property
     def target(self) -> str:
         """Library or kernel that a custom call invokes; empty for others."""
-        found = _TARGET.search(self.attributes) if self.opcode == "custom-call" else None
-        return found[1] if found else ""
+        match = _TARGET.search(self.attributes) if self.opcode == "custom-call" else None
+        return match[1] if match else ""
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
@@ -114,8 +114,8 @@ class Instruction(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def called(self) -> tuple[tuple[str, str], ...]:
         """(role, computation) of each computation that it calls: a loop's body and condition, a fusion's ``calls``."""
-        found = _CALLED.findall(self.attributes)
-        return tuple((role, name) for role, names in found for name in _NAMES.findall(names))
+        calls = _CALLED.findall(self.attributes)
+        return tuple((role, name) for role, names in calls for name in _NAMES.findall(names))
 
 
 class Computation(msgspec.Struct, frozen=True, dict=True):
@@ -127,26 +127,26 @@ class Computation(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def by_name(self) -> Mapping[str, Instruction]:
         """Instruction by name."""
-        return {one.name: one for one in self.instructions}
+        return {instruction.name: instruction for instruction in self.instructions}
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
         """Name -> the instructions that read it."""
-        found: dict[str, list[Instruction]] = {one.name: [] for one in self.instructions}
-        for one in self.instructions:
-            for operand in dict.fromkeys(one.operands):
-                found.setdefault(operand, []).append(one)
-        return {name: tuple(users) for name, users in found.items()}
+        readers: dict[str, list[Instruction]] = {instruction.name: [] for instruction in self.instructions}
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                readers.setdefault(operand, []).append(instruction)
+        return {name: tuple(users) for name, users in readers.items()}
 
     @property
     def root(self) -> Instruction:
         """The instruction whose value the computation returns."""
-        return next((one for one in self.instructions if one.is_root), self.instructions[-1])
+        return next((instruction for instruction in self.instructions if instruction.is_root), self.instructions[-1])
 
     @cached_property
     def parameters(self) -> Mapping[int, Instruction]:
         """Parameter by number."""
-        return {one.number(one.literal): one for one in self.instructions if one.opcode == "parameter" and one.literal}
+        return {i.number(i.literal): i for i in self.instructions if i.opcode == "parameter" and i.literal}
 
 
 class Module(msgspec.Struct, frozen=True, dict=True):
@@ -172,12 +172,12 @@ class Module(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def num_instructions(self) -> int:
         """Instructions of all computations, those inside fusions included."""
-        return sum(len(one.instructions) for one in self.computations.values())
+        return sum(len(computation.instructions) for computation in self.computations.values())
 
     @cached_property
     def callers(self) -> Mapping[str, Instruction]:
         """Computation -> one instruction that calls it."""
-        return {name: one for one in self for _, name in one.called}
+        return {name: caller for caller in self for _, name in caller.called}
 
     def around(self, computation: str) -> Iterator[Instruction]:
         """Yields the instructions that run a computation, from its caller outwards to the entry."""
@@ -221,8 +221,8 @@ class Module(msgspec.Struct, frozen=True, dict=True):
         written = _SOURCE.search(instruction.attributes)
         if written:
             return (SourceLine(file=written[1], line=int(written[2] or 0)),)
-        found = _FRAME_ID.search(instruction.attributes)
-        number, stack = int(found[1]) if found else 0, dict[int, SourceLine]()
+        match = _FRAME_ID.search(instruction.attributes)
+        number, stack = int(match[1]) if match else 0, dict[int, SourceLine]()
         while number in self.frames and number not in stack:
             stack[number], parent = self.frames[number]
             number = parent
@@ -234,11 +234,11 @@ def parse_module(text: str) -> Module:
     computations: dict[str, Computation] = {}
     entry, lines = "", text.splitlines()
     for name, is_entry, written in _bodies(lines):
-        if body := tuple(one for line in written if (one := _instruction(line, name))):
+        if body := tuple(i for line in written if (i := _instruction(line, name))):
             computations[name] = Computation(name, body)
         entry = name if is_entry else entry
-    if not computations and (alone := [one for line in lines if (one := _instruction(line, LINES)) and one.shapes]):
-        shapes = {name: shape for shape, name in _TYPED.findall(text) if name not in {one.name for one in alone}}
+    if not computations and (alone := [i for line in lines if (i := _instruction(line, LINES)) and i.shapes]):
+        shapes = {name: shape for shape, name in _TYPED.findall(text) if name not in {i.name for i in alone}}
         taken = [Instruction(name, "parameter", shape, (), "", LINES) for name, shape in shapes.items()]
         computations[LINES] = Computation(LINES, (*taken, *alone))
     if not computations:
@@ -268,31 +268,31 @@ def require_readable(module: Module) -> Module:
     """Returns the module. Raises ValueError if it is damaged, too large, or has computations that run themselves."""
     if module.num_devices > MOST_DEVICES:
         raise ValueError(f"it is for {module.num_devices:.2g} devices; at most {MOST_DEVICES:.0e} are read.")
-    calls = {name: [n for one in c.instructions for _, n in one.called] for name, c in module.computations.items()}
+    calls = {name: [n for i in c.instructions for _, n in i.called] for name, c in module.computations.items()}
     sizes: dict[str, tuple[int, int]] = {}
     # a part of a program calls computations that its text lacks
-    if LINES in calls and not all(shape.is_possible for one in module for shape in one.shapes):
+    if LINES in calls and not all(shape.is_possible for instruction in module for shape in instruction.shapes):
         raise ValueError("an instruction has a layout that does not fit its dims.")
     for name in filter(calls.__contains__, TopologicalSorter(calls).static_order() if LINES not in calls else ()):
-        inside = [sizes[one] for one in calls[name] if one in sizes]
-        depth, size = 1 + max((one[0] for one in inside), default=0), sum(one[1] for one in inside)
+        inside = [sizes[callee] for callee in calls[name] if callee in sizes]
+        depth, size = 1 + max((pair[0] for pair in inside), default=0), sum(pair[1] for pair in inside)
         sizes[name] = depth, size + len(module.computations[name].instructions)
         if depth > MOST_NESTED or size > MOST_EXPANDED:
             raise ValueError(f"{name} has {depth} computations inside each other, and {size:.0e} instructions in them.")
-        made = set[str]()
-        for one in module.computations[name].instructions:
-            number = one.attribute("index") or one.literal if one.opcode == "parameter" else "0"
+        earlier = set[str]()
+        for current in module.computations[name].instructions:
+            number = current.attribute("index") or current.literal if current.opcode == "parameter" else "0"
             faults = {
-                "reads a result that does not come before it": not made.issuperset(one.operands),
-                "lacks an attribute that it needs": not all(map(one.attribute, NEEDED.get(one.opcode, ()))),
-                "names a device of nine digits": _FAR.search(one.attributes),
-                "has no operand": not one.operands and _READS.search(one.opcode),
+                "reads a result that does not come before it": not earlier.issuperset(current.operands),
+                "lacks an attribute that it needs": not all(map(current.attribute, NEEDED.get(current.opcode, ()))),
+                "names a device of nine digits": _FAR.search(current.attributes),
+                "has no operand": not current.operands and _READS.search(current.opcode),
                 "has no whole number as its index": not number.isdecimal(),
-                "has a layout that does not fit its dims": not all(shape.is_possible for shape in one.shapes),
+                "has a layout that does not fit its dims": not all(shape.is_possible for shape in current.shapes),
             }
             if fault := next((fault for fault, holds in faults.items() if holds), ""):
-                raise ValueError(f"{one.opcode} {one.name} {fault}.")
-            made.add(one.name)
+                raise ValueError(f"{current.opcode} {current.name} {fault}.")
+            earlier.add(current.name)
     return module
 
 
@@ -310,14 +310,14 @@ def _frames(lines: Sequence[str]) -> dict[int, tuple[SourceLine, int]]:
                 row[2] if row[3] is None else {key: int(n) for key, n in _FIELD.findall(row[3])}
             )
     files, functions, locations, stack = tables.values()
-    found = {}
+    frames = {}
     for number, row in stack.items():
-        at = locations.get(row.get("file_location_id", 0), {})
-        file = files.get(at.get("file_name_id", 0), "?")
-        frame = SourceLine(file, at.get("line", 0), functions.get(at.get("function_name_id", 0), ""))
+        location = locations.get(row.get("file_location_id", 0), {})
+        file = files.get(location.get("file_name_id", 0), "?")
+        frame = SourceLine(file, location.get("line", 0), functions.get(location.get("function_name_id", 0), ""))
         # XLA writes parents one higher than frame numbers: 1 is none.
-        found[number] = frame, row.get("parent_frame_id", 1) - 1
-    return found
+        frames[number] = frame, row.get("parent_frame_id", 1) - 1
+    return frames
 
 
 def _bodies(lines: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
@@ -372,9 +372,9 @@ def _instruction(line: str, computation: str) -> Instruction | None:
 def _closing(text: str, start: int) -> int:
     """Returns the end of the bracket or quote that opens at ``start``; the end of the text if it does not close."""
     depth = 0
-    for found in _BRACKET.finditer(text, start):
-        if found[0][0] != '"':
-            depth += 1 if found[0] in "{[(" else -1
+    for match in _BRACKET.finditer(text, start):
+        if match[0][0] != '"':
+            depth += 1 if match[0] in "{[(" else -1
         if depth == 0:
-            return found.end()
+            return match.end()
     return len(text)

@@ -22,14 +22,14 @@ def is_product(one: Instruction) -> bool:
 
 def precision(product: Instruction) -> str:
     """Returns the precision of the first operand, which matters in float32: default, high or highest."""
-    found = _PRECISION.search(product.attributes)
-    return found[1].lower() if found else "default"
+    match = _PRECISION.search(product.attributes)
+    return match[1].lower() if match else "default"
 
 
 def contracted_dims(product: Instruction) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Returns the dims of both operands that a dot, or a library's product, sums over; None if it does not say."""
-    found = {side: tuple(map(int, _NUMBER.findall(dims))) for side, dims in _CONTRACTED.findall(product.attributes)}
-    return (found["lhs"], found["rhs"]) if len(found) == 2 else None
+    by_side = {side: tuple(map(int, _NUMBER.findall(dims))) for side, dims in _CONTRACTED.findall(product.attributes)}
+    return (by_side["lhs"], by_side["rhs"]) if len(by_side) == 2 else None
 
 
 def product_flops(product: Instruction, instructions: Mapping[str, Instruction]) -> int:

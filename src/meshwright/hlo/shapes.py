@@ -90,7 +90,7 @@ class Shape(msgspec.Struct, frozen=True):
 @lru_cache(maxsize=4096)  # a program writes the same shapes again and again
 def parse_shapes(text: str) -> tuple[Shape, ...]:
     """Parses a shape such as ``f32[2,16]{1,0:T(8,128)}``, or all shapes of a tuple, in order."""
-    return tuple(_shape(*found) for found in _SHAPE.findall(_COMMENT.sub("", text)))
+    return tuple(_shape(*parts) for parts in _SHAPE.findall(_COMMENT.sub("", text)))
 
 
 def shape_bytes(text: str) -> int:
@@ -100,7 +100,7 @@ def shape_bytes(text: str) -> int:
 
 def _shape(dtype: str, dims: str, layout: str) -> Shape:
     order, _, rest = layout.partition(":")
-    tiles, space, bits, tail = (found.search(rest) for found in (_TILES, _SPACE, _BITS, _TAIL))
+    tiles, space, bits, tail = (pattern.search(rest) for pattern in (_TILES, _SPACE, _BITS, _TAIL))
     cut = tiles[1] if tiles and "*" not in tiles[1] else ""
     return Shape(
         dtype=dtype,

@@ -61,10 +61,10 @@ def product_words(module: Module, one: Instruction) -> Iterator[str]:
         sides = [known[name].shapes[0] for name in inner.operands[:2] if name in known and known[name].shapes]
         flops, contracted = product_flops(inner, known), contracted_dims(inner)
         if flops and contracted:
-            (left, right), made = map(_comma, contracted), inner.shapes[0].num_elements
+            (left, right), size = map(_comma, contracted), inner.shapes[0].num_elements
             yield (
-                f"{sides[0]} x {sides[1]} over dim {left} of the first and dim {right} of the second: 2 x {made:,} x "
-                f"{flops // (2 * made):,} = {format_flops(flops, unit='FLOP')}"
+                f"{sides[0]} x {sides[1]} over dim {left} of the first and dim {right} of the second: 2 x {size:,} x "
+                f"{flops // (2 * size):,} = {format_flops(flops, unit='FLOP')}"
             )
 
 
@@ -138,7 +138,7 @@ def padding_words(shape: Shape) -> str:
 
 def is_tpu(module: Module) -> bool:
     """True if a module was compiled for a TPU: its layouts have tiles."""
-    return any(":T(" in one.shape for one in module.computations[module.entry].instructions)
+    return any(":T(" in instruction.shape for instruction in module.computations[module.entry].instructions)
 
 
 def opcode_words(one: Instruction) -> str:
@@ -164,13 +164,13 @@ def _does(module: Module, one: Instruction) -> str:
 
 
 def _named(found: Iterable[Instruction | None]) -> str:
-    texts = [f"{one.name} {_listed(one.shapes, ', ')}".strip() if one else "?" for one in found]
+    texts = [f"{i.name} {_listed(i.shapes, ', ')}".strip() if i else "?" for i in found]
     return _listed(texts, "; ") or "none"
 
 
 def _listed(found: Sequence[object], separator: str) -> str:
-    more = len(found) - _MAX_LISTED
-    return separator.join(map(str, found[:_MAX_LISTED])) + (f" and {more} more" if more > 0 else "")
+    rest = len(found) - _MAX_LISTED
+    return separator.join(map(str, found[:_MAX_LISTED])) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _by(sizes: tuple[int, ...]) -> str:

@@ -157,11 +157,11 @@ def shared_prefix(documents: Any, starts: Any, prefix_of: Any) -> Mask:
     """
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        own = take(documents, b, q_idx)
-        prefix = take(prefix_of, b, own)
+        own_document = take(documents, b, q_idx)
+        prefix = take(prefix_of, b, own_document)
         first, end = take(starts, b, prefix), take(starts, b, prefix + 1)
-        same = (kv_idx >= take(starts, b, own)) & (kv_idx <= q_idx)
-        return same | ((own != prefix) & (kv_idx >= first) & (kv_idx < end))
+        same = (kv_idx >= take(starts, b, own_document)) & (kv_idx <= q_idx)
+        return same | ((own_document != prefix) & (kv_idx >= first) & (kv_idx < end))
 
     return mask
 
@@ -257,7 +257,7 @@ def distance_bias(table: Any, *, far: int, causal: bool, first: Any = 0) -> Scor
 
 def then(*scores: Score) -> Score:
     """Returns the scores of several rules, one applied after the other."""
-    return lambda score, *at: reduce(lambda found, rule: rule(found, *at), scores, score)
+    return lambda score, *index: reduce(lambda value, rule: rule(value, *index), scores, score)
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:
@@ -274,15 +274,15 @@ def tree_walk(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         raise InputError("a parent comes at or after its child. Give parents as earlier positions, or -1 for a root.")
     sizes = np.ones_like(parents)
     rows = np.arange(len(parents))
-    for at in range(length - 1, -1, -1):
-        inner = parents[:, at] >= 0
-        sizes[rows[inner], parents[inner, at]] += sizes[inner, at]
+    for position in range(length - 1, -1, -1):
+        inner = parents[:, position] >= 0
+        sizes[rows[inner], parents[inner, position]] += sizes[inner, position]
     enter, free = np.zeros_like(parents), np.zeros_like(parents)
     roots = np.zeros(len(parents), parents.dtype)
-    for at in range(length):
-        inner, parent = parents[:, at] >= 0, np.maximum(parents[:, at], 0)
-        enter[:, at] = np.where(inner, free[rows, parent], roots)
-        roots = np.where(inner, roots, roots + sizes[:, at])
-        free[rows[inner], parent[inner]] += sizes[inner, at]
-        free[:, at] = enter[:, at] + 1
+    for position in range(length):
+        inner, parent = parents[:, position] >= 0, np.maximum(parents[:, position], 0)
+        enter[:, position] = np.where(inner, free[rows, parent], roots)
+        roots = np.where(inner, roots, roots + sizes[:, position])
+        free[rows[inner], parent[inner]] += sizes[inner, position]
+        free[:, position] = enter[:, position] + 1
     return enter.astype(np.int32), (enter + sizes).astype(np.int32)

@@ -108,14 +108,14 @@ def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping
 
     def made(node: ast.AST) -> Callable[[Mapping[str, Any]], Any]:
         if isinstance(node, ast.BinOp) and type(node.op) in joins:
-            one, two, join = made(node.left), made(node.right), joins[type(node.op)]
-            return lambda arrays: join(one(arrays), two(arrays))
-        name, given = _term(node, text, what, entries)
+            left, right, join = made(node.left), made(node.right), joins[type(node.op)]
+            return lambda arrays: join(left(arrays), right(arrays))
+        name, values = _term(node, text, what, entries)
         entry = entries[name]
         data.update(dict.fromkeys(entry.data))
         repeated.update({name} & terms.keys())
-        terms[name] = tuple(given.values())
-        return lambda arrays: entry.make(*(arrays[x] for x in entry.data), **given)
+        terms[name] = tuple(values.values())
+        return lambda arrays: entry.make(*(arrays[x] for x in entry.data), **values)
 
     build, names = made(tree), tuple(data)
     page_len = terms.get("paged", (0,))[0]
@@ -140,7 +140,7 @@ def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask])
     required = set(parameters) - {"slope", "tile"}
     if len(values) != len(keys) or len(set(keys)) < len(keys) or not required <= set(keys) <= set(parameters):
         raise InputError(f"{what} {text!r}: {name} has other parameters. Write {usage(name, parameters)}.")
-    given = {}
+    numbers = {}
     for key, value in zip(keys, values, strict=True):
         number = _number(value)
         whole = key not in ("slope", "cap")
@@ -149,8 +149,8 @@ def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask])
             raise InputError(f"{what} {text!r}: {key} must be {kind}. Write {usage(name, parameters)}.")
         if key == "cap" and not number > 0:
             raise InputError(f"{what} {text!r}: cap={number:g} must be above 0.")
-        given[key] = int(number) if whole else float(number)
-    return name, given
+        numbers[key] = int(number) if whole else float(number)
+    return name, numbers
 
 
 def usage(name: str, parameters: Sequence[str]) -> str:
@@ -183,7 +183,7 @@ def example_data(rule: Rule, *, length: int, batch: int = 1, heads: int = 1, see
         "is_global": lambda: np.broadcast_to(rows % max(1, length // 4) == 0, shape).astype(np.int32),
         "distances": lambda: np.broadcast_to(np.minimum(abs(rows[:, None] - rows), 7), (*shape, length)),
         "spans": lambda: np.broadcast_to(
-            sum(n * ((rows >= at) & (rows < at + length // 4)) for n, at in enumerate((length // 8, length // 2), 1)),
+            sum(n * ((rows >= t) & (rows < t + length // 4)) for n, t in enumerate((length // 8, length // 2), 1)),
             shape,
         ),
         "slopes": lambda: mods.alibi_slopes(heads),
@@ -193,17 +193,17 @@ def example_data(rule: Rule, *, length: int, batch: int = 1, heads: int = 1, see
         "kinds": lambda: rng.integers(0, 4, (*shape, length, 3), np.int32),
         "counts": lambda: rng.integers(0, 4, (*shape, length), np.int32),
     }
-    made = {name: draw[name]() for name in rule.data if name in draw}
+    arrays = {name: draw[name]() for name in rule.data if name in draw}
     if "enter" in rule.data:
         before = rng.integers(1, 8, shape, endpoint=True)
-        made["enter"], made["leave"] = mods.tree_walk(np.maximum(rows - before, -1))
+        arrays["enter"], arrays["leave"] = mods.tree_walk(np.maximum(rows - before, -1))
     if "starts" in rule.data:
         numbers = np.arange(_MOST_DOCUMENTS + 1)
-        made["starts"] = np.stack([np.searchsorted(row, numbers) for row in made["documents"]]).astype(np.int32)
-        made["prefix_of"] = np.broadcast_to(numbers[:-1] // 4 * 4, (batch, len(numbers) - 1)).astype(np.int32)
+        arrays["starts"] = np.stack([np.searchsorted(row, numbers) for row in arrays["documents"]]).astype(np.int32)
+        arrays["prefix_of"] = np.broadcast_to(numbers[:-1] // 4 * 4, (batch, len(numbers) - 1)).astype(np.int32)
     if "owner" in rule.data:
-        made["owner"] = np.stack([rng.permutation(-(-length // rule.page_len)) for _ in range(batch)])
-    return tuple(made[name] for name in rule.data)
+        arrays["owner"] = np.stack([rng.permutation(-(-length // rule.page_len)) for _ in range(batch)])
+    return tuple(arrays[name] for name in rule.data)
 
 
 _MOST_DOCUMENTS = 32

@@ -71,13 +71,13 @@ class Ranges:
         return Ranges(-self.high, -self.low, None if self.points is None else -self.points)
 
     def __mul__(self, other: Any) -> "Ranges":
-        one, two = self, _ranges(other)
-        products = [x * y for x in (one.low, one.high) for y in (two.low, two.high)]
+        left, right = self, _ranges(other)
+        products = [x * y for x in (left.low, left.high) for y in (right.low, right.high)]
         xp = namespace(*products)
         low, high = products[0], products[0]
         for product in products[1:]:
             low, high = xp.minimum(low, product), xp.maximum(high, product)
-        return Ranges(low, high, _points(lambda x, y: x * y, one, two))
+        return Ranges(low, high, _points(lambda x, y: x * y, left, right))
 
     __rmul__ = __mul__
 
@@ -172,8 +172,8 @@ def take(array: Any, *index: Any) -> Any:
     if len(ranged) > 1 or ranged[0].points is None:
         raise NoRangesError("a table is looked up by rows and columns together.")
     # plain indices get the dim of points, so that all broadcast
-    at = tuple(x.points if isinstance(x, Ranges) else namespace(x).asarray(x)[..., None] for x in index)
-    return Ranges.of(array[at])
+    points = tuple(x.points if isinstance(x, Ranges) else namespace(x).asarray(x)[..., None] for x in index)
+    return Ranges.of(array[points])
 
 
 def _ranges(value: Any) -> Ranges:
@@ -200,8 +200,8 @@ def _points(function: Callable[[Any, Any], Any], one: Ranges, two: Ranges) -> An
     held = [x for x in (one, two) if x.points is not None]
     if len(held) != 1:
         return None
-    other = two if held[0] is one else one
-    if np.ndim(other.low) or other.low is not other.high:
+    plain = two if held[0] is one else one
+    if np.ndim(plain.low) or plain.low is not plain.high:
         return None
     return function(*(x.low if x.points is None else x.points for x in (one, two)))
 

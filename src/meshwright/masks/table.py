@@ -74,8 +74,8 @@ class BlockTable:
 
     def exists(self, over: Literal["queries", "keys"] = "queries") -> Any:
         """Returns which blocks exist, the blocks of queries, or of keys, as rows."""
-        found = self.kinds != NOTHING
-        return found if over == "queries" else namespace(found).matrix_transpose(found)
+        present = self.kinds != NOTHING
+        return present if over == "queries" else namespace(present).matrix_transpose(present)
 
     def reduced(self) -> "BlockTable":
         """Returns one table for all sequences and heads: a block is full or empty where it is so for all."""
@@ -98,15 +98,15 @@ class BlockTable:
         as many in the next row: full or empty if all of them are.
         """
         most = max(self.kinds.shape[-2:])
-        repeat, each = (2, 1) if 2 * most <= width else (1, -(-most // width))
-        kinds = self.of(sequence, head).resized(self.q_block * each * 2 // repeat, self.kv_block * each).kinds[0, 0]
+        repeat, blocks = (2, 1) if 2 * most <= width else (1, -(-most // width))
+        kinds = self.of(sequence, head).resized(self.q_block * blocks * 2 // repeat, self.kv_block * blocks).kinds[0, 0]
         marks = np.repeat(np.array([*MARKS.values()])[kinds], repeat, axis=1)
         return "\n".join(map("".join, marks))
 
     def of(self, sequence: int, head: int) -> "BlockTable":
         """Returns the table of one sequence and head, in NumPy's arrays."""
-        at = (min(index, size - 1) for index, size in zip((sequence, head), self.kinds.shape[:2], strict=True))
-        return replace(self, kinds=np.asarray(self.kinds)[tuple(slice(x, x + 1) for x in at)])
+        place = (min(index, size - 1) for index, size in zip((sequence, head), self.kinds.shape[:2], strict=True))
+        return replace(self, kinds=np.asarray(self.kinds)[tuple(slice(x, x + 1) for x in place)])
 
     def pairs(self) -> float:
         """Returns the pairs in blocks that exist, of one sequence and head in the mean."""
@@ -130,9 +130,9 @@ def _resized(kinds: Any, axis: int, block: int, wanted: int) -> Any:
     if wanted % block:
         common = math.gcd(block, wanted)
         return _resized(_resized(kinds, axis, block, common), axis, common, wanted)
-    each, last = wanted // block, xp.moveaxis(kinds, axis, -1)
-    missing = [(0, 0)] * (kinds.ndim - 1) + [(0, -kinds.shape[axis] % each)]
-    parts = xp.pad(last, missing, mode="edge").reshape(*last.shape[:-1], -1, each)
+    ratio, last = wanted // block, xp.moveaxis(kinds, axis, -1)
+    missing = [(0, 0)] * (kinds.ndim - 1) + [(0, -kinds.shape[axis] % ratio)]
+    parts = xp.pad(last, missing, mode="edge").reshape(*last.shape[:-1], -1, ratio)
     low, high = xp.min(parts, axis=-1), xp.max(parts, axis=-1)
     return xp.moveaxis(xp.where(low == high, low, PARTIAL).astype(kinds.dtype), -1, axis)
 
@@ -204,11 +204,11 @@ def in_blocks(index: Any, block: int) -> Any:
 
 def _by_ranges(mask: Mask, b: Any, h: Any, rows: Any, columns: Any) -> Any:
     xp = namespace(rows)
-    found = mask(b, h, Ranges.of(rows[None, None, :, None]), Ranges.of(columns[None, None, None]))
-    if not isinstance(found, Ranges):
+    seen = mask(b, h, Ranges.of(rows[None, None, :, None]), Ranges.of(columns[None, None, None]))
+    if not isinstance(seen, Ranges):
         raise NoRangesError("the mask did not return ranges.")
-    _booleans(found)
-    kinds = xp.where(found.low, FULL, xp.where(found.high, PARTIAL, NOTHING))
+    _booleans(seen)
+    kinds = xp.where(seen.low, FULL, xp.where(seen.high, PARTIAL, NOTHING))
     return xp.broadcast_to(kinds, (*kinds.shape[:2], len(rows), len(columns)))
 
 
@@ -220,9 +220,9 @@ def _by_points(mask: Mask, b: Any, h: Any, rows: Any, columns: Any, kinds: Any) 
         apart = _booleans(mask(b, h, rows[None, None, :1, :1], columns[None, None, :1, :1])).shape
         kinds = np.full((*apart[:2], len(rows), len(columns)), PARTIAL)
     kinds = np.array(kinds)
-    for at, pairs in _partial_pairs(mask, rows, columns, kinds):
-        every, some = pairs.all((1, 2)), pairs.any((1, 2))
-        kinds[tuple(at.T)] = np.where(every, FULL, np.where(some, PARTIAL, NOTHING))
+    for indices, pairs in _partial_pairs(mask, rows, columns, kinds):
+        every, seen = pairs.all((1, 2)), pairs.any((1, 2))
+        kinds[tuple(indices.T)] = np.where(every, FULL, np.where(seen, PARTIAL, NOTHING))
     return xp.asarray(kinds)
 
 
@@ -239,10 +239,10 @@ def _partial_pairs(mask: Mask, rows: Any, columns: Any, kinds: np.ndarray) -> It
     """Yields (indices in ``kinds``, pairs) of partial blocks, many at once."""
     xp, partial = namespace(rows), np.argwhere(kinds == PARTIAL)
     size = max(1, POINTS_AT_ONCE // (rows.shape[1] * columns.shape[1]))
-    for at in (partial[first : first + size] for first in range(0, len(partial), size)):
-        sequence, head, i, j = (xp.asarray(index).reshape(-1, 1, 1) for index in at.T)
+    for indices in (partial[first : first + size] for first in range(0, len(partial), size)):
+        sequence, head, i, j = (xp.asarray(index).reshape(-1, 1, 1) for index in indices.T)
         pairs = mask(sequence, head, rows[i[:, 0, 0]][:, :, None], columns[j[:, 0, 0]][:, None])
-        yield at, np.asarray(xp.broadcast_to(pairs, (len(at), rows.shape[1], columns.shape[1])))
+        yield indices, np.asarray(xp.broadcast_to(pairs, (len(indices), rows.shape[1], columns.shape[1])))
 
 
 class CountedTable(NamedTuple):
@@ -264,8 +264,8 @@ def counted_table(mask: Mask, *, q_len: int, kv_len: int, **sizes: Any) -> Count
     lengths = _lengths(q_len, table.q_block), _lengths(kv_len, table.kv_block)
     visible = float(((table.kinds == FULL) * lengths[0][:, None] * lengths[1]).sum())
     blocks = in_blocks(rows, table.q_block), in_blocks(columns, table.kv_block)
-    for at, pairs in _partial_pairs(mask, *blocks, table.kinds):
-        inside = [np.arange(pairs.shape[dim + 1]) < own[at[:, dim + 2], None] for dim, own in enumerate(lengths)]
+    for index, pairs in _partial_pairs(mask, *blocks, table.kinds):
+        inside = [np.arange(pairs.shape[dim + 1]) < real[index[:, dim + 2], None] for dim, real in enumerate(lengths)]
         visible += float((pairs & inside[0][:, :, None] & inside[1][:, None]).sum())
     points, zero = None, np.zeros((1, 1), np.int32)
     if max(q_len, kv_len) <= 512:

@@ -48,10 +48,10 @@ def table_of_user(spec: str, *, timeout_s: float = 120.0, **sizes: int) -> Count
             child.wait()
         if not path.exists():
             raise InputError(f"{spec} ended its process with exit code {code}. Return Booleans instead.")
-        found = pickle.loads(path.read_bytes())
-    if isinstance(found, CountedTable):
-        return found
-    raise InputError(found)
+        result = pickle.loads(path.read_bytes())
+    if isinstance(result, CountedTable):
+        return result
+    raise InputError(result)
 
 
 def is_users(text: str) -> bool:
@@ -75,11 +75,11 @@ def load_user(spec: str) -> Mask:
         if not f"{name}.".startswith(f"{error.name}."):
             raise
         raise InputError(f"{spec}: there is no module {error.name!r} in this folder or the environment.") from None
-    found = getattr(module, attribute, None)
-    if not callable(found):
-        known = nearest(attribute, (name for name, one in vars(module).items() if callable(one)))
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        known = nearest(attribute, (name for name, value in vars(module).items() if callable(value)))
         raise InputError(f"{spec}: there is no function {attribute!r}.{known}")
-    return found
+    return function
 
 
 def checked(mask: Mask, spec: str) -> Mask:
@@ -87,16 +87,16 @@ def checked(mask: Mask, spec: str) -> Mask:
     shape of its indices."""
 
     def of(*at: Any) -> Any:
-        found = mask(*at)
-        if any(isinstance(x, Ranges) for x in (*at, found)):
-            return found
-        found, wanted = np.asarray(found), np.broadcast_shapes(*(x.shape for x in at))
-        if found.dtype != bool:
-            raise InputError(f"{spec} returns {found.dtype}, not Booleans. Compare indices, such as q_idx >= kv_idx.")
-        shape = (1,) * (len(wanted) - found.ndim) + found.shape
+        seen = mask(*at)
+        if any(isinstance(x, Ranges) for x in (*at, seen)):
+            return seen
+        seen, wanted = np.asarray(seen), np.broadcast_shapes(*(x.shape for x in at))
+        if seen.dtype != bool:
+            raise InputError(f"{spec} returns {seen.dtype}, not Booleans. Compare indices, such as q_idx >= kv_idx.")
+        shape = (1,) * (len(wanted) - seen.ndim) + seen.shape
         if len(shape) != len(wanted) or any(size not in (1, most) for size, most in zip(shape, wanted, strict=True)):
-            raise InputError(f"{spec} returns shape {found.shape} for indices of {wanted}. Return a Boolean a pair.")
-        return found.reshape(shape)
+            raise InputError(f"{spec} returns shape {seen.shape} for indices of {wanted}. Return a Boolean a pair.")
+        return seen.reshape(shape)
 
     return of
 
@@ -106,10 +106,10 @@ def words_of(error: BaseException, spec: str) -> str:
     if isinstance(error, InputError):
         return str(error)
     ours = {"importlib", "site-packages", Path(__file__).parent.name}
-    lines = [at for at in traceback.extract_tb(error.__traceback__) if not ours & set(Path(at.filename).parts)]
-    at = f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if not ours & set(Path(frame.filename).parts)]
+    where = f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
     hint = " Indices are arrays: use &, | and where for and, or and if." if "truth value" in str(error) else ""
-    return f"{spec} raised {type(error).__name__}: {error}{at}.{hint}"
+    return f"{spec} raised {type(error).__name__}: {error}{where}.{hint}"
 
 
 def main(spec: str, sizes: str, path: str) -> None:
@@ -117,10 +117,10 @@ def main(spec: str, sizes: str, path: str) -> None:
     try:
         counted = counted_table(checked(load_user(spec), spec), **json.loads(sizes))
         # without the mask, which is a function of the child
-        found: CountedTable | str = counted._replace(table=replace(counted.table, mask=None))
+        result: CountedTable | str = counted._replace(table=replace(counted.table, mask=None))
     except BaseException as error:
-        found = words_of(error, spec)
-    Path(path).write_bytes(pickle.dumps(found))
+        result = words_of(error, spec)
+    Path(path).write_bytes(pickle.dumps(result))
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def _by_head(index: tuple[Any, ...], values: Array, dtype: Any) -> tuple[Any, ..
     few = LANES // 2 if values.ndim == 2 else 4 // dtype.itemsize
     if default_platform() != "tpu" or values.ndim == 1 or not (values.ndim != 2) < values.shape[1] < few:
         return index
-    return (*(one[:, None] for one in index), jnp.arange(values.shape[1])[None])
+    return (*(array[:, None] for array in index), jnp.arange(values.shape[1])[None])
 
 
 def write_slots(

@@ -38,12 +38,12 @@ def contract(equation: str, lhs: Array, rhs: Array | Turned, *, dtype: DTypeLike
         equation = f"{left},{right}->{out}"
     shared = "".join(c for c in left if c in right)
     batch = "".join(c for c in shared if c in out)
-    own, new = left.removesuffix(shared), right.removesuffix(shared)
-    if own and new and (own + shared, new + shared, own + new) == (left, right, out) and default_platform() == "cpu":
-        rows, width = math.prod(lhs.shape[: len(own)]), math.prod(lhs.shape[len(own) :])
+    free, new = left.removesuffix(shared), right.removesuffix(shared)
+    if free and new and (free + shared, new + shared, free + new) == (left, right, out) and default_platform() == "cpu":
+        rows, width = math.prod(lhs.shape[: len(free)]), math.prod(lhs.shape[len(free) :])
         if lhs.dtype == rhs.dtype and lhs.dtype in (jnp.float32, jnp.bfloat16) and 4 * rows <= width:
-            made = _by_outputs(lhs.reshape(rows, width), rhs.reshape(-1, width)).astype(dtype or lhs.dtype)
-            return made.reshape(*lhs.shape[: len(own)], *rhs.shape[: len(new)])
+            product = _by_outputs(lhs.reshape(rows, width), rhs.reshape(-1, width)).astype(dtype or lhs.dtype)
+            return product.reshape(*lhs.shape[: len(free)], *rhs.shape[: len(new)])
     ahead = batch + shared[len(batch) :]
     first, second = left[len(ahead) :], right[len(ahead) :]
     sums_first_dims = left.startswith(ahead) and right.startswith(ahead) and batch != ahead and first and second
@@ -69,8 +69,8 @@ def _by_outputs(rows: Array, matrix: Array) -> Array:
     if len(rows) < 16 and rows.dtype == jnp.bfloat16 and "bf16" not in processor():
         return _narrow_product(("RD", "FD", "RF"), rows, matrix)
     rows = lax.optimization_barrier(rows)  # a transposition that is folded into such a product is not executed
-    made = jnp.einsum("ZFD,ZRD->ZFR", matrix[None], rows[None], preferred_element_type=jnp.float32)[0]
-    return lax.optimization_barrier(made).T  # else XLA turns the factors
+    product = jnp.einsum("ZFD,ZRD->ZFR", matrix[None], rows[None], preferred_element_type=jnp.float32)[0]
+    return lax.optimization_barrier(product).T  # else XLA turns the factors
 
 
 def _narrow_product(letters: tuple[str, str, str], lhs: Array, rhs: Array) -> Array:
@@ -79,17 +79,17 @@ def _narrow_product(letters: tuple[str, str, str], lhs: Array, rhs: Array) -> Ar
     XLA widens factors of which one has a single row, and two matrices of which one is transposed.
     """
     left, right, out = letters
-    own = [c for c in left if c not in right]
-    alone = own[:1] if math.prod(lhs.shape[left.index(c)] for c in own) == 1 else []
+    free = [c for c in left if c not in right]
+    alone = free[:1] if math.prod(lhs.shape[left.index(c)] for c in free) == 1 else []
     if alone:
         lhs = jnp.concatenate([lhs, lhs], left.index(alone[0]))
     if lhs.ndim == 2:
         lhs = lax.optimization_barrier(lhs)  # a transposition that is folded into such a product is not executed
     if lhs.ndim == rhs.ndim == 2:
         lhs, left, out = lhs[None], f"Z{left}", f"Z{out}"
-    made = jnp.einsum(f"{left},{right}->{out}", lhs, rhs, preferred_element_type=jnp.float32)
-    made = made[0] if out[0] == "Z" else made
-    return lax.slice_in_dim(made, 0, 1, axis=letters[2].index(alone[0])) if alone else made
+    product = jnp.einsum(f"{left},{right}->{out}", lhs, rhs, preferred_element_type=jnp.float32)
+    product = product[0] if out[0] == "Z" else product
+    return lax.slice_in_dim(product, 0, 1, axis=letters[2].index(alone[0])) if alone else product
 
 
 def _transposed_product(letters: tuple[str, str, str, str], out: str, lhs: Array, rhs: Array) -> Array:
@@ -106,12 +106,12 @@ def _transposed_product(letters: tuple[str, str, str, str], out: str, lhs: Array
     shape = [*(sizes[c] for c in batch), size(summed), -1]
     # The barriers keep XLA from folding a transposition back into the product.
     transposed = lax.optimization_barrier(jnp.swapaxes(lhs.reshape(shape), -1, -2))
-    made = jnp.matmul(transposed, rhs.reshape(shape))
-    found = batch + first + second
-    if found != out:
-        made = lax.optimization_barrier(made)
-    made = made.reshape([sizes[c] for c in found])
-    return jnp.transpose(made, [found.index(c) for c in out])
+    product = jnp.matmul(transposed, rhs.reshape(shape))
+    dims = batch + first + second
+    if dims != out:
+        product = lax.optimization_barrier(product)
+    product = product.reshape([sizes[c] for c in dims])
+    return jnp.transpose(product, [dims.index(c) for c in out])
 
 
 FLOATS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): jnp.dtype(jnp.float8_e4m3fn)}

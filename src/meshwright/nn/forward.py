@@ -58,8 +58,8 @@ def run_stack(
             if position and default_platform() == "cuda":
                 # else the weights of all layers of the iteration are copied at its start
                 index = after(index, [stream])
-            own = {name: row(params[name], index) for name in blocks[kind].block.reads if name in params}
-            stream, state = layer(blocks[kind], index, {**given, **own, stack.carry: stream}, state)
+            weights = {name: row(params[name], index) for name in blocks[kind].block.reads if name in params}
+            stream, state = layer(blocks[kind], index, {**given, **weights, stack.carry: stream}, state)
         return (stream, state), None
 
     stream, _ = run_block(context, blocks[stack.first], {**given, **params})

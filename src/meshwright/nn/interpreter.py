@@ -64,20 +64,20 @@ def _parts(steps: list[Step]) -> Iterator[tuple[list[Step], bool]]:
     """Yields steps in parts, those of one pass at experts' devices in one; steps among them that need none of their
     results run before, others after."""
     for is_backward in (False, True):
-        own = [n for n, s in enumerate(steps) if is_at_experts(s) and (s.phase == "backward") == is_backward]
-        if not own:
+        numbers = [n for n, s in enumerate(steps) if is_at_experts(s) and (s.phase == "backward") == is_backward]
+        if not numbers:
             continue
-        inside = [steps[n] for n in own]
-        made, others, after = {a for step in inside for a in step.results}, list[Step](), list[Step]()
-        for step in (steps[n] for n in range(own[0], own[-1]) if n not in own):
-            if made.isdisjoint(step.inputs):
-                others.append(step)
+        inside = [steps[n] for n in numbers]
+        results, before, after = {a for step in inside for a in step.results}, list[Step](), list[Step]()
+        for step in (steps[n] for n in range(numbers[0], numbers[-1]) if n not in numbers):
+            if results.isdisjoint(step.inputs):
+                before.append(step)
             else:
-                made.update(step.results)
+                results.update(step.results)
                 after.append(step)
-        yield [*steps[: own[0]], *others], False
+        yield [*steps[: numbers[0]], *before], False
         yield inside, True
-        steps = [*after, *steps[own[-1] + 1 :]]
+        steps = [*after, *steps[numbers[-1] + 1 :]]
     yield steps, False
 
 
@@ -87,8 +87,8 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
     The number of rounds depends on the data. A round computes what it needs again, from the devices' own rows.
     """
     results = [array for step in steps for array in step.results if not (has_slots(array) and array.axes_of("E"))]
-    given = (env[array] for step in steps for array in step.inputs)
-    route = next((value.route for value in given if isinstance(value, Ragged) and value.route), None)
+    inputs = (env[array] for step in steps for array in step.inputs)
+    route = next((value.route for value in inputs if isinstance(value, Ragged) and value.route), None)
     if route is None or not results:
         return
     held = {a: v for a, v in start.items() if not (has_slots(a) and a.axes_of("E"))}
@@ -101,8 +101,8 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
     used = [array for array in known if any(array in step.inputs for step in again)]
 
     def one_more(carry: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
-        (taken, sums), given = jax.lax.optimization_barrier((carry, [known[array] for array in used]))
-        inner = {array: in_further_round(value, taken) for array, value in zip(used, given, strict=True)}
+        (taken, sums), values = jax.lax.optimization_barrier((carry, [known[array] for array in used]))
+        inner = {array: in_further_round(value, taken) for array, value in zip(used, values, strict=True)}
         for step in again:
             _run_step(context, step, inner, taken=taken)
         room = replace(route, further=True).room
@@ -118,20 +118,20 @@ def _needed(
     context: Context, block: str, results: list[ShardedArray], known: Environment
 ) -> tuple[list[Step], set[ShardedArray]]:
     """Returns the steps of a block, in order, that make results from known arrays, and inputs that none of them has."""
-    derived = next(one for one in context.derived.blocks if one.block.name == block)
+    derived = next(steps for steps in context.derived.blocks if steps.block.name == block)
     every = [*derived.forward, *(step for step in derived.backward if step.phase == "backward")]
-    wanted, found = set(results), list[Step]()
+    wanted, needed = set(results), list[Step]()
     for step in reversed(every):
         if not wanted.isdisjoint(step.results):
-            found.insert(0, step)
+            needed.insert(0, step)
             wanted.update(array for array in step.inputs if array not in known)
-    made, missing = set(known), set[ShardedArray]()
+    available, missing = set(known), set[ShardedArray]()
     again = list[Step]()
-    for step in found:
-        if not (step.only_moves and step.result in made):  # a gather of both passes runs once
+    for step in needed:
+        if not (step.only_moves and step.result in available):  # a gather of both passes runs once
             again.append(step)
-            missing |= set(step.inputs) - made
-            made.update(step.results)
+            missing |= set(step.inputs) - available
+            available.update(step.results)
     return again, missing
 
 
@@ -143,8 +143,8 @@ def run_update(steps: Iterable[Step], env: Environment, sizes: Mapping[str, int]
     env = dict(env)
     for step in steps:
         label = msgspec.structs.replace(step.label, block="update", phase="update")
-        own = step.is_collective or kind_of(step).flops is nothing
-        with nullcontext() if own else jax.named_scope(str(label)):
+        is_labelled = step.is_collective or kind_of(step).flops is nothing
+        with nullcontext() if is_labelled else jax.named_scope(str(label)):
             results = _results(sizes or {}, step, [env[a] for a in step.inputs])
         env |= zip((step.result, *step.more), results, strict=True)
     return env
@@ -155,7 +155,7 @@ def _results(context: Context | Mapping[str, int], step: Step, inputs: list[Arra
     if isinstance(step.details, Round):
         return (inputs[0],)
     is_plain = step.is_collective or not kind_of(step).is_einsum
-    inputs = [one.plain if is_plain and isinstance(one, Turned) else one for one in inputs]
+    inputs = [array.plain if is_plain and isinstance(array, Turned) else array for array in inputs]
     if step.is_collective:
         return (move_packed(step, inputs[0]) if isinstance(inputs[0], Ragged) else communicate(step, inputs[0]),)
     results = local_steps()[step.op](context, step, *inputs)

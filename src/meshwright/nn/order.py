@@ -14,8 +14,8 @@ def never(arrays: Iterable[Array]) -> Array:
     """Returns False once the arrays exist, which no compiler knows beforehand."""
     # without the barrier libtpu sends a scatter of which one number is read as a whole all-reduce
     whole = lax.optimization_barrier(list(arrays))
-    one = sum((array.reshape(-1)[0].astype(jnp.float32) for array in whole), start=jnp.zeros(()))
-    return jnp.isnan(one) & jnp.isinf(one)
+    total = sum((array.reshape(-1)[0].astype(jnp.float32) for array in whole), start=jnp.zeros(()))
+    return jnp.isnan(total) & jnp.isinf(total)
 
 
 def after(values: Any, arrays: Iterable[Array]) -> Any:

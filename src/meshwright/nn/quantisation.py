@@ -73,7 +73,7 @@ def quantised_base(model: Model) -> Quantised:
 
 def quantise_params(model: Model, params: Mapping[str, Array], quantised: Quantised) -> Params:
     """Returns values and scales of the weights that are quantised; other weights are unchanged."""
-    found = dict(params)
+    arrays = dict(params)
     for name, (weight, scale) in quantised.items():
         array = params[name].astype(jnp.float32)
         layers = ("",) * (array.ndim - len(weight.dims))
@@ -88,16 +88,16 @@ def quantise_params(model: Model, params: Mapping[str, Array], quantised: Quanti
         factors = absmax_scale(split, entries, weight.dtype)
         shape = [n for n, dim in zip(counts, dims, strict=True) if dim in of_scale or f"{dim}g" in of_scale]
         values = quantise(split, factors, entries, weight.dtype).reshape(array.shape)
-        found |= {name: values, scale.name: factors.reshape(shape)}
-    return found
+        arrays |= {name: values, scale.name: factors.reshape(shape)}
+    return arrays
 
 
 def dequantise_params(params: Params, quantised: Quantised, dtype: Any) -> Params:
     """Inverts `quantise_params` but for rounding: returns no scales, and the quantised weights in ``dtype``."""
-    found = dict(params)
+    arrays = dict(params)
     for name, (weight, scale) in quantised.items():
-        found[name] = dequantised(params[name], found.pop(scale.name), weight.dims, scale.dims).astype(dtype)
-    return found
+        arrays[name] = dequantised(params[name], arrays.pop(scale.name), weight.dims, scale.dims).astype(dtype)
+    return arrays
 
 
 def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: Callable[[Any, Array], Array]) -> Any:
@@ -111,10 +111,10 @@ def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: C
         rows = lhs.rows if isinstance(lhs, Ragged) else lhs
         # else the weights of all products in a loop's iteration are made at its start
         weight = dequantised(values, after(scale, [rows]), of_values, of_scale)
-        found = product(lhs, weight.astype(rows.dtype))
+        result = product(lhs, weight.astype(rows.dtype))
     else:
-        found = product(lhs, values.astype(lhs.dtype)) * spread(scale, of_scale, step.result.dims)
-    return found if step.result.dtype == "fp32" or isinstance(lhs, Ragged) else found.astype(lhs.dtype)
+        result = product(lhs, values.astype(lhs.dtype)) * spread(scale, of_scale, step.result.dims)
+    return result if step.result.dtype == "fp32" or isinstance(lhs, Ragged) else result.astype(lhs.dtype)
 
 
 def stored_params(model: Model, params: Mapping[str, Array], dtype: WeightDtype) -> Params:
@@ -123,13 +123,13 @@ def stored_params(model: Model, params: Mapping[str, Array], dtype: WeightDtype)
     Of jaxlib 0.10.2 loops over layers hold a byte for each int4, and programs that are compiled ahead refuse them.
     """
     quantised = quantised_weights(model, dtype)
-    found = quantise_params(model, params, quantised)
+    arrays = quantise_params(model, params, quantised)
     for name, (weight, scale) in quantised.items():
         if weight.dtype == "int4":
             axis = next(i for i, dim in enumerate(weight.dims) if f"{dim}g" in scale.dims)
             groups = model.dims[f"{weight.dims[axis]}g"]
-            found[name] = pairs(found[name], found[name].ndim - len(weight.dims) + axis, groups)
-    return found
+            arrays[name] = pairs(arrays[name], arrays[name].ndim - len(weight.dims) + axis, groups)
+    return arrays
 
 
 def pairs(values: Int[Array, "..."], axis: int, groups: int) -> Int[Array, "..."]:
@@ -145,4 +145,4 @@ def param_shapes(
     model: Model, shapes: Mapping[str, jax.ShapeDtypeStruct], dtype: WeightDtype
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of weights that generation stores in ``dtype``, given the shapes of the float weights."""
-    return jax.eval_shape(lambda given: stored_params(model, given, dtype), dict(shapes))
+    return jax.eval_shape(lambda arrays: stored_params(model, arrays, dtype), dict(shapes))

@@ -34,7 +34,7 @@ def param_shapes(
     size = held_dims(model.dims, mesh)["V"]
 
     def shape(weight: Weight) -> tuple[int, ...]:
-        dims = tuple(size if dim == "V" else own for dim, own in zip(weight.dims, weight.shape, strict=True))
+        dims = tuple(size if dim == "V" else length for dim, length in zip(weight.dims, weight.shape, strict=True))
         return (weight.repeat, *dims) if weight.layers else dims
 
     return {

@@ -104,9 +104,9 @@ class BlockPasses:
 
     def _environment(self, weights: Mapping[str, Array], inputs: Inputs) -> Environment:
         declared = self.derived.declared
-        given = declared | {name: shared.given for name, shared in self.derived.shared.items()}
+        arrays = declared | {name: shared.given for name, shared in self.derived.shared.items()}
         env = {declared[name]: weights[name] for name in self.weights}
-        return env | {given[name]: value for name, value in inputs.items() if name in declared}
+        return env | {arrays[name]: value for name, value in inputs.items() if name in declared}
 
     def _run(self, steps: Sequence[Step], env: Environment, ready: Ready | None) -> Environment:
         """Runs the steps, except those whose results are ``ready``."""
@@ -164,8 +164,8 @@ class BlockPasses:
     def _gradients(self, env: Environment) -> Params:
         """Returns the gradients, as `gradient_arrays` has them, and `counts`, which microbatches sum like gradients."""
         arrays = gradient_arrays(self.derived)
-        own = {name: env[arrays[name]] for name in trained_of(self.derived, self.steps)}
-        return own | {n: env[a] for n, a in self.counts.items()}
+        gradients = {name: env[arrays[name]] for name in trained_of(self.derived, self.steps)}
+        return gradients | {n: env[a] for n, a in self.counts.items()}
 
     # -- the backward pass in two parts -------------------------------------------------------------
 
@@ -218,28 +218,28 @@ def moved_in_pieces(
     Gathered at once, GPUs hold all of them beside the weights, once more in the layout of a gather, and libtpu copies
     the old weights. The layout that a piece is gathered into does not reach the whole weight.
     """
-    found = {name: shard for name, shard in shards.items() if not moves[name]}
+    moved = {name: shard for name, shard in shards.items() if not moves[name]}
     cuts = {
         name: (0, shards[name].shape[0]) if name in stacked else cut(shards[name].shape, into[name].shape)
         for name in shards
-        if name not in found
+        if name not in moved
     }
     for count in {count for _, count in cuts.values()}:
-        own = {name: dim for name, (dim, number) in cuts.items() if number == count}
+        dims = {name: dim for name, (dim, number) in cuts.items() if number == count}
 
-        def one_piece(number: Array, whole: Params, own: dict[str, int] = own, count: int = count) -> Params:
+        def one_piece(number: Array, whole: Params, own: dict[str, int] = dims, count: int = count) -> Params:
             for name, dim in own.items():
                 size = shards[name].shape[dim] // count
                 piece = lax.dynamic_slice_in_dim(shards[name], number * size, size, dim)
                 part = as_stored(apply_collectives(moves[name], piece, leading=int(name in stacked)))
                 whole |= {name: as_stored(lax.dynamic_update_slice_in_dim(whole[name], part, number * size, dim))}
-            return whole
+            return whole  # in the stored layout: else GPUs hold transposed copies of the weights
 
-        found |= lax.fori_loop(0, count, one_piece, {name: as_stored(into[name]) for name in own})
-    return {name: found[name] for name in shards}
+        moved |= lax.fori_loop(0, count, one_piece, {name: as_stored(into[name]) for name in dims})
+    return {name: moved[name] for name in shards}
 
 
 def cut(shard: Sequence[int], whole: Sequence[int]) -> tuple[int, int]:
     """Returns a dim that the collectives from one shape to the other leave alone, and the number of pieces along it."""
-    sizes = list(zip(shard, whole, strict=True))
-    return next(((dim, PIECES) for dim, (own, full) in enumerate(sizes) if own == full and own % PIECES == 0), (0, 1))
+    dims = list(zip(shard, whole, strict=True))
+    return next(((dim, PIECES) for dim, (part, full) in enumerate(dims) if part == full and part % PIECES == 0), (0, 1))

@@ -73,7 +73,7 @@ def microbatch_gradients(
         if stack.stack.first:
             _, of_embed = stack.embed.backward(params, results, embed_saved, Cotangents(cotangent, {}))
         else:
-            of_embed, further = {}, {stack.stack.carry: cotangent}
+            of_embed, further = {}, {stack.stack.carry: cotangent}  # its stream is an earlier stack's result
         cotangents = summed(cotangents, further)
         ends, of_layers = summed(ends, of_head, of_embed), of_layers | grads
     if overlapped:
@@ -141,18 +141,18 @@ def _over_microbatches(
 ) -> LossAndGradients:
     """Runs ``count`` microbatches in sequence and sums losses and gradients; with ``overlapped`` the last microbatch
     adds the sum of the others layer by layer."""
-    one = partial(microbatch_gradients, passes, dloss=dloss)
-    last = partial(one, overlapped=overlapped)
-    if count == 1:
+    gradients_of = partial(microbatch_gradients, passes, dloss=dloss)
+    last = partial(gradients_of, overlapped=overlapped)
+    if count == 1:  # no loop, and so no float32 sum beside the gradients
         return last(params, inputs)
     parts = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
 
     def body(carry: LossAndGradients, part: Inputs) -> tuple[LossAndGradients, None]:
         # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
-        loss, grads = one(*lax.optimization_barrier((params, part)))
+        loss, grads = gradients_of(*lax.optimization_barrier((params, part)))
         return jax.tree.map(jnp.add, carry, (loss, barrier(grads))), None
 
-    shapes = jax.eval_shape(lambda part: one(params, part)[1], jax.tree.map(lambda a: a[0], parts))
+    shapes = jax.eval_shape(lambda part: gradients_of(params, part)[1], jax.tree.map(lambda a: a[0], parts))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
     start = {name: jnp.zeros(()) for name in dloss}, zeros
     if not overlapped:
@@ -160,13 +160,13 @@ def _over_microbatches(
     (before, grads), _ = lax.scan(body, start, jax.tree.map(lambda a: a[:-1], parts))
     final = (params, jax.tree.map(lambda a: a[-1], parts), grads)
 
-    def run(given: Any, *_: Any) -> LossAndGradients:
+    def run(given: Any, *_: Any) -> LossAndGradients:  # zeros are replaced, not added to
         return last(*given[:2], earlier=given[2])
 
     # The last microbatch starts after the gradients exist. Compilers unroll a loop over one microbatch before the last,
     # and drop barriers before they schedule instructions. They would then allocate the last microbatch's activations
     # while those of the previous one are still live. No compiler unrolls this loop.
-    no = never(list(grads.values()))
+    no = never(list(grads.values()))  # constant zeros would be made, and held, from the start
     empty = jax.tree.map(lambda s: jnp.full(s.shape, no, s.dtype), jax.eval_shape(run, final))
     loss, grads = at_most_once(1 - no.astype(jnp.int32), run, final, *empty)
     return summed(before, loss), grads
@@ -188,18 +188,18 @@ def at_most_once(runs: Array, body: Callable[..., tuple[Any, ...]], given: Any, 
         # Depends on the iteration: XLA moves loop invariants out of the loop, where they run in every tick.
         return body(lax.optimization_barrier((given, number))[0], *values)
 
-    with jax.named_scope(AT_MOST_ONCE):
-        return lax.fori_loop(0, runs.astype(jnp.int32), once, values)
+    with jax.named_scope(AT_MOST_ONCE):  # by which `hlo` knows that its products count once
+        return lax.fori_loop(0, runs.astype(jnp.int32), once, values)  # GPUs copy buffers of `lax.cond`
 
 
 def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -> Params:
     """Returns gradients after their derived steps of scope "step": summed over replicas, sharded for the optimizer."""
     steps = step_steps(derived)
-    ends = {step.result.name.removeprefix("d"): step for step in derived.ends}
-    found = {
+    ends = {step.result.name.removeprefix("d"): step for step in derived.ends}  # all stages of a pipeline hold these
+    reduced = {
         name: apply_collectives(steps.get(name, ()), grad, leading=int(name in stacked)) for name, grad in grads.items()
     }
-    return {name: apply_collectives([ends[name]], grad) if name in ends else grad for name, grad in found.items()}
+    return {name: apply_collectives([ends[name]], grad) if name in ends else grad for name, grad in reduced.items()}
 
 
 def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], bucket_bytes: int) -> Params:
@@ -210,7 +210,7 @@ def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], buck
         if [step.op for step in steps.get(name, ())] == ["all_reduce"]:
             joined.setdefault(steps[name][0].axes, []).append(name)
     together = {name for names in joined.values() for name in names}
-    found = once_per_step(derived, {n: g for n, g in grads.items() if n not in together}, stacked=stacked)
+    reduced = once_per_step(derived, {n: g for n, g in grads.items() if n not in together}, stacked=stacked)
     for names in joined.values():
         buckets, room = [list[str]()], bucket_bytes
         for name in names:  # in order; a new bucket begins where the next array would not fit
@@ -221,8 +221,8 @@ def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], buck
             room -= size
         for bucket in buckets:
             flat, split = ravel_pytree([grads[name] for name in bucket])
-            found |= zip(bucket, split(apply_collectives(steps[bucket[0]], flat)), strict=True)
-    return found
+            reduced |= zip(bucket, split(apply_collectives(steps[bucket[0]], flat)), strict=True)
+    return reduced
 
 
 def squared_norm(

@@ -21,8 +21,8 @@ def without_split(shapes: Shapes, held: Shapes, specs: Mapping[str, PartitionSpe
     return {
         name: PartitionSpec(
             *(
-                part if own == larger else None
-                for part, own, larger in zip(specs[name], shapes[name].shape, held[name].shape, strict=True)
+                part if size == larger else None  # the model's own size has other parts, or unequal ones
+                for part, size, larger in zip(specs[name], shapes[name].shape, held[name].shape, strict=True)
             )
         )
         for name in shapes.keys() & specs.keys()
@@ -48,11 +48,11 @@ def _resized(array: Any, before: tuple[int, ...], after: tuple[int, ...], spec: 
     shape = tuple(new if size == old else size for size, old, new in here)
 
     def resize(array: Any) -> Any:
-        kept = array[tuple(slice(0, size) for size in shape)]
-        return jnp.pad(kept, [(0, size - old) for size, old in zip(shape, kept.shape, strict=True)])
+        cut = array[tuple(slice(0, size) for size in shape)]
+        return jnp.pad(cut, [(0, size - old) for size, old in zip(shape, cut.shape, strict=True)])
 
     if not isinstance(getattr(array, "sharding", None), NamedSharding) or isinstance(array, jax.core.Tracer):
         return resize(array)
-    own = (*array.sharding.spec, *[None] * array.ndim)
-    parts = (part if new == old else given for part, given, new, old in zip(own, spec, after, before, strict=False))
+    now = (*array.sharding.spec, *[None] * array.ndim)
+    parts = (part if new == old else wanted for part, wanted, new, old in zip(now, spec, after, before, strict=False))
     return jax.jit(resize, out_shardings=NamedSharding(array.sharding.mesh, PartitionSpec(*parts)))(array)

@@ -31,7 +31,7 @@ def emulate_devices(count: int) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if _DEVICES_FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {_DEVICES_FLAG}={count}".strip()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else JAX takes an accelerator that is there
     # Before JAX starts its threads, which else get heaps of their own that give freed blocks back.
     keep_freed_memory()
     if len(jax.devices()) < count:
@@ -62,17 +62,17 @@ def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
 
     Raises CannotRunError if there are too few devices.
     """
-    found = list(devices) if devices is not None else jax.devices()
+    usable = list(devices) if devices is not None else jax.devices()
     needed = int(np.prod(list(axes.values()), dtype=int))
-    if len(found) < needed:
+    if len(usable) < needed:
         shape = " x ".join(f"{a}={n}" for a, n in axes.items())
-        raise CannotRunError(f"the mesh {shape} needs {needed} devices and there are {len(found)}. Use smaller axes.")
-    if needed > 1 and found[0].platform == "cpu" and jax.config.values["jax_enable_compilation_cache"]:
+        raise CannotRunError(f"the mesh {shape} needs {needed} devices and there are {len(usable)}. Use smaller axes.")
+    if needed > 1 and usable[0].platform == "cpu" and jax.config.values["jax_enable_compilation_cache"]:
         # XLA's CPU programs lose the order of their collectives when they are read from a cache. With jaxlib 0.10.2 a
         # pipeline aborted, hung or gave another loss, so programs on several CPU devices are always compiled.
         jax.config.update("jax_enable_compilation_cache", False)
-        reset_cache()
-    grid = np.array(found[:needed]).reshape(tuple(axes.values()))
+        reset_cache()  # JAX asks once, at its first program, whether there is a cache
+    grid = np.array(usable[:needed]).reshape(tuple(axes.values()))
     return Mesh(grid, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
 
 
@@ -107,29 +107,29 @@ def compiler_options(mesh: Mesh | AbstractMesh) -> GivenOptions:
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
     try:
         wanted = options_of(chip_of_kind(device.device_kind).name)
-    except InputError:
+    except InputError:  # a chip that is not in the catalogue
         wanted = {}
     flags = (os.environ.get(name, "").split() for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS"))
-    own = {flag.removeprefix("--").split("=")[0] for each in flags for flag in each}
-    return _accepted(device, tuple((name, value) for name, value in wanted.items() if name not in own))
+    by_user = {flag.removeprefix("--").split("=")[0] for words in flags for flag in words}
+    return _accepted(device, tuple((name, value) for name, value in wanted.items() if name not in by_user))
 
 
 @cache
 def _accepted(device: Any, wanted: tuple[tuple[str, OptionValue], ...]) -> GivenOptions:
     """Tries the options on a program of one number."""
-    one = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
 
     def takes(options: Mapping[str, Any]) -> bool:
         try:
             # not dumped: `verify` waits for the dump of its step
-            jax.jit(jnp.negative).lower(one).compile(compiler_options={**options, "xla_dump_hlo_module_re": "^$"})
+            jax.jit(jnp.negative).lower(scalar).compile(compiler_options={**options, "xla_dump_hlo_module_re": "^$"})
         except jax.errors.JaxRuntimeError:
             return False
         return True
 
     if not wanted or takes(dict(wanted)):
         return GivenOptions(dict(wanted))
-    used = {name: value for name, value in wanted if takes({name: value})}
+    used = {name: value for name, value in wanted if takes({name: value})}  # all are refused where one is
     return GivenOptions(used, tuple(name for name, _ in wanted if name not in used))
 
 

@@ -60,7 +60,7 @@ class LayerLoop:
 
     def gather(self, weights: IterationParams) -> tuple[Ready, ...]:
         """Returns the gathered weights of one iteration."""
-        return tuple(self.blocks[kind].gather(own) for kind, own in zip(self.span.pattern, weights, strict=True))
+        return tuple(self.blocks[kind].gather(params) for kind, params in zip(self.span.pattern, weights, strict=True))
 
     def iteration(
         self, weights: IterationParams, stream: Array, ready: tuple[Ready, ...] | None = None, *, again: bool = False
@@ -68,9 +68,9 @@ class LayerLoop:
         """Returns the stream after one iteration, and its saved activations; ``again`` during its backward pass."""
         saved = []
         for number, kind in enumerate(self.span.pattern):
-            own, at_hand = weights[number], ready[number] if ready else None
-            stream, kept = self.blocks[kind].forward(own, self.inputs, stream, ready=at_hand, again=again)
-            saved.append(kept)
+            params, at_hand = weights[number], ready[number] if ready else None
+            stream, results = self.blocks[kind].forward(params, self.inputs, stream, ready=at_hand, again=again)
+            saved.append(results)
         return stream, tuple(saved)
 
     def iteration_back(
@@ -84,22 +84,22 @@ class LayerLoop:
     ) -> tuple[Cotangents, IterationParams]:
         """Returns the cotangents of the inputs of one iteration, and its gradients. Each of ``saved`` is what a layer
         saved, or a function of the cotangents that computes it again."""
-        found: tuple[Any, ...] = ()
+        of_layers: tuple[Any, ...] = ()
         for position, kind in reversed(list(enumerate(self.span.pattern))):
             block = self.blocks[kind]
-            if found:
+            if of_layers:
                 # else they copy the weights of all layers of the iteration at its start
                 number = after(jnp.asarray(number), [cotangent.stream])
-            own, before, at_hand = weights(number)[position], earlier(number), ready[position] if ready else None
-            kept = saved[position](cotangent) if callable(saved[position]) else saved[position]
-            cotangent, left = block.backward(own, self.inputs, kept, cotangent, ready=at_hand, split=self.split)
+            params, before, at_hand = weights(number)[position], earlier(number), ready[position] if ready else None
+            results = saved[position](cotangent) if callable(saved[position]) else saved[position]
+            cotangent, left = block.backward(params, self.inputs, results, cotangent, ready=at_hand, split=self.split)
             if not self.split:
                 left = self.finish(left, before[position] if before else None) if self.finish else left
                 left = jax.tree.map(as_stored, left)
             # else they hold what the gradients of several layers are computed from, and send them together
             cotangent = cotangent._replace(stream=after(cotangent.stream, jax.tree.leaves(left)))
-            found = (left, *found)
-        return cotangent, found
+            of_layers = (left, *of_layers)
+        return cotangent, of_layers
 
     @property
     def numbers(self) -> Array:
@@ -120,8 +120,8 @@ class LayerLoop:
         """Returns the carry after some iterations, and with ``split`` the operands of `weight_backward`."""
 
         def back(carry: Carry, given: Any) -> tuple[Carry, Any]:
-            number, kept = given
-            return self.carried_back(number, weights, kept, carry, earlier)
+            number, results = given
+            return self.carried_back(number, weights, results, carry, earlier)
 
         return lax.scan(back, carry, (numbers, saved), reverse=True, unroll=self.unroll)
 
@@ -143,7 +143,7 @@ class LayerLoop:
         """Returns the gradients of all layers with those of one iteration."""
         for position, of_layer in enumerate(found):
             row = self.span.row(position, number)
-            grads = grads | {n: lax.dynamic_update_index_in_dim(grads[n], one, row, 0) for n, one in of_layer.items()}
+            grads = grads | {n: lax.dynamic_update_index_in_dim(grads[n], grad, row, 0) for n, grad in of_layer.items()}
         return grads
 
     def weight_backward(self, weights: LayerWeights, handed: tuple[Any, ...], grads: Params) -> Params:
@@ -158,7 +158,7 @@ class LayerLoop:
     def weights_back(self, weights: IterationParams, handed: tuple[Any, ...]) -> IterationParams:
         """Returns the gradients of one iteration from the operands that its backward pass left."""
         layers = zip(self.span.pattern, weights, handed, strict=True)
-        return tuple(self.blocks[kind].weight_backward(own, self.inputs, left) for kind, own, left in layers)
+        return tuple(self.blocks[kind].weight_backward(params, self.inputs, left) for kind, params, left in layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,26 +169,26 @@ class SegmentLoop(LayerLoop):
 
     def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Any]:
         def segment(stream: Array, numbers: Array) -> tuple[Array, Array]:
-            (kept,) = self.blocks[self.span.pattern[0]].moved((stream,), jax.memory.Space.Host)
-            return lax.scan(lambda x, n: (self.iteration(weights(n), x)[0], None), stream, numbers)[0], kept
+            (entry,) = self.blocks[self.span.pattern[0]].moved((stream,), jax.memory.Space.Host)
+            return lax.scan(lambda x, n: (self.iteration(weights(n), x)[0], None), stream, numbers)[0], entry
 
         saved = []
         for part in self._cut():
-            stream, kept = lax.scan(segment, stream, part)
-            saved.append(kept)
+            stream, entries = lax.scan(segment, stream, part)
+            saved.append(entries)
         return stream, saved
 
     def backward(self, weights: LayerWeights, saved: Any, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Any]:
         def segment(carry: Carry, given: Any) -> tuple[Carry, Any]:
-            numbers, kept = given
-            (stream,) = self.blocks[self.span.pattern[0]].moved((kept,), jax.memory.Space.Device)
+            numbers, entry = given
+            (stream,) = self.blocks[self.span.pattern[0]].moved((entry,), jax.memory.Space.Device)
             return self.segment_back(numbers, stream, weights, carry, earlier)
 
-        found = list[Any]()
-        for given in reversed(list(zip(self._cut(), saved, strict=True))):
-            carry, left = lax.scan(segment, carry, given, reverse=True)
-            found.insert(0, jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), left))
-        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+        of_parts = list[Any]()
+        for part in reversed(list(zip(self._cut(), saved, strict=True))):
+            carry, left = lax.scan(segment, carry, part, reverse=True)
+            of_parts.insert(0, jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), left))
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *of_parts)
 
     def segment_back(
         self, numbers: Array, stream: Array, weights: LayerWeights, carry: Carry, earlier: LayerWeights
@@ -198,8 +198,8 @@ class SegmentLoop(LayerLoop):
         def again(stream: Array, number: Array) -> tuple[Array, tuple[Any, ...]]:
             return self.iteration(weights(number), stream, again=True)
 
-        _, kept = lax.scan(again, after(stream, [carry[0].stream]), numbers)
-        return self.backward_over(numbers, weights, kept, carry, earlier)
+        _, results = lax.scan(again, after(stream, [carry[0].stream]), numbers)  # else compilers run it early
+        return self.backward_over(numbers, weights, results, carry, earlier)
 
     def _cut(self) -> list[Array]:
         """Returns numbers of whole segments, [segments, iterations], and of a shorter last one for the remainder."""
@@ -222,21 +222,21 @@ class RerunLoop(SegmentLoop):
             return self.iteration(weights(number), stream, again=True)[0], None
 
         def kept(place: int, position: int, cotangents: Cotangents) -> Saved:
-            found, at = after((stream, numbers), [cotangents.stream])
+            x, iterations = after((stream, numbers), [cotangents.stream])  # else all layers run again at once
             if place:
-                found, _ = lax.scan(again, found, at[:place])
-            for kind, own in zip(self.span.pattern[:position], weights(at[place]), strict=False):
-                found, _ = self.blocks[kind].forward(own, self.inputs, found, again=True)
-            return tuple(found for _ in self.blocks[self.span.pattern[position]].steps.kept)
+                x, _ = lax.scan(again, x, iterations[:place])
+            for kind, params in zip(self.span.pattern[:position], weights(iterations[place]), strict=False):
+                x, _ = self.blocks[kind].forward(params, self.inputs, x, again=True)
+            return tuple(x for _ in self.blocks[self.span.pattern[position]].steps.kept)
 
-        found = list[Any]()
+        of_iterations = list[Any]()
         for place in reversed(range(len(numbers))):
             saved = tuple(partial(kept, place, position) for position in range(len(self.span.pattern)))
             # else gathers of a layer's weights are shared with those of an earlier rerun, and held until then
             number = after(numbers[place], [carry[0].stream])
             carry, left = self.carried_back(number, weights, saved, carry, earlier)
-            found.insert(0, left)
-        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+            of_iterations.insert(0, left)
+        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *of_iterations)
 
 
 class AheadLoop(LayerLoop):
@@ -250,30 +250,30 @@ class AheadLoop(LayerLoop):
             return (stream, coming), saved
 
         (stream, ready), saved = lax.scan(iteration, (stream, self.gather(weights(0))), self.numbers[:-1])
-        stream, kept = self.iteration(weights(self.span.repeats - 1), stream, ready)
-        return stream, (saved, kept, ready)
+        stream, results = self.iteration(weights(self.span.repeats - 1), stream, ready)
+        return stream, (saved, results, ready)
 
     def backward(self, weights: LayerWeights, saved: Any, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Any]:
         def back(state: Any, given: Any) -> tuple[Any, Any]:
             carry, ready = state
-            number, kept = given
+            number, results = given
             coming = self.gather(weights(number - 1))
-            carry, left = self.carried_back(number, weights, kept, carry, earlier, ready)
+            carry, left = self.carried_back(number, weights, results, carry, earlier, ready)
             return (carry, coming), left
 
-        others, kept, ready = saved
+        rest, results, ready = saved
         count = self.span.repeats
         coming = self.gather(weights(count - 2)) if count > 1 else ready
-        carry, last = self.carried_back(count - 1, weights, kept, carry, earlier, ready)
-        found = [_at(last, None)]
+        carry, last = self.carried_back(count - 1, weights, results, carry, earlier, ready)
+        pieces = [_at(last, None)]
         if count > 2:
-            given = self.numbers[1:-1], _at(others, slice(1, None))
-            (carry, coming), between = lax.scan(back, (carry, coming), given, reverse=True)
-            found = [between, *found]
+            middle = self.numbers[1:-1], _at(rest, slice(1, None))
+            (carry, coming), between = lax.scan(back, (carry, coming), middle, reverse=True)
+            pieces = [between, *pieces]
         if count > 1:
-            carry, first = self.carried_back(0, weights, _at(others, 0), carry, earlier, coming)
-            found = [_at(first, None), *found]
-        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
+            carry, first = self.carried_back(0, weights, _at(rest, 0), carry, earlier, coming)
+            pieces = [_at(first, None), *pieces]
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)
 
 
 def _at(tree: Any, index: int | slice | None) -> Any:
@@ -334,28 +334,28 @@ class Passes:
 
     def _loop(self, span: Span, inputs: Inputs, **choices: Any) -> LayerLoop:
         """Returns the loop over a span. A segment "sqrt" has about sqrt(L) of a device's L layers."""
-        given: dict[str, Any] = {"span": span, "blocks": self._blocks, "inputs": inputs, **choices}
-        segment, rerun = next((one.segment, one.rerun) for one in self.derived.blocks if one.block.carry)
+        options: dict[str, Any] = {"span": span, "blocks": self._blocks, "inputs": inputs, **choices}
+        segment, rerun = next((steps.segment, steps.rerun) for steps in self.derived.blocks if steps.block.carry)
         if segment == "sqrt":
             segment = max(1, round(math.sqrt(sum(span.num_layers for span in self.spans))))
         if segment is not None:
-            return (SegmentLoop if rerun is None else RerunLoop)(layers=int(segment), **given)
+            return (SegmentLoop if rerun is None else RerunLoop)(layers=int(segment), **options)
         if self.ahead:
-            return AheadLoop(**given)
+            return AheadLoop(**options)
         # On one CPU device copies cost compute time, and there are no collectives to count in loops. Where layers are
         # recomputed, the compiler merges both computations in an unrolled loop, and a program of ten layers needs four
         # times the memory of the loop.
         again = any(block.computes_again for block in self._blocks.values())
         alone = default_platform() == "cpu" and math.prod(self.context.mesh.values()) == 1
         written_out = alone and not again and span.repeats <= MAX_WRITTEN_OUT
-        return LayerLoop(unroll=span.repeats if written_out else 1, **given)
+        return LayerLoop(unroll=span.repeats if written_out else 1, **options)
 
     def layers_forward(self, params: Params, inputs: Inputs, stream: Array) -> tuple[Array, tuple[Any, ...]]:
         """Returns the stream after all layers, and the activations that each span saves."""
         saved = []
         for span in self.spans:
-            stream, kept = self._loop(span, inputs).forward(self._iterations(span, params), stream)
-            saved.append(kept)
+            stream, results = self._loop(span, inputs).forward(self._iterations(span, params), stream)
+            saved.append(results)
         return stream, tuple(saved)
 
     def layers_backward(
@@ -382,10 +382,10 @@ class Passes:
 
         finish = finished if overlapped else None
 
-        def iteration(_: int, loop: LayerLoop) -> IterationParams:
+        def iteration(_: int, loop: LayerLoop) -> IterationParams:  # only its shapes are needed, by `_zeros`
             weights, before = self._iterations(loop.span, params), self._earlier(loop.span, earlier)
-            kept = loop.iteration(weights(0), cotangents.stream)[1]
-            return loop.iteration_back(0, weights, kept, cotangents, before)[1]
+            results = loop.iteration(weights(0), cotangents.stream)[1]
+            return loop.iteration_back(0, weights, results, cotangents, before)[1]
 
         grads = self._zeros(inputs, iteration, cotangents.stream, finish=finish)
         return self._backward(params, inputs, saved, (cotangents, grads), earlier, finish=finish)[0]
@@ -418,12 +418,12 @@ class Passes:
         **choices: Any,
     ) -> tuple[Carry, tuple[Any, ...]]:
         """Returns the carry after all layers, and for each span, with ``split``, the operands of `weight_backward`."""
-        found: tuple[Any, ...] = ()
-        for span, kept in reversed(list(zip(self.spans, saved, strict=True))):
+        of_spans: tuple[Any, ...] = ()
+        for span, results in reversed(list(zip(self.spans, saved, strict=True))):
             loop = self._loop(span, inputs, **choices)
-            carry, left = loop.backward(self._iterations(span, params), kept, carry, self._earlier(span, earlier))
-            found = (left, *found)
-        return carry, found
+            carry, left = loop.backward(self._iterations(span, params), results, carry, self._earlier(span, earlier))
+            of_spans = (left, *of_spans)
+        return carry, of_spans
 
     def _zeros(
         self, inputs: Inputs, iteration: Callable[[int, LayerLoop], IterationParams], array: Array, **choices: Any
@@ -431,12 +431,12 @@ class Passes:
         """Returns zeros for the gradients of all layers, made after an array. ``iteration`` returns those of one
         iteration of the loop over a span, by the span's number."""
         rows = Counter(kind for span in self.spans for kind in span.pattern * span.repeats)
-        found = Params()
+        zeros = Params()  # constant ones are made early, and held through all layers
         for number, span in enumerate(self.spans):
             shapes = jax.eval_shape(partial(iteration, number, self._loop(span, inputs, **choices)))
             for kind, of_layer in zip(span.pattern, shapes, strict=True):
-                found |= {n: zeros_after((rows[kind], *one.shape), one.dtype, array) for n, one in of_layer.items()}
-        return found
+                zeros |= {n: zeros_after((rows[kind], *g.shape), g.dtype, array) for n, g in of_layer.items()}
+        return zeros
 
     def _earlier(self, span: Span, earlier: Params | None) -> LayerWeights:
         return (lambda number: None) if earlier is None else self._iterations(span, earlier)

@@ -38,22 +38,22 @@ def find_processes(env: Mapping[str, str]) -> Processes | None:
     them, the variables of Open MPI 5, and of SLURM. Raises InputError that names a missing or wrong variable.
     """
     if any(name in env for name in (COORDINATOR, PROCESSES, PROCESS)):
-        found = _own(env)
+        processes = _own(env)
     elif "RANK" in env and "WORLD_SIZE" in env:
-        found = _rank(env)
+        processes = _rank(env)
     elif "OMPI_COMM_WORLD_SIZE" in env:
-        found = _open_mpi(env)
+        processes = _open_mpi(env)
     elif all(name in env for name in SLURM):
-        found = _processes(env, "SLURM", count="SLURM_NTASKS", index="SLURM_PROCID", coordinator=None)
+        processes = _processes(env, "SLURM", count="SLURM_NTASKS", index="SLURM_PROCID", coordinator=None)
     else:
         return None
-    return found if found.count > 1 else None
+    return processes if processes.count > 1 else None
 
 
 def _own(env: Mapping[str, str]) -> Processes:
     on_kubernetes = PROCESS not in env and KUBERNETES_INDEX in env
     index = KUBERNETES_INDEX if on_kubernetes else PROCESS
-    if env.get(PROCESSES) == "1":
+    if env.get(PROCESSES) == "1":  # needs no coordinator
         return Processes(source="meshwright", count=1, index=0, coordinator=None)
     for name in (PROCESSES, index, COORDINATOR):
         if not env.get(name):

@@ -22,30 +22,30 @@ def start_processes(env: Mapping[str, str] = os.environ) -> int:
     Must be called before JAX makes its first array. Raises InputError for wrong variables, CannotRunError if the
     processes cannot connect.
     """
-    found = find_processes(env)
-    if found is None:
+    processes = find_processes(env)
+    if processes is None:
         return 1
-    if jax.distributed.is_initialized():
-        return found.count
-    given: dict[str, Any] = {}
-    if found.coordinator is not None:
+    if jax.distributed.is_initialized():  # JAX refuses a second call
+        return processes.count
+    options: dict[str, Any] = {}
+    if processes.coordinator is not None:
         # Without "deactivate" JAX asks its own detectors too, and some of those reach out to the network.
-        given = {
-            "coordinator_address": found.coordinator,
-            "num_processes": found.count,
-            "process_id": found.index,
-            "local_device_ids": found.local_devices,
+        options = {
+            "coordinator_address": processes.coordinator,
+            "num_processes": processes.count,
+            "process_id": processes.index,
+            "local_device_ids": processes.local_devices,
             "cluster_detection_method": "deactivate",
         }
     try:
-        jax.distributed.initialize(**given, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
+        jax.distributed.initialize(**options, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S)
     except RuntimeError as error:
-        where = found.coordinator or "the first node"
+        where = processes.coordinator or "the first node"
         raise CannotRunError(
-            f"process {found.index} of {found.count} ({found.source}) cannot join the others at {where}: "
+            f"process {processes.index} of {processes.count} ({processes.source}) cannot join the others at {where}: "
             f"{str(error).splitlines()[0]}"
         ) from None
-    return found.count
+    return processes.count
 
 
 def is_first() -> bool:
@@ -63,43 +63,43 @@ def shared(make: Callable[[], str]) -> str:
     """Returns what ``make`` returns in process 0 in every process; raises its InputError or CannotRunError in all."""
     if jax.process_count() == 1:
         return make()
-    said = ""
+    answer = ""
     if is_first():
         try:
-            said = "=" + make()
-        except (InputError, CannotRunError) as error:
-            said = type(error).__name__[0] + str(error)
-    said = _broadcast(said)
+            answer = "=" + make()  # the first character tells answers from errors
+        except (InputError, CannotRunError) as error:  # raised after the broadcast: the others wait for it
+            answer = type(error).__name__[0] + str(error)
+    answer = _broadcast(answer)
     for kind in (InputError, CannotRunError):
-        if said[0] == kind.__name__[0]:
-            raise kind(said[1:])
-    return said[1:]
+        if answer[0] == kind.__name__[0]:
+            raise kind(answer[1:])
+    return answer[1:]
 
 
 def first_error(check: Callable[[], object]) -> str:
     """Returns, in all processes, the message of the first whose ``check`` raises CannotRunError; "" if none does."""
-    said = ""
+    message = ""
     try:
         check()
     except CannotRunError as error:
-        said = str(error)
+        message = str(error)
     if jax.process_count() == 1:
-        return said
-    failed = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(said))))
+        return message
+    failed = np.flatnonzero(multihost_utils.process_allgather(np.array(bool(message))))
     if not failed.size:
         return ""
-    return _broadcast(said, source=int(failed[0]))
+    return _broadcast(message, source=int(failed[0]))  # one sender, the same in all processes
 
 
 def _broadcast(text: str, *, source: int = 0) -> str:
     encoded = text.encode() if jax.process_index() == source else b""
     assert len(encoded) <= LONGEST_SHARED_BYTES, len(encoded)
-    buffer = np.zeros(LONGEST_SHARED_BYTES, np.uint8)
+    buffer = np.zeros(LONGEST_SHARED_BYTES, np.uint8)  # the others do not know how long the text is
     buffer[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    found = np.asarray(multihost_utils.broadcast_one_to_all(buffer, is_source=jax.process_index() == source)).astype(
+    answer = np.asarray(multihost_utils.broadcast_one_to_all(buffer, is_source=jax.process_index() == source)).astype(
         np.uint8
     )
-    return found.tobytes().rstrip(b"\0").decode()
+    return answer.tobytes().rstrip(b"\0").decode()
 
 
 def stop_is_agreed(step: int) -> bool:

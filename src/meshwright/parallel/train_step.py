@@ -101,8 +101,8 @@ class TrainStep:
         self.model, self.strategy, self.form, self.options = model, strategy, form, options
         if form == "gspmd" and strategy.mesh.get("pipeline", 1) > 1:
             raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
-        own = strategy_of_heads(strategy, model.num_kv_heads)
-        if form == "gspmd" and (held_dims(model.dims, strategy.mesh)["V"] != model.vocab_size or own != strategy):
+        of_heads = strategy_of_heads(strategy, model.num_kv_heads)  # the strategy stays as it is written
+        if form == "gspmd" and (held_dims(model.dims, strategy.mesh)["V"] != model.vocab_size or of_heads != strategy):
             raise CannotRunError(
                 f"in the GSPMD form tensor must divide the vocabulary of {model.vocab_size} and the "
                 f"{model.num_kv_heads} kv heads, and is {strategy.mesh['tensor']}. Use another tensor, or leave the "
@@ -110,12 +110,12 @@ class TrainStep:
             )
         if optimizer is None and strategy.state != "fp32":
             raise InputError(f"state {strategy.state!r} needs an optimizer: the default is for 'fp32' only. Give one.")
-        given = optimizer if optimizer is not None else optax.adamw(3e-4)
-        self.optimizer = plain_optimizer(given) if isinstance(given, optax.GradientTransformation) else given
+        chosen = optimizer if optimizer is not None else optax.adamw(3e-4)
+        self.optimizer = plain_optimizer(chosen) if isinstance(chosen, optax.GradientTransformation) else chosen
         self.max_grad_norm = max_grad_norm
         self.mesh = mesh or strategy_mesh(strategy)
         self.program = transformer(model, options)
-        self.declared = derive(self.program, own, optimizer=self.optimizer.kind)
+        self.declared = derive(self.program, of_heads, optimizer=self.optimizer.kind)
         sizes = held_dims(model.dims, strategy.mesh)
         for block in self.declared.blocks:
             for array in (step.result for step in (*block.forward, *block.backward)):
@@ -127,7 +127,7 @@ class TrainStep:
             self._step,
             in_shardings=(self.state_shardings, self.batch_shardings),
             out_shardings=(self.state_shardings, None),
-            donate_argnums=0,
+            donate_argnums=0,  # else the old state and the new one are there at once
             compiler_options=self.compiler.used,
         )
 
@@ -184,11 +184,11 @@ class TrainStep:
         """Shapes and shardings of the state in the form that `to_canonical` returns, the same on every mesh."""
         shapes = param_shapes(self.model, dtype=self.dtype)
         specs, of_state = (
-            without_split(shapes, self.param_shapes, each) for each in (self.param_specs, self.shard_specs)
+            without_split(shapes, self.param_shapes, held) for held in (self.param_specs, self.shard_specs)
         )
         trained = self.trained(shapes)
-        found = State(shapes, jax.eval_shape(self.optimizer.init, trained))
-        return found, self._shardings(State(specs, self.optimizer.specs(trained, of_state)))
+        state = State(shapes, jax.eval_shape(self.optimizer.init, trained))
+        return state, self._shardings(State(specs, self.optimizer.specs(trained, of_state)))
 
     @cached_property
     def state_shapes(self) -> State:
@@ -202,10 +202,10 @@ class TrainStep:
         return self._shardings(State(self.param_specs, specs))
 
     def _shardings(self, specs: State) -> State:
-        found = shardings(self.mesh, specs.opt_state)
+        of_state = shardings(self.mesh, specs.opt_state)
         if "optimizer" in self.strategy.offload:
-            found = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), found)
-        return State(shardings(self.mesh, specs.params), found)
+            of_state = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), of_state)
+        return State(shardings(self.mesh, specs.params), of_state)
 
     @cached_property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -378,7 +378,7 @@ class TrainStep:
         if self.pipeline:
             loss, grads = self.pipeline.gradients(params, _inputs(batch), means["loss"])
             losses = {"loss": loss}
-            grads = once_per_step(self.declared, grads, stacked=self.stacked)
+            grads = once_per_step(self.declared, grads, stacked=self.stacked)  # whatever `gradient_sync` says
         else:
             losses, grads = self._summed(self._passes, params, batch, means)
         grads, of_routers = without_counts(self.declared, grads, self.model)
@@ -413,7 +413,7 @@ class TrainStep:
         norm = jnp.sqrt(squared)
         if self.max_grad_norm is not None:
             scale = jnp.minimum(1.0, self.max_grad_norm / (norm + 1e-6))
-            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+            grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)  # else they become float32
         trained = self.trained(state.params)
         shards = self._moved(trained)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -438,7 +438,7 @@ class TrainStep:
                 # else CPUs compute new weights from copies of the old moments, to write the new ones into these
                 specs = self.optimizer.specs(self.trained(self.param_shapes), self.shard_specs)
                 ordered = self._mapped(lambda state, new: after(state, new.values()), (specs, self.shard_specs), specs)
-                opt_state = ordered(opt_state, shards)
+                opt_state = ordered(opt_state, shards)  # mapped: else arrays are gathered to read one number
         return shards, jax.device_put(opt_state, jax.memory.Space.Host) if offloaded else opt_state
 
     def _moved(self, params: Params, *, into: Params | None = None) -> Params:
@@ -451,7 +451,7 @@ class TrainStep:
         for step in self.declared.update:
             name = step.result.name
             if not step.only_moves:
-                done.add(name)
+                done.add(name)  # its further moves bring the new weight back
             elif name in moves and (name not in done) == before:
                 moves[name].append(step)
         if into is None:
@@ -466,8 +466,8 @@ class TrainStep:
     # -- the comparison: XLA chooses the collectives --------------------------------------------------
 
     def _gspmd_gradients(self, params: Params, batch: Batch) -> StepGradients:
-        given, mesh = self.strategy, dict.fromkeys(self.strategy.mesh, 1)
-        alone = Strategy(mesh=mesh, remat=given.remat, num_microbatches=given.num_microbatches, state=given.state)
+        source, mesh = self.strategy, dict.fromkeys(self.strategy.mesh, 1)
+        alone = Strategy(mesh=mesh, remat=source.remat, num_microbatches=source.num_microbatches, state=source.state)
         whole = derive(self.program, alone, fused_head=False)
 
         def constrain(array: ShardedArray, value: Array) -> Array:

@@ -15,14 +15,8 @@ from meshwright.cost.memory.state import memory_parts
 from meshwright.cost.network.placement import factorings
 from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.work.slots import SlotSizes
-from meshwright.plan.legal import (
-    DEVICES_RULE,
-    StrategySizes,
-    divisors,
-    few_idle_places,
-    legal_axis_sizes,
-    mask,
-)
+from meshwright.plan.legal import DEVICES_RULE, divisors, few_idle_places, legal_axis_sizes
+from meshwright.plan.rules import StrategySizes, mask
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import BATCH_AXES, RERUN_POLICIES
@@ -62,22 +56,22 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
     dims = space.dims(num_chips if reach else batch_seqs)
     options = [sorted(set(divisors(num_chips)) & set(axis_sizes(space, axis, dims))) for axis in MESH_AXES]
     meshes = np.array(list(factorings(num_chips, options)), dtype=np.int64).reshape(-1, len(MESH_AXES))
-    found = _with_batch(meshes, batch_seqs)
+    rows = _with_batch(meshes, batch_seqs)
     if reach:
-        shards = found.batch_shards * (space.num_microbatches or 1)
+        shards = rows.batch_shards * (space.num_microbatches or 1)
         near = [_with_batch(meshes, shards * (batch_seqs // shards + above)) for above in (0, 1)]
-        found = map_figures(lambda *columns: np.concatenate(columns), *near)
-        found = select(found, (found.batch_seqs > 0) & (np.abs(found.batch_seqs - batch_seqs) <= reach * batch_seqs))
-    found = select(found, _legal_somewhere(space, found, num_chips))
-    return msgspec.structs.replace(found, number=np.arange(len(found)))
+        rows = map_figures(lambda *columns: np.concatenate(columns), *near)
+        rows = select(rows, (rows.batch_seqs > 0) & (np.abs(rows.batch_seqs - batch_seqs) <= reach * batch_seqs))
+    rows = select(rows, _legal_somewhere(space, rows, num_chips))
+    return msgspec.structs.replace(rows, number=np.arange(len(rows)))
 
 
 def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
     """Returns every mesh of any number of chips whose sizes divide in some pattern, with one microbatch."""
     sizes = [axis_sizes(space, axis, space.dims(batch_seqs)) for axis in MESH_AXES]
-    grid = np.meshgrid(*(np.array(some, dtype=np.int64) for some in sizes), indexing="ij")
-    found = _with_batch(_evenly_split(space, np.stack([axis.ravel() for axis in grid], axis=1), batch_seqs), batch_seqs)
-    return select(found, _legal_somewhere(space, found, None))
+    grid = np.meshgrid(*(np.array(options, dtype=np.int64) for options in sizes), indexing="ij")
+    rows = _with_batch(_evenly_split(space, np.stack([axis.ravel() for axis in grid], axis=1), batch_seqs), batch_seqs)
+    return select(rows, _legal_somewhere(space, rows, None))
 
 
 def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarray:
@@ -101,8 +95,8 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
         return (1,)
     if axis == "expert":
         return divisors(space.setting.model.num_experts)
-    found = (legal_axis_sizes(pattern.splits, axis, dims) for pattern in space.patterns)
-    return tuple(sorted({size for sizes in found for size in sizes}))
+    by_pattern = (legal_axis_sizes(pattern.splits, axis, dims) for pattern in space.patterns)
+    return tuple(sorted({size for sizes in by_pattern for size in sizes}))
 
 
 def stage_counts(num_layers: int) -> tuple[int, ...]:
@@ -208,15 +202,15 @@ def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
 
     Clusters of fewer slices come first, then those with more closed rings, then those with a shorter longest axis.
     """
-    found = []
+    rows = []
     for num_slices in range(1, cluster.num_slices + 1):
         if num_chips % num_slices:
             continue
         sizes = divisors(num_chips // num_slices)
         for shape in factorings(num_chips // num_slices, [[n for n in sizes if n <= most] for most in cluster.shape]):
             part = cluster.part(shape, num_slices=num_slices)
-            found.append((num_slices, -sum(part.wraps), max(shape), shape, part))
-    return tuple(part for *_, part in sorted(found, key=lambda one: one[:4]))
+            rows.append((num_slices, -sum(part.wraps), max(shape), shape, part))
+    return tuple(part for *_, part in sorted(rows, key=lambda row: row[:4]))
 
 
 def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
@@ -235,10 +229,10 @@ def _shards_what_replicas_split(pattern: Pattern) -> bool:
 def _could_shard(found: Candidates) -> np.ndarray:
     """True for candidates whose replicas could shard the weights: a mesh with all of ``data`` in ``fsdp`` exists."""
     sizes = found.mesh | {"fsdp": found.mesh["data"] * found.mesh["fsdp"]}
-    one = np.ones_like(sizes["data"])
+    ones = np.ones_like(sizes["data"])
     alone, joined = (
         list(zip(*(values[axis].tolist() for axis in MESH_AXES), strict=True))
-        for values in (found.mesh, sizes | {"data": one})
+        for values in (found.mesh, sizes | {"data": ones})
     )
     there = set(alone)
     return np.array([with_one in there for with_one in joined], dtype=bool) & (found.mesh["data"] > 1)
@@ -250,17 +244,17 @@ def memory_of_any_mesh(space: Space, batch: int) -> Mapping[int, float]:
     if all(map(_shards_what_replicas_split, space.patterns)):
         every = select(every, ~_could_shard(every))
     # memory is least with one microbatch or with the most: above one, smaller microbatches keep less
-    found = with_microbatches(space, every, most=2)
-    need = np.full(len(found), np.inf)
+    candidates = with_microbatches(space, every, most=2)
+    need = np.full(len(candidates), np.inf)
     for pattern in _leanest(space.with_reruns(RERUN_POLICIES[-1:]).patterns):
-        here = np.flatnonzero(legal_in(space, pattern, found))
-        rows = select(found, here)
+        here = np.flatnonzero(legal_in(space, pattern, candidates))
+        rows = select(candidates, here)
         parts = memory_parts(pattern.derived, candidate_sizes(space, rows))
         pipeline = candidate_pipeline(space, rows)
         for offload in space.offloads:
             items = parts.items(pipeline, offload)
             need[here] = np.minimum(need[here], total_bytes(items))
-    counts, which = np.unique(product(found.mesh.values()), return_inverse=True)
+    counts, which = np.unique(product(candidates.mesh.values()), return_inverse=True)
     least = np.full(len(counts), np.inf)
     np.minimum.at(least, which, need)
     return {int(count): float(size) for count, size in zip(counts, least, strict=True) if np.isfinite(size)}

@@ -5,7 +5,7 @@ devices that split it. Search and messages use the same rules.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -23,91 +23,15 @@ from meshwright.cost.memory.state import memory_parts
 from meshwright.cost.pipeline import schedule_fits, schedule_refusal
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
-from meshwright.spec.model import GROUPED, Model
+from meshwright.plan.rules import NOUNS, LegalRule, Refusal, StrategySizes, check_rules, mask
+from meshwright.spec.model import Model
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, REPEATED_HEADS, RERUN_POLICIES, USUAL_POLICIES, Strategy
-
-NOUNS: dict[str, str] = {
-    "B": "sequences",
-    "T": "positions",
-    "S": "key positions",
-    "D": "model width",
-    "F": "feed-forward width",
-    "Fe": "expert feed-forward width",
-    "Fs": "shared feed-forward width",
-    "N": "query heads",
-    "K": "kv heads",
-    "G": "query heads per kv head",
-    "H": "head width",
-    "Hn": "head width without rope",
-    "Hr": "head width with rope",
-    "Hv": "head width of values",
-    "Rq": "query rank",
-    "Rkv": "key and value rank",
-    "V": "vocabulary",
-    "L": "layers",
-    "E": "experts",
-    "Ea": "experts per token",
-    "P": "learned positions",
-    "Ps": "learned positions of the encoder",
-    "R": "relative buckets",
-    **dict.fromkeys((f"{dim}g" for dim in GROUPED), "groups of inputs"),
-}
-"""Dim -> its name in a message, after its size: "K=8 kv heads of llama3-70b"."""
 
 MAX_LISTED = 16
 """Number of sizes up to which a message lists all; of more it names the nearest two."""
 
 MAX_IDLE_SHARE = 0.1
 """Empty places for layers that a pipeline may have, as a share of the number of layers."""
-
-
-class StrategySizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes that rules check; they may be arrays. B of ``dims`` is the whole batch, in sequences."""
-
-    model: str
-    cluster: str
-    num_chips: int
-    mesh: Mapping[str, Number]
-    dims: Mapping[str, Number]
-    num_microbatches: Number = 1
-    schedule: str = "1f1b"
-    chunks: Number = 1
-
-    @property
-    def stages(self) -> Number:
-        """Stages of the pipeline."""
-        return self.mesh.get("pipeline", 1)
-
-    def devices(self, axes: Iterable[str]) -> Number:
-        """Returns the product of the sizes of these axes."""
-        return product(self.mesh[axis] for axis in axes)
-
-    def named(self, axes: Iterable[str]) -> str:
-        """Returns ``tensor=16``, or ``data=35 x fsdp=64 = 2240``, without axes of size 1."""
-        chosen = [axis for axis in axes if self.mesh[axis] > 1]
-        text = " x ".join(f"{axis}={self.mesh[axis]}" for axis in chosen)
-        return f"{text} = {self.devices(chosen)}" if len(chosen) > 1 else text
-
-    @property
-    def mesh_text(self) -> str:
-        """The mesh without axes of size 1: ``mesh fsdp=64 x tensor=4``, or ``a mesh of one device``."""
-        axes = [f"{axis}={size}" for axis, size in self.mesh.items() if size > 1]
-        return f"mesh {' x '.join(axes)}" if axes else "a mesh of one device"
-
-
-class LegalRule(msgspec.Struct, frozen=True):
-    """A named condition. ``holds`` takes sizes or arrays; ``message`` says why one strategy breaks it."""
-
-    name: str
-    holds: Callable[[StrategySizes], Any]
-    message: Callable[[StrategySizes], str]
-
-
-class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a strategy cannot run, and what would run."""
-
-    rule: str
-    message: str
 
 
 DimSplit = tuple[str, tuple[str, ...]]
@@ -119,30 +43,30 @@ def splits(derived: Derived) -> tuple[DimSplit, ...]:
 
     Updates of all layers at once are left out: they send whole matrices to any number of devices.
     """
-    found: dict[DimSplit, None] = {}
+    pairs: dict[DimSplit, None] = {}
     passes = (step for block in derived.blocks for step in (*block.forward, *block.backward))
     for step in (*passes, *(step for step in derived.update if not derived.is_stacked(step))):
         for array in (*step.inputs, step.result, *step.more):
             for dim, axes in zip(array.dims, array.axes, strict=True):
                 # slots C need not divide: their number is a mean; V is padded, and kv heads are repeated
                 if axes and dim not in ("C", *REPEATED_HEADS) and (dim, axes) != ("V", ("tensor",)):
-                    found[dim, axes] = None
+                    pairs[dim, axes] = None
     return tuple(
-        (dim, axes) for dim, axes in found if not any(dim == other and set(axes) < set(wider) for other, wider in found)
+        (dim, axes) for dim, axes in pairs if not any(dim == name and set(axes) < set(wider) for name, wider in pairs)
     )
 
 
 def size_rules(derived: Derived) -> tuple[LegalRule, ...]:
     """Returns the rules on the sizes of a derivation: even splits, stages, experts."""
-    found, layers = splits(derived), derived.num_layers
+    pairs, layers = splits(derived), derived.num_layers
     rules = [LegalRule("stages", lambda f: _places_used(f, layers), lambda f: _stages_message(f, layers))]
     if not is_one_stack(derived.program):
         rules.append(LegalRule(STACKS_RULE, lambda f: np.asarray(f.stages) == 1, lambda f: NO_PIPELINE))
     rules += [LegalRule("experts", _experts_divide, lambda f: _experts_message(f, int(f.dims.get("E", 0))))]
-    rules += [_split_rule(dim, axes, found) for dim, axes in found]
-    if not any(dim == "B" for dim, _ in found):
+    rules += [_split_rule(dim, axes, pairs) for dim, axes in pairs]
+    if not any(dim == "B" for dim, _ in pairs):
         # microbatches must divide the sequences even where no axis splits them
-        rules.append(_split_rule("B", (), found))
+        rules.append(_split_rule("B", (), pairs))
     return tuple(rules)
 
 
@@ -266,22 +190,9 @@ def require_legal(setting: Setting, strategy: Strategy) -> None:
 def require_even_splits(derived: Derived, model: Model, mesh: Mapping[str, int]) -> None:
     """Raises CannotRunError if a mesh does not divide the model's own dims; rules on batch and sequences need a job."""
     facts = StrategySizes(model=model.name, cluster="", num_chips=product(mesh.values()), mesh=mesh, dims=model.dims)
-    found = splits(derived)
-    for refusal in check_rules((_split_rule(*split, found) for split in found if split[0] in model.dims), facts):
+    pairs = splits(derived)
+    for refusal in check_rules((_split_rule(*split, pairs) for split in pairs if split[0] in model.dims), facts):
         raise CannotRunError(refusal.message)
-
-
-def check_rules(rules: Iterable[LegalRule], facts: StrategySizes) -> tuple[Refusal, ...]:
-    """Returns a refusal for each rule that one strategy breaks."""
-    return tuple(Refusal(rule=rule.name, message=rule.message(facts)) for rule in rules if not rule.holds(facts))
-
-
-def mask(rules: Iterable[LegalRule], facts: StrategySizes) -> Any:
-    """Returns a Boolean array: which strategies satisfy all rules."""
-    result: Any = True
-    for rule in rules:
-        result = result & np.asarray(rule.holds(facts))
-    return result
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -387,11 +298,11 @@ def _devices_message(facts: StrategySizes) -> str:
 def _stages_message(facts: StrategySizes, num_layers: int) -> str:
     stages, chunks = int(facts.stages), int(facts.chunks)
     if stages > num_layers:
-        more = f"pipeline={stages} is more stages than the {num_layers} layers of {facts.model}."
-        return f"{more} Use at most {num_layers}."
+        reason = f"pipeline={stages} is more stages than the {num_layers} layers of {facts.model}."
+        return f"{reason} Use at most {num_layers}."
     most = int((1 + MAX_IDLE_SHARE) * num_layers)
     tried = (msgspec.structs.replace(facts, chunks=count) for count in range(1, most // stages + 1))
-    values = [int(one.chunks) for one in tried if _places_used(one, num_layers)]
+    values = [int(sizes.chunks) for sizes in tried if _places_used(sizes, num_layers)]
     fewer = ", or fewer stages" if stages > 1 else ""
     return (
         f"pipeline={stages} x chunks={chunks} has {layer_places(num_layers, stages * chunks)} places for the "
@@ -421,16 +332,16 @@ def _remedy(setting: Setting, strategy: Strategy) -> str:
 
     Of several such changes it is the one with the fewest microbatches.
     """
-    own = strategy.num_microbatches
-    found: list[tuple[int, int, float, str | tuple[str, ...]]] = []
+    now = strategy.num_microbatches
+    fixes: list[tuple[int, int, float, str | tuple[str, ...]]] = []
     for policies in ((strategy.remat, *USUAL_POLICIES), RERUN_POLICIES) if setting.job.trains else ():
         # those that run layers again and again only if no other fits
-        for remat in dict.fromkeys(policies) if not found else ():
+        for remat in dict.fromkeys(policies) if not fixes else ():
             fits = microbatches_that_fit(setting, msgspec.structs.replace(strategy, remat=remat))
-            found += [((remat != strategy.remat) + (count != own), count, need, remat) for count, need in fits.items()]
-    if not found:
+            fixes += [((remat != strategy.remat) + (count != now), count, need, remat) for count, need in fits.items()]
+    if not fixes:
         tried = "None of the remat policies tried, with any number of microbatches, makes it fit: use "
         return f"{tried if setting.job.trains else 'Use '}more chips, or larger fsdp and tensor axes."
-    _, count, need, remat = min(found, key=lambda one: one[:2])
-    changes = [f"remat={remat}"] * (remat != strategy.remat) + [f"num_microbatches={count}"] * (count != own)
+    _, count, need, remat = min(fixes, key=lambda fix: fix[:2])
+    changes = [f"remat={remat}"] * (remat != strategy.remat) + [f"num_microbatches={count}"] * (count != now)
     return f"Use {' with '.join(changes)} ({format_bytes(need)})."

@@ -35,23 +35,23 @@ def pareto(result: PlanResult) -> Frontier:
 def _on_parts(space: Space) -> list[PlannedStrategy]:
     """Returns the best plan on half the chips, a quarter and so on, until one does not run."""
     cluster, job = space.setting.cluster, space.setting.job
-    found: list[PlannedStrategy] = []
+    plans: list[PlannedStrategy] = []
     chips = cluster.num_chips
     for _ in range(MAX_HALVINGS):
         parts = parts_of(cluster, chips // 2) if chips % 2 == 0 else ()
         best = search(space, parts[0], job.batch_seqs, top=1).found if parts else ()
         if not best:
             break
-        found.append(best[0])
+        plans.append(best[0])
         chips //= 2
-    return found
+    return plans
 
 
 def _cheaper(found: Sequence[PlannedStrategy]) -> tuple[PlannedStrategy, ...]:
     """Selects plans with fewer chip-seconds, by `LEAST_CHEAPER`, than every faster plan."""
-    kept: list[PlannedStrategy] = []
-    for one in sorted(found, key=lambda one: one.estimate.step_s):
-        spent = one.estimate.step_s * one.num_chips
-        if not kept or spent < (1 - LEAST_CHEAPER) * kept[-1].estimate.step_s * kept[-1].num_chips:
-            kept.append(one)
-    return tuple(kept)
+    cheaper: list[PlannedStrategy] = []
+    for plan in sorted(found, key=lambda plan: plan.estimate.step_s):
+        spent = plan.estimate.step_s * plan.num_chips
+        if not cheaper or spent < (1 - LEAST_CHEAPER) * cheaper[-1].estimate.step_s * cheaper[-1].num_chips:
+            cheaper.append(plan)
+    return tuple(cheaper)

@@ -18,8 +18,9 @@ from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import mfu_words
 from meshwright.masks.names import mask_named
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
-from meshwright.plan.legal import Refusal, check_rules, legal, strategy_sizes
+from meshwright.plan.legal import legal, strategy_sizes
 from meshwright.plan.result import PlannedStrategy, PlanResult
+from meshwright.plan.rules import Refusal, check_rules
 from meshwright.plan.search import SearchOutcome, search
 from meshwright.plan.space import USUAL, Choices, Space, open_space
 from meshwright.spec.cluster import Cluster
@@ -70,7 +71,7 @@ def rank_plans(
         outcome = _largest_part(space, top)
     outcome = _without_stages(space, top, outcome)
     best = outcome.found[0]
-    notes = (*_notes(space, best.setting), *imbalance_notes(best.setting, *(one.strategy for one in outcome.found)))
+    notes = (*_notes(space, best.setting), *imbalance_notes(best.setting, *(plan.strategy for plan in outcome.found)))
     near = None
     shortfall: tuple[str, ...] = ()
     if outcome.found[0].cluster != cluster:
@@ -136,8 +137,8 @@ def space_of(
             f"Use at most {model.max_positions}, or --set model.max_positions={job.seq_len}."
         )
     make_mesh(axes)
-    given = {name.removeprefix("strategy."): value for name, value in overrides.items()}
-    for name in given:
+    chosen = {name.removeprefix("strategy."): value for name, value in overrides.items()}
+    for name in chosen:
         if name not in FIELDS:
             if name in Assumptions.__struct_fields__:
                 raise InputError(
@@ -146,9 +147,9 @@ def space_of(
             raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Give mesh axes in axes.")
     # CPUs train in float32 unless the state is given
     usual = {"state": "fp32" if setting.cluster.kind == "host" else "bf16-adam"}
-    fields = {**(template or usual), **given, "mesh": make_mesh({})}
+    fields = {**(template or usual), **chosen, "mesh": make_mesh({})}
     strategy = convert_fields(fields, Strategy, section="strategy")
-    return open_space(setting, strategy, given=given, choices=choices, fixed=axes)
+    return open_space(setting, strategy, given=chosen, choices=choices, fixed=axes)
 
 
 def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
@@ -182,11 +183,11 @@ def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
     spread = setting.model.num_experts and strategy.mesh["expert"] > 1
     if not spread or strategy.capacity_factor:
         return []
-    at = setting.sizes(strategy)
-    room = f"; it has room for {at.room:g} times, and takes more in further rounds"
-    most = ", capped at experts over experts per token" * (at.load < setting.assumptions.imbalance)
+    sizes = setting.sizes(strategy)
+    room = f"; it has room for {sizes.room:g} times, and takes more in further rounds"
+    most = ", capped at experts over experts per token" * (sizes.load < setting.assumptions.imbalance)
     return [
-        f"the busiest device of experts is counted with {at.load:g} times the mean of rows "
+        f"the busiest device of experts is counted with {sizes.load:g} times the mean of rows "
         f"(assumptions.imbalance{most}){room * setting.assumptions.holds_empty_slots}"
     ]
 
@@ -208,9 +209,9 @@ def imbalance_notes(setting: Setting, *strategies: Strategy, imbalance: float = 
 def assumption_notes(setting: Setting) -> list[str]:
     """Returns a note of a slice that is not offered, one of assumptions that do not hold for this package, and one of
     the blocks that a mask leaves."""
-    other = ", ".join(f"{name}={value}" for name, value in setting.assumptions.of_other_software.items())
-    words = f"priced as other software would run it, which train and verify refuse: {other}"
-    return slice_note(setting.cluster) + [words] * bool(other) + _mask_notes(setting)
+    assumed = ", ".join(f"{name}={value}" for name, value in setting.assumptions.of_other_software.items())
+    words = f"priced as other software would run it, which train and verify refuse: {assumed}"
+    return slice_note(setting.cluster) + [words] * bool(assumed) + _mask_notes(setting)
 
 
 def _mask_notes(setting: Setting) -> list[str]:
@@ -246,7 +247,7 @@ def _without_stages(space: Space, top: int, outcome: SearchOutcome) -> SearchOut
     except CannotRunError:
         return outcome
     fewer = search(space, part, space.setting.job.batch_seqs, top=top)  # there stages may be faster yet
-    return min(outcome, fewer, key=lambda one: one.found[0].estimate.step_s)
+    return min(outcome, fewer, key=lambda option: option.found[0].estimate.step_s)
 
 
 def _part_notes(
@@ -288,7 +289,7 @@ def refuse_given(space: Space) -> None:
 
 def broken_rule(space: Space) -> Refusal | None:
     """Returns the first refusal of the given axes and fields that no choice of the others could lift, or None."""
-    given = msgspec.structs.replace(
+    strategy = msgspec.structs.replace(
         space.template,
         mesh=make_mesh(space.fixed),
         num_microbatches=space.num_microbatches or 1,
@@ -297,9 +298,9 @@ def broken_rule(space: Space) -> Refusal | None:
     open_rules = {"devices", "placement", "memory", "schedule"}
     if math.prod(space.fixed.values()) < space.setting.cluster.num_chips:
         open_rules |= {"zero"}
-    asked = check_rules(space.patterns[0].rules, strategy_sizes(space.setting, given))
-    of_zero = (refusal for refusal in asked if refusal.rule == "zero")
-    return next((one for one in (*of_zero, *legal(space.setting, given)) if one.rule not in open_rules), None)
+    refusals = check_rules(space.patterns[0].rules, strategy_sizes(space.setting, strategy))
+    of_zero = (refusal for refusal in refusals if refusal.rule == "zero")
+    return next((fault for fault in (*of_zero, *legal(space.setting, strategy)) if fault.rule not in open_rules), None)
 
 
 def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:
@@ -310,26 +311,26 @@ def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:
     if space.fixed:
         what += " and " + " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
     here = {count: need for count, need in needs.items() if count <= cluster.num_chips}
-    count = min(here, key=lambda one: (here[one], -one))
+    count = min(here, key=lambda number: (here[number], -number))
     if here[count] <= limit:
         held = {
             "schedule": space.template.schedule if len(space.schedules) == 1 else None,
             "chunks": space.chunks,
             "num_microbatches": space.num_microbatches,
         }
-        given = ", ".join(f"{name}={value}" for name, value in held.items() if value is not None)
-        advice = f"Leave one of {given} open" if given else "Name another shape of the cluster"
-        return f"no mesh of {what} can be laid on {cluster.short_name}{' with ' * bool(given)}{given}. {advice}."
+        fields = ", ".join(f"{name}={value}" for name, value in held.items() if value is not None)
+        advice = f"Leave one of {fields} open" if fields else "Name another shape of the cluster"
+        return f"no mesh of {what} can be laid on {cluster.short_name}{' with ' * bool(fields)}{fields}. {advice}."
     enough = min((count for count, need in needs.items() if need <= limit), default=None)
     advice = (
         f"At least {enough} chips would hold it."
         if enough is not None
         else "No number of chips would hold it: use shorter sequences, or leave axes, remat and microbatches open."
     )
-    kept = f" beside the {setting.memory_margin:.0%} that stay free" * bool(setting.memory_margin)
+    beside = f" beside the {setting.memory_margin:.0%} that stay free" * bool(setting.memory_margin)
     remats = {pattern.strategy.remat for pattern in space.patterns}
     tried = "any remat policy" if len(remats) > 1 else f"remat={next(iter(remats))}"
     return (
         f"{what} does not fit {cluster.short_name}: the best mesh ({count} chips, {tried}) needs "
-        f"{format_bytes(here[count])} per chip, but a chip has {format_bytes(limit)}{kept}. {advice}"
+        f"{format_bytes(here[count])} per chip, but a chip has {format_bytes(limit)}{beside}. {advice}"
     )

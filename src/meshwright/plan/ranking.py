@@ -66,13 +66,13 @@ class Best:
 
     def column(self, figure: Callable[[Variant], Any]) -> np.ndarray:
         """Returns one figure of all kept candidates, as an array."""
-        columns = [np.broadcast_to(np.asarray(figure(one)), len(one.rows)) for one in self.kept]
+        columns = [np.broadcast_to(np.asarray(figure(variant)), len(variant.rows)) for variant in self.kept]
         return np.concatenate(columns) if columns else np.zeros(0)
 
     @property
     def seconds(self) -> np.ndarray:
         """Seconds per sequence of all kept candidates."""
-        return self.column(lambda one: one.seconds)
+        return self.column(lambda variant: variant.seconds)
 
     def order(self) -> np.ndarray:
         """Returns the indices of all kept candidates, fastest per token first.
@@ -85,19 +85,19 @@ class Best:
             return np.zeros(0, dtype=np.intp)
         level = np.round(np.log(seconds / seconds.min()) / TIE)
         keys: tuple[Callable[[Variant], Any], ...] = (
-            lambda one: one.rows.mesh["context"],
-            lambda one: one.rows.mesh["data"],
-            lambda one: one.pattern,
-            lambda one: one.rank,
-            lambda one: one.rows.microbatches,
-            lambda one: len(one.offload),
-            lambda one: one.rows.mesh["pipeline"],
+            lambda variant: variant.rows.mesh["context"],
+            lambda variant: variant.rows.mesh["data"],
+            lambda variant: variant.pattern,
+            lambda variant: variant.rank,
+            lambda variant: variant.rows.microbatches,
+            lambda variant: len(variant.offload),
+            lambda variant: variant.rows.mesh["pipeline"],
         )
         return np.lexsort((seconds, *map(self.column, keys), level))
 
     def frontier(self) -> list[int]:
         """Returns the indices of the kept candidates that are unbeaten, fastest first."""
-        return unbeaten(self.seconds, self.column(lambda one: one.need))
+        return unbeaten(self.seconds, self.column(lambda variant: variant.need))
 
 
 def unbeaten(seconds: np.ndarray, need: np.ndarray) -> list[int]:
@@ -106,12 +106,12 @@ def unbeaten(seconds: np.ndarray, need: np.ndarray) -> list[int]:
     lower = np.minimum.accumulate(need[order])
     # only a new minimum can be listed: the loop is short
     order = order[np.concatenate([np.ones(len(order[:1]), bool), lower[1:] < lower[:-1]])]
-    found, least = [], np.inf
+    indices, least = [], np.inf
     for index, size in zip(order.tolist(), need[order].tolist(), strict=True):
         if size < least * (1 - TIE):
-            found.append(index)
+            indices.append(index)
             least = size
-    return found
+    return indices
 
 
 def fastest_and_leanest(seconds: np.ndarray, need: np.ndarray) -> np.ndarray:
@@ -130,7 +130,7 @@ def diverse(order: np.ndarray, best: Best, top: int) -> list[int]:
     """
     if not len(order):
         return []
-    meshes = {axis: np.concatenate([one.rows.mesh[axis] for one in best.kept]).tolist() for axis in MESH_AXES}
+    meshes = {axis: np.concatenate([variant.rows.mesh[axis] for variant in best.kept]).tolist() for axis in MESH_AXES}
     listed: set[tuple[int, ...]] = set()
     rounds: list[list[int]] = []
     seen: dict[tuple[int, ...], int] = {}
@@ -147,5 +147,5 @@ def diverse(order: np.ndarray, best: Best, top: int) -> list[int]:
         rounds[earlier].append(index)
         if len(rounds[0]) >= top:
             break
-    chosen = [index for one in rounds for index in one][:top]
+    chosen = [index for indices in rounds for index in indices][:top]
     return sorted(chosen, key=best.seconds.__getitem__)

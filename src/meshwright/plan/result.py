@@ -56,9 +56,9 @@ class PlannedStrategy(InSetting, frozen=True, kw_only=True):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields of the strategy and of its prediction as plain data, with the keys of `plan --json`."""
-        found = msgspec.to_builtins(self.strategy) | msgspec.to_builtins(self.estimate)
-        more = {"zero": self.strategy.zero, "precision": self.strategy.matmul_dtype, "num_chips": self.num_chips}
-        return {"axes": found.pop("mesh"), **found, **more}
+        fields = msgspec.to_builtins(self.strategy) | msgspec.to_builtins(self.estimate)
+        facts = {"zero": self.strategy.zero, "precision": self.strategy.matmul_dtype, "num_chips": self.num_chips}
+        return {"axes": fields.pop("mesh"), **fields, **facts}
 
 
 class PlanResult(InSetting, frozen=True, kw_only=True):
@@ -90,7 +90,7 @@ class PlanResult(InSetting, frozen=True, kw_only=True):
             "model": self.model.name,
             "cluster": self.cluster.short_name,
             "job": msgspec.to_builtins(self.job),
-            "strategies": [one.to_json() for one in self.strategies],
+            "strategies": [strategy.to_json() for strategy in self.strategies],
             "overlap": msgspec.to_builtins(self.overlap),
             "memory_margin": self.setting.memory_margin,
             "notes": [*self.shortfall, *self.notes],
@@ -105,8 +105,8 @@ class PlanResult(InSetting, frozen=True, kw_only=True):
 
     def plan(self, chosen: PlannedStrategy | None = None) -> Plan:
         """Returns the plan file of one of the strategies; by default of the best."""
-        one = chosen or self.strategies[0]
-        return plan_in(one.setting, one.strategy, one.estimate)
+        picked = chosen or self.strategies[0]
+        return plan_in(picked.setting, picked.strategy, picked.estimate)
 
 
 def plan_in(setting: Setting, strategy: Strategy, predicted: Estimate) -> Plan:

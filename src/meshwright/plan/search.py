@@ -92,23 +92,23 @@ def search(
     rarer = space.with_rare()
     meshes = candidates_on_chips(rarer, batch_seqs, num_chips=cluster.num_chips, reach=reach)
     pricer, best = _Pricer(space, cluster, []), Best()
-    kept = np.zeros(len(meshes), dtype=bool)
-    more = ~kept if len(meshes) <= KEPT_MESHES or exhaustive else _screened(space, cluster, meshes)
-    while more.any():
-        kept |= more
-        for variant in pricer.variants(select(meshes, more)):
+    done = np.zeros(len(meshes), dtype=bool)
+    due = ~done if len(meshes) <= KEPT_MESHES or exhaustive else _screened(space, cluster, meshes)
+    while due.any():
+        done |= due
+        for variant in pricer.variants(select(meshes, due)):
             best.add(variant)
-        more = ~kept & _near_first(meshes, best)
+        due = ~done & _near_first(meshes, best)
         lacks = best.missed < np.min(best.seconds, initial=np.inf) or not best.kept
-        if pricer.space is space and not more.any():
+        if pricer.space is space and not due.any():
             pricer = _Pricer(rarer.with_reruns() if lacks else rarer, cluster, pricer.placements)
-            for variant in pricer.variants(select(meshes, kept), begin=len(space.patterns)):
+            for variant in pricer.variants(select(meshes, done), begin=len(space.patterns)):
                 best.add(variant)
-            more = ~kept & _near_first(meshes, best)
-    found = diverse(best.order(), best, top)
+            due = ~done & _near_first(meshes, best)
+    indices = diverse(best.order(), best, top)
     front = tuple(pricer.planned_at(best, index) for index in best.frontier()) if frontier else ()
     return SearchOutcome(
-        found=tuple(pricer.planned_at(best, index) for index in found),
+        found=tuple(pricer.planned_at(best, index) for index in indices),
         num_meshes=len(meshes),
         num_legal=best.num_legal,
         num_candidates=best.num_ranked,
@@ -132,20 +132,20 @@ def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> np.ndarray:
     seconds = np.full(len(meshes), np.inf)
     for variant in _Pricer(quick, cluster, []).variants(meshes, placements=1, microbatches=SCREENED_MICROBATCHES):
         np.minimum.at(seconds, variant.rows.number, variant.seconds)
-    kept = _promising(seconds, meshes.mesh["pipeline"])
-    if not kept.any():
+    promising = _promising(seconds, meshes.mesh["pipeline"])
+    if not promising.any():
         return np.ones(len(meshes), dtype=bool)
-    return kept | near(meshes, select(meshes, np.array([np.argmin(seconds)])).mesh)
+    return promising | near(meshes, select(meshes, np.array([np.argmin(seconds)])).mesh)
 
 
 def _promising(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:
     """True for the fastest meshes, and for the fastest of every number of stages."""
     order = np.argsort(seconds, kind="stable")
-    kept = np.zeros(len(seconds), dtype=bool)
-    kept[order[:KEPT_MESHES]] = True
+    fastest = np.zeros(len(seconds), dtype=bool)
+    fastest[order[:KEPT_MESHES]] = True
     for count in np.unique(stages):
-        kept[order[stages[order] == count][:KEPT_PER_STAGES]] = True
-    return kept & np.isfinite(seconds)
+        fastest[order[stages[order] == count][:KEPT_PER_STAGES]] = True
+    return fastest & np.isfinite(seconds)
 
 
 def _near_first(meshes: Candidates, best: Best) -> np.ndarray:
@@ -181,11 +181,11 @@ class _Pricer:
         every = with_microbatches(self.space, self._laid(meshes, placements), most=microbatches)
         if not len(every):
             return
-        derived = (one.derived for one in self.space.patterns)
+        derived = (pattern.derived for pattern in self.space.patterns)
         rates = self.setting.step_rates(self.space.template, self.placements[start:], *derived)
         for first in range(0, len(every), AT_ONCE):
             rows = select(every, slice(first, first + AT_ONCE))
-            one = PricedStep(
+            step = PricedStep(
                 derived=self.space.patterns[0].derived,
                 sizes=candidate_sizes(self.space, rows),
                 rates=select(rates, rows.laid - start),
@@ -194,7 +194,7 @@ class _Pricer:
             for number, pattern in enumerate(self.space.patterns[begin:], begin):
                 legal = np.flatnonzero(legal_in(self.space, pattern, rows))
                 if len(legal):
-                    priced = msgspec.structs.replace(one, derived=pattern.derived)
+                    priced = msgspec.structs.replace(step, derived=pattern.derived)
                     yield from self._forms(number, priced, rows, legal)
 
     def _laid(self, meshes: Candidates, most: int | None) -> Candidates:
@@ -208,19 +208,19 @@ class _Pricer:
                 self.placements.extend(laid)
             which.extend([number] * len(spans[sizes]))
             numbers.extend(spans[sizes])
-        found = select(meshes, np.array(which, dtype=np.intp))
-        return msgspec.structs.replace(found, laid=np.array(numbers, dtype=np.intp))
+        repeated = select(meshes, np.array(which, dtype=np.intp))
+        return msgspec.structs.replace(repeated, laid=np.array(numbers, dtype=np.intp))
 
     def _forms(self, number: int, priced: PricedStep, rows: Candidates, legal: np.ndarray) -> Iterator[Variant]:
         """Yields the ``legal`` ones among the candidates of a pattern in all schedules and choices of offloading."""
-        space, pattern, own = self.space, self.space.patterns[number], select(rows, legal)
+        space, pattern, legal_rows = self.space, self.space.patterns[number], select(rows, legal)
         held, pcie = select(priced.memory, legal), priced.rates.pcie_bytes_per_s
         times: BlockTimes | None = None
         for schedule in space.schedules:
-            which, chunks = self._chunks(schedule, own, pattern)
+            which, chunks = self._chunks(schedule, legal_rows, pattern)
             if not len(which):
                 continue
-            chosen, memory = select(own, which), select(held, which)
+            chosen, memory = select(legal_rows, which), select(held, which)
             pipeline = candidate_pipeline(space, chosen, schedule=schedule, chunks=chunks)
             for offload in space.offloads:
                 if offload and pcie is None:
@@ -266,16 +266,16 @@ class _Pricer:
             fits = fits & ((stages > 1) | (first & (count == 1)))
             # chunks change only this rule on sizes; `variants` has applied the others
             fits = fits & ((count == 1) | few_idle_places(num_layers, stages * count))
-            found = np.flatnonzero(fits)
-            numbers.append(found)
-            chunks.append(count[found])
+            indices = np.flatnonzero(fits)
+            numbers.append(indices)
+            chunks.append(count[indices])
         return np.concatenate(numbers), np.concatenate(chunks)
 
     def _chunk_counts(self, schedule: str, stages: np.ndarray, num_layers: int) -> Iterator[np.ndarray]:
         """Yields arrays of chunks to try, one number per candidate: as given, or for chunks of one layer, two, ..."""
-        found = definition(schedule)
-        if self.space.chunks or not found.more_chunks:
-            yield np.full(len(stages), self.space.chunks or found.chunks, dtype=np.int64)
+        defined = definition(schedule)
+        if self.space.chunks or not defined.more_chunks:
+            yield np.full(len(stages), self.space.chunks or defined.chunks, dtype=np.int64)
             return
         for layers in CHUNK_LAYERS:
             count = -(-num_layers // (stages * layers))
@@ -285,15 +285,15 @@ class _Pricer:
     def planned_at(self, best: Best, index: int) -> PlannedStrategy:
         """Returns candidate ``index`` of ``best`` with the prediction of the steps that run, which the steps of all
         meshes may be a little off: their order differs."""
-        one = best.at(index)
-        rows, pattern, placement = one.rows, self.space.patterns[one.pattern], self.placements[int(one.rows.laid[0])]
+        form = best.at(index)
+        rows, pattern, placement = form.rows, self.space.patterns[form.pattern], self.placements[int(form.rows.laid[0])]
         strategy = msgspec.structs.replace(
             pattern.strategy,
             mesh={axis: int(size) for axis, size in placement.mesh.items()},
             placement=placement.describe(),
             num_microbatches=int(rows.microbatches[0]),
-            schedule=one.schedule,
-            chunks=int(one.chunks[0]),
-            offload=one.offload,
+            schedule=form.schedule,
+            chunks=int(form.chunks[0]),
+            offload=form.offload,
         )
         return planned(self.setting, int(rows.batch_seqs[0]), strategy)

@@ -13,7 +13,8 @@ from meshwright.algebra.rewrites.repeated_heads import repeated_dim, strategy_of
 from meshwright.algebra.schedules.registry import searched_schedules
 from meshwright.core.dims import EMULATED_AXES, MESH_AXES
 from meshwright.cost.setting import Setting
-from meshwright.plan.legal import DimSplit, LegalRule, size_rules, splits, zero_rules
+from meshwright.plan.legal import DimSplit, size_rules, splits, zero_rules
+from meshwright.plan.rules import LegalRule
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import (
     REPEATED_HEADS,
@@ -131,10 +132,10 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
     def _with(self, **choices: Any) -> "Space":
         tried = msgspec.structs.replace(self.choices, **choices)
-        more = open_space(self.setting, self.template, given=self.given, choices=tried, fixed=self.fixed).patterns
+        patterns = open_space(self.setting, self.template, given=self.given, choices=tried, fixed=self.fixed).patterns
         form = attrgetter("strategy", "tensor_split", "repeats")
         known = [form(pattern) for pattern in self.patterns]
-        return msgspec.structs.replace(self, patterns=(*self.patterns, *(p for p in more if form(p) not in known)))
+        return msgspec.structs.replace(self, patterns=(*self.patterns, *(p for p in patterns if form(p) not in known)))
 
 
 def open_space(
@@ -159,8 +160,8 @@ def open_space(
     patterns = []
     for (assignment, needs), mode, (rank, remat) in itertools.product(assignments, modes, enumerate(remats)):
         strategy = msgspec.structs.replace(template, assignment=assignment, context_attention=mode, remat=remat)
-        more = needs if mode == modes[0] else (*needs, ("context",))
-        if any(all(fixed.get(axis) == 1 for axis in axes) for axes in more):
+        needed = needs if mode == modes[0] else (*needs, ("context",))
+        if any(all(fixed.get(axis) == 1 for axis in axes) for axes in needed):
             continue
         patterns += [
             Pattern(
@@ -169,7 +170,7 @@ def open_space(
                 derived=derived,
                 rules=(*size_rules(derived), *(zero_rules(strategy, given=True) if "assignment" in held else ())),
                 splits=splits(derived),
-                needs=more,
+                needs=needed,
                 tensor_split=tensor_split,
                 repeats=axes,
             )
@@ -201,13 +202,13 @@ def _forms(
     """
     model, cluster, axes = setting.model, setting.cluster, REPEATED_HEADS[repeated_dim(strategy)]
     reach = cluster.domain if cluster.kind == "switched" and not far else cluster.num_chips
-    found: list[tuple[Strategy, tuple[str, ...]]] = [(strategy, ())]
+    forms: list[tuple[Strategy, tuple[str, ...]]] = [(strategy, ())]
     if all(axis in fixed for axis in axes):
         mesh = strategy.mesh | dict(fixed)
-        found = [(strategy_of_heads(msgspec.structs.replace(strategy, mesh=mesh), model.num_kv_heads), ())]
+        forms = [(strategy_of_heads(msgspec.structs.replace(strategy, mesh=mesh), model.num_kv_heads), ())]
     elif model.num_kv_heads < min(model.num_heads, reach):
-        found.append((with_repeated_heads(strategy), axes))
-    for form, repeated in found:
+        forms.append((with_repeated_heads(strategy), axes))
+    for form, repeated in forms:
         derived = setting.symbolic(form)
         if not setting.assumptions.fused_head or keeps_logits(strategy):
             yield derived, None, repeated
@@ -220,12 +221,12 @@ def _forms(
 
 def _assignments(choices: Choices) -> list[tuple[dict[str, Rules], tuple[tuple[str, ...], ...]]]:
     """Returns every assignment with the ``needs`` of its pattern."""
-    found = []
+    assignments = []
     for zero, sequence_parallel in itertools.product(choices.zeros, choices.sequence_parallel):
         needs: tuple[tuple[str, ...], ...] = ()
         if zero != choices.zeros[0]:
             needs += (("fsdp", "expert", "context"),)
         if sequence_parallel != choices.sequence_parallel[0]:
             needs += (("tensor",),)
-        found.append((standard_assignment(zero=zero, sequence_parallel=sequence_parallel), needs))
-    return found
+        assignments.append((standard_assignment(zero=zero, sequence_parallel=sequence_parallel), needs))
+    return assignments

@@ -101,10 +101,10 @@ def _collectives(row: TimeRow, case: AdviceCase) -> str:
 def _products(row: TimeRow, case: AdviceCase) -> str:
     rate = _rate(row, case)
     wanted = float(case.rates.chip.matmul_flops_per_s)
-    found = case.of_class(row.name)
-    derived = sum(one.flops for one in case.expected.values() if class_of_op(one.step.op) == row.name)
-    if found and rate >= wanted and found.flops > derived:
-        flops, known = (format_flops(f, unit="FLOP") for f in (found.flops, derived))
+    traced = case.of_class(row.name)
+    derived = sum(cost.flops for cost in case.expected.values() if class_of_op(cost.step.op) == row.name)
+    if traced and rate >= wanted and traced.flops > derived:
+        flops, known = (format_flops(f, unit="FLOP") for f in (traced.flops, derived))
         return (
             f"the program does {flops} on a device where {known} were derived, at no less than the rate that was "
             f"expected: {_fewer_flops(case)}"
@@ -118,8 +118,8 @@ def _products(row: TimeRow, case: AdviceCase) -> str:
 
 def _rate(row: TimeRow, case: AdviceCase) -> float:
     """Returns the measured FLOP/s per device of a kind of work."""
-    found = case.of_class(row.name)
-    return found.flops / row.measured_s if found and row.measured_s else 0.0
+    traced = case.of_class(row.name)
+    return traced.flops / row.measured_s if traced and row.measured_s else 0.0
 
 
 def _fewer_flops(case: AdviceCase) -> str:
@@ -153,8 +153,8 @@ def _copies(row: TimeRow, case: AdviceCase) -> str:
     size = format_bytes(worst.hbm_bytes / max(worst.count, 1))
     times = "once" if worst.count == 1 else f"{worst.count:g} times"
     facts = f"no derived step copies; the longest is {worst.name} ({worst.step}), {size} {times}"
-    kept = worst.step.startswith(OUTSIDE) or "update-slice" in worst.name
-    if kept and case.job.trains and case.strategy.remat == "none":
+    is_kept = worst.step.startswith(OUTSIDE) or "update-slice" in worst.name
+    if is_kept and case.job.trains and case.strategy.remat == "none":
         return f"{facts}: strategy.remat=block keeps, and so copies, fewer results between the passes"
     mesh = ", ".join(f"{axis}={case.strategy.mesh[axis]}" for axis in case.strategy.active_axes)
     if "convert" in worst.name:
@@ -164,8 +164,8 @@ def _copies(row: TimeRow, case: AdviceCase) -> str:
 
 
 def _memory(row: TimeRow, case: AdviceCase) -> str:
-    found = case.of_class(row.name)
-    moved, seconds = found.hbm_bytes if found else 0.0, row.measured_s or 0.0
+    traced = case.of_class(row.name)
+    moved, seconds = traced.hbm_bytes if traced else 0.0, row.measured_s or 0.0
     wanted = float(case.rates.chip.hbm_bytes_per_s)
     rate = moved / seconds if seconds else 0.0
     facts = (
@@ -183,8 +183,8 @@ def _memory(row: TimeRow, case: AdviceCase) -> str:
 
 def _overhead(row: TimeRow, case: AdviceCase) -> str:
     number = sum(op.count for op in case.times.ops)
-    each = (row.measured_s or 0.0) / max(number, 1.0)
-    facts = f"{number:,.0f} instructions a step, and {format_seconds(each)} without work for each"
+    per_op_s = (row.measured_s or 0.0) / max(number, 1.0)
+    facts = f"{number:,.0f} instructions a step, and {format_seconds(per_op_s)} without work for each"
     return f"{facts}: {_larger(case)} makes each do more"
 
 
@@ -193,10 +193,10 @@ def _idle(row: TimeRow, case: AdviceCase) -> str:
     if pipeline > 1:
         count = case.strategy.num_microbatches
         return f"{pipeline} stages with {count} microbatches: try num_microbatches={2 * count} or another schedule"
-    each = {device: part.idle_s for device, part in case.times.devices.items()}
-    most, least = max(each, key=lambda d: each[d]), min(each, key=lambda d: each[d])
+    idle = {device: part.idle_s for device, part in case.times.devices.items()}
+    most, least = max(idle, key=lambda d: idle[d]), min(idle, key=lambda d: idle[d])
     return (
-        f"device {most} idles {format_seconds(each[most])}, device {least} {format_seconds(each[least])}: gaps of more "
+        f"device {most} idles {format_seconds(idle[most])}, device {least} {format_seconds(idle[least])}: gaps of more "
         f"than a launch, where the host or other work holds the device up; run it alone on the machine"
     )
 

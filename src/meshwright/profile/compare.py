@@ -83,9 +83,9 @@ def compare_times(
         by_step[fact.step] += seconds
         by_part[fact.part] += seconds
         by_term[term_of(fact.kind, known.axes if known else ())] += seconds
-    for one in expected.values():
-        parts[part_of_step(one.step)] += one.seconds
-        terms[term_of(class_of_op(one.step.op), one.axes)] += one.seconds
+    for cost in expected.values():
+        parts[part_of_step(cost.step)] += cost.seconds
+        terms[term_of(class_of_op(cost.step.op), cost.axes)] += cost.seconds
     # sends between pipeline stages are in no block, and their permutes carry no derived label
     terms[term_of("collective")] += float(predicted.priced.estimate.terms.get("pipeline", 0.0))
     whole, mean = predicted.partition, times.mean
@@ -96,8 +96,8 @@ def compare_times(
         rest = max(0.0, mean.total_s - sum(spent.values()))
         rests = [(NOTHING, "overhead", rest, whole.overhead_s + whole.idle_s)]
     rows += [TimeRow(name=name, kind=kind, predicted_s=p, measured_s=m) for name, kind, m, p in rests]
-    steps = {name: one.seconds for name, one in expected.items()}
-    kinds = {name: class_of_op(one.step.op) for name, one in expected.items()}
+    steps = {name: cost.seconds for name, cost in expected.items()}
+    kinds = {name: class_of_op(cost.step.op) for name, cost in expected.items()}
     return ProfileComparison(
         predicted=whole,
         parts=tuple(_rows(parts, by_part, lambda name: "part")),
@@ -143,7 +143,7 @@ def _float32(times: StepTimes, program: TracedProgram) -> tuple[ProductRow, ...]
     for op in times.ops:
         for product in program.products.get(op.name, ()):
             known = (program.instructions.get(name) for name in product.operands[:2])
-            shapes = [one.shapes[0] if one and one.shapes else None for one in known]
+            shapes = [operand.shapes[0] if operand and operand.shapes else None for operand in known]
             if not shapes or any(shape is None or shape.dtype != "f32" for shape in shapes):
                 continue
             rows.append(

@@ -87,10 +87,10 @@ class DeviceTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 def newest_trace(folder: Path) -> Path:
     """Returns the newest trace under a folder."""
-    found = sorted(folder.rglob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    traces = sorted(folder.rglob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime)
+    if not traces:
         raise InputError(f"{folder} holds no trace (*{SUFFIX}). Give a folder that jax.profiler.trace wrote.")
-    return found[-1]
+    return traces[-1]
 
 
 def load_trace(path: Path, program: TracedProgram) -> DeviceTrace:
@@ -119,11 +119,11 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
     events, unnamed = host.events, 0.0
     if devices:
         platform = "gpu" if devices[0][0][1] == "GPU" else "tpu"
-        found = [
+        all_events = [
             e for m, plane in devices for e in _device_events(plane, int(m[2]), m[1] == "GPU", program, host.foreign)
         ]
-        events = [event for event in found if event.op]
-        unnamed = sum(event.seconds for event in found if not event.op)
+        events = [event for event in all_events if event.op]
+        unnamed = sum(event.seconds for event in all_events if not event.op)
     if not events:
         raise InputError(
             f"{source} has no event of the program {program.module.name!r}. Give the text of the program that was "
@@ -155,11 +155,11 @@ def _device_events(plane: Any, device: int, gpu: bool, program: TracedProgram, f
     for line in lines:
         for event in line.events:
             stats = dict(event.stats)
-            said = str(stats.get("hlo_op", ""))
-            if said and stats.get("hlo_module") == program.module.name and said not in program.instructions:
-                foreign.add(said)
+            hlo_op = str(stats.get("hlo_op", ""))
+            if hlo_op and stats.get("hlo_module") == program.module.name and hlo_op not in program.instructions:
+                foreign.add(hlo_op)
             name, start = event.name.split(" = ")[0].strip().lstrip("%"), event.start_ns * _NS
-            named = (one for one in (said, name, program.by_kernel.get(name, "")) if one in program.instructions)
+            named = (op for op in (hlo_op, name, program.by_kernel.get(name, "")) if op in program.instructions)
             yield OpEvent(next(named, ""), device, line.name, start, start + event.duration_ns * _NS)
 
 
@@ -178,7 +178,7 @@ class _Host:
     def read(self, planes: Iterable[Any], *, ops: bool) -> None:
         """Reads every line of the planes; instructions only if ``ops``."""
         for number, line in enumerate(line for plane in planes for line in plane.lines):
-            found: list[tuple[OpEvent, bool]] = []
+            events: list[tuple[OpEvent, bool]] = []
             waits: list[Window] = []
             for event in line.events:
                 name, start = event.name, event.start_ns * _NS
@@ -190,14 +190,14 @@ class _Host:
                 elif name.startswith(_WAITS):
                     waits.append(window)
                 elif ops:
-                    self._add(event, window, f"{line.name.split('/')[0]} {number}", number, found)
-            self.events += _with_waits(found, waits)
+                    self._add(event, window, f"{line.name.split('/')[0]} {number}", number, events)
+            self.events += _with_waits(events, waits)
 
     def _add(self, event: Any, window: Window, lane: str, number: int, found: list[tuple[OpEvent, bool]]) -> None:
         """Adds the event of an instruction, unless it is from another program or the program lacks it."""
         stats = dict(event.stats)
-        own = self.program.module.name
-        if "hlo_op" not in stats or stats.get("hlo_module", own) != own:
+        module = self.program.module.name
+        if "hlo_op" not in stats or stats.get("hlo_module", module) != module:
             return
         if event.name not in self.program.instructions:
             self.foreign.add(event.name)
@@ -206,11 +206,11 @@ class _Host:
             value if isinstance(value := stats.get(name), int) else None for name in ("device_ordinal", "run_id")
         )
         self.by_thread |= device is None
-        one = OpEvent(event.name, number if device is None else device, lane, *window)
-        found.append((one, is_collective(self.program.instructions[event.name])))
+        op_event = OpEvent(event.name, number if device is None else device, lane, *window)
+        found.append((op_event, is_collective(self.program.instructions[event.name])))
         if run is not None:
-            ends = self.runs.setdefault(run, [one.start_s, one.end_s])
-            ends[:] = [min(ends[0], one.start_s), max(ends[1], one.end_s)]
+            ends = self.runs.setdefault(run, [op_event.start_s, op_event.end_s])
+            ends[:] = [min(ends[0], op_event.start_s), max(ends[1], op_event.end_s)]
 
     def windows(
         self, events: Sequence[OpEvent]

@@ -58,7 +58,7 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
         """Every instruction by its name, which is unique in a compiled program."""
-        return {one.name: one for one in self.module}
+        return {instruction.name: instruction for instruction in self.module}
 
     @cached_property
     def by_kernel(self) -> dict[str, str]:
@@ -69,15 +69,15 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         """Returns the properties of one instruction, computed once."""
         if name in self._facts:
             return self._facts[name]
-        one, label = self.instructions[name], self.label(name)
+        instruction, label = self.instructions[name], self.label(name)
         flops, moved = self.flops(name), self.hbm_bytes(name)
-        kind = class_of(self.module, one, label)
+        kind = class_of(self.module, instruction, label)
         bound: Bound = "memory"
         if kind == "collective":
             bound = "communication"
-        elif flops >= self.ridge * moved > 0 or (kind == "attention" and one.opcode == "custom-call"):
+        elif flops >= self.ridge * moved > 0 or (kind == "attention" and instruction.opcode == "custom-call"):
             bound = "compute"
-        source = _NUMBER.sub("", one.op_name.rsplit("/", 1)[-1]) or _NUMBER.sub("", one.name)
+        source = _NUMBER.sub("", instruction.op_name.rsplit("/", 1)[-1]) or _NUMBER.sub("", instruction.name)
         self._facts[name] = InstructionFact(
             label=label, kind=kind, bound=bound, flops=flops, hbm_bytes=moved, source=source
         )
@@ -94,45 +94,45 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def products(self) -> dict[str, tuple[Instruction, ...]]:
         """Matrix products by the instruction that executes them, itself or fused."""
-        work = [one for one in self.module if one.opcode not in CONTAINERS]
-        fused = {name for one in work for _, name in one.called}
-        found = {one.name: self._products(one) for one in work if one.computation not in fused}
-        return {name: products for name, products in found.items() if products}
+        work = [instruction for instruction in self.module if instruction.opcode not in CONTAINERS]
+        fused = {name for caller in work for _, name in caller.called}
+        by_name = {i.name: self._products(i) for i in work if i.computation not in fused}
+        return {name: products for name, products in by_name.items() if products}
 
     def _products(self, one: Instruction) -> tuple[Instruction, ...]:
         return tuple(inner for inner in self.module.fused(one) if is_product(inner))
 
     def flops(self, name: str) -> float:
         """Returns the FLOPs of the products in one execution of an instruction; elementwise work counts as 0."""
-        return float(sum(product_flops(one, self.instructions) for one in self._products(self.instructions[name])))
+        return float(sum(product_flops(inner, self.instructions) for inner in self._products(self.instructions[name])))
 
     def hbm_bytes(self, name: str) -> float:
         """Returns the bytes of operands and result of one execution: its memory traffic, if each moves once.
 
         With a slice each operand counts at most as the result; a result updated in place counts as the update.
         """
-        one = self.instructions[name]
-        if one.opcode in _FREE:
+        op = self.instructions[name]
+        if op.opcode in _FREE:
             return 0.0
-        own = result_bytes(one)
-        read = [result_bytes(self.instructions[operand]) for operand in one.operands if operand in self.instructions]
-        kinds = {inner.opcode for inner in self.module.fused(one)}
+        written = result_bytes(op)
+        read = [result_bytes(self.instructions[operand]) for operand in op.operands if operand in self.instructions]
+        kinds = {inner.opcode for inner in self.module.fused(op)}
         if "dynamic-update-slice" in kinds:
             # the largest operand is the array that is updated in place
             rest = sum(read) - max(read, default=0.0)
-            return min(own + sum(read), 2 * rest) if rest else own
+            return min(written + sum(read), 2 * rest) if rest else written
         if kinds & {"dynamic-slice", "gather", "slice"}:
-            read = [min(b, own) for b in read]
-        return own + sum(read)
+            read = [min(b, written) for b in read]
+        return written + sum(read)
 
     def label(self, name: str) -> StepLabel | None:
         """Returns the derived step of an instruction; for an unlabelled fusion, the most common one inside; or None."""
-        one = self.instructions[name]
-        own = one.label
-        if own is not None or one.opcode in CONTAINERS:
-            return own
-        found = Counter(label for inner in self.module.fused(one) if (label := inner.label))
-        return found.most_common(1)[0][0] if found else None
+        instruction = self.instructions[name]
+        own_label = instruction.label
+        if own_label is not None or instruction.opcode in CONTAINERS:
+            return own_label
+        labels = Counter(label for inner in self.module.fused(instruction) if (label := inner.label))
+        return labels.most_common(1)[0][0] if labels else None
 
 
 def result_bytes(one: Instruction) -> float:

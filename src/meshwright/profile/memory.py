@@ -117,10 +117,10 @@ def resident_bytes() -> int | None:
     """Returns the resident bytes of this process; None if the system does not say (not Linux)."""
     try:
         with open("/proc/self/status", encoding="ascii") as status:
-            found = next((line for line in status if line.startswith("VmRSS:")), None)
+            line = next((line for line in status if line.startswith("VmRSS:")), None)
     except OSError:
         return None
-    return int(found.split()[1]) * 1024 if found else None
+    return int(line.split()[1]) * 1024 if line else None
 
 
 # -- the peak's owners ------------------------------------------------------------------------------------
@@ -130,12 +130,12 @@ def state_owners(shapes: Any, shardings: Any, kind: OwnerKind) -> list[Owner]:
     """Returns each array of a tree of shapes, with the bytes of its shard on one device."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     places = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))
-    found = []
+    owners = []
     for (path, leaf), sharding in zip(leaves, places, strict=True):
         size = math.prod((leaf.dtype.itemsize, *sharding.shard_shape(leaf.shape)))
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        found.append(Owner(name=name, kind=kind, num_bytes=float(size)))
-    return found
+        owners.append(Owner(name=name, kind=kind, num_bytes=float(size)))
+    return owners
 
 
 def temporary_owners(program: TracedProgram) -> tuple[list[Owner], float]:
@@ -164,18 +164,18 @@ def _peak(program: TracedProgram, computation: str, known: dict[str, dict[str, f
     body = program.module.computations[computation].instructions
     roots = _roots(program.module, body)
     last: dict[str, int] = {}
-    for number, one in enumerate(body):
-        ends = len(body) if one.is_root else number
-        for name in (*one.operands, one.name):
+    for number, instruction in enumerate(body):
+        ends = len(body) if instruction.is_root else number
+        for name in (*instruction.operands, instruction.name):
             for root in roots.get(name, ()):
                 last[root] = max(last.get(root, 0), ends)
     live: dict[str, float] = {}
     best: dict[str, float] = {}
-    for number, one in enumerate(body):
-        if roots[one.name] == {one.name}:
-            live[one.name] = result_bytes(one)
-        run = [name for _, name in one.called if name in program.module.computations]
-        peaks = (_peak(program, name, known) for name in run) if one.opcode in CONTAINERS else ()
+    for number, instruction in enumerate(body):
+        if roots[instruction.name] == {instruction.name}:
+            live[instruction.name] = result_bytes(instruction)
+        run = [name for _, name in instruction.called if name in program.module.computations]
+        peaks = (_peak(program, name, known) for name in run) if instruction.opcode in CONTAINERS else ()
         inner = max(peaks, key=lambda peak: sum(peak.values()), default={})
         if sum(live.values()) + sum(inner.values()) > sum(best.values()):
             best = {**live, **inner}
@@ -187,14 +187,14 @@ def _peak(program: TracedProgram, computation: str, known: dict[str, dict[str, f
 
 def _roots(module: Module, body: Sequence[Instruction]) -> dict[str, set[str]]:
     """Maps each instruction to those whose arrays its result aliases; to none for parameters and constants."""
-    found: dict[str, set[str]] = {}
-    for one in body:
+    roots: dict[str, set[str]] = {}
+    for instruction in body:
         # an update of a slice, and a fusion that ends in one, overwrites an operand
-        inside = (i for i in module.inside(one) if i.is_root) if one.opcode == "fusion" else ()
-        if one.opcode in ("parameter", "constant"):
-            found[one.name] = set()
-        elif one.opcode in _ALIASES or any(i.opcode == "dynamic-update-slice" for i in (one, *inside)):
-            found[one.name] = set().union(*(found.get(name, set()) for name in one.operands))
+        inside = (i for i in module.inside(instruction) if i.is_root) if instruction.opcode == "fusion" else ()
+        if instruction.opcode in ("parameter", "constant"):
+            roots[instruction.name] = set()
+        elif instruction.opcode in _ALIASES or any(i.opcode == "dynamic-update-slice" for i in (instruction, *inside)):
+            roots[instruction.name] = set().union(*(roots.get(name, set()) for name in instruction.operands))
         else:
-            found[one.name] = {one.name}
-    return found
+            roots[instruction.name] = {instruction.name}
+    return roots

@@ -17,10 +17,10 @@ def random_rows(step: TrainStep, job: Job, *, seed: int) -> dict[str, np.ndarray
     """Returns a batch of random tokens, each the label of the one before; an encoder gets random tokens too."""
     vocab_size, encoder = step.model.vocab_size, step.model.encoder
     rows = _random_tokens(vocab_size, (job.batch_seqs, job.seq_len + 1), seed)
-    found = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
+    batch = {"tokens": rows[:, :-1], "labels": rows[:, 1:]}
     if encoder:
-        found["encoder_tokens"] = _random_tokens(vocab_size, (job.batch_seqs, encoder.length), seed + 1)
-    return found
+        batch["encoder_tokens"] = _random_tokens(vocab_size, (job.batch_seqs, encoder.length), seed + 1)
+    return batch
 
 
 def _random_tokens(vocab_size: int, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -68,29 +68,29 @@ class Prefill:
 
     def begin(self, seed: int) -> None:
         step, (seqs, length) = self.step, (self.job.batch_seqs, self.job.seq_len)
-        rows, each, page_len = np.arange(seqs * length), step.cache_sizes["Bp"], step.storage.page_len
+        rows, per_seq, page_len = np.arange(seqs * length), step.cache_sizes["Bp"], step.storage.page_len
         owner, positions, whole = rows // length, rows % length, np.full(seqs, length)
-        pages = np.arange(seqs * each).reshape(seqs, each)
+        pages = np.arange(seqs * per_seq).reshape(seqs, per_seq)
         tokens = _random_tokens(step.model.vocab_size, (len(rows),), seed)
         slots = slots_of(positions, pages, owner, page_len)
         first = np.arange(seqs) * length
-        given = PackedRows(tokens, 0 * rows - 1, positions, slots, first, whole, whole, pages, first + length - 1)
+        packed = PackedRows(tokens, 0 * rows - 1, positions, slots, first, whole, whole, pages, first + length - 1)
         if step.has_windows:
             held = step.storage.window_pages // seqs
-            table = np.arange(seqs)[:, None] * held + np.arange(each)[None] % held
-            given = given._replace(window_pages=table, window_slots=slots_of(positions, table, owner, page_len))
+            table = np.arange(seqs)[:, None] * held + np.arange(per_seq)[None] % held
+            packed = packed._replace(window_pages=table, window_slots=slots_of(positions, table, owner, page_len))
         latest = np.zeros(step.max_seqs, np.int32)
         params = step.place(init_params(step.model, seed))
-        self._given = params, step.init_cache(), latest, step.flat(given)
+        self._given = params, step.init_cache(), latest, step.flat(packed)
         jax.block_until_ready(self._given)
 
     def compile(self) -> Any:
         return self.step.compiled(self.step.shape_of(self.job))
 
     def advance(self, compiled: Any) -> None:
-        params, cache, *given = self._given
-        logits, cache = compiled(params, cache, *given)
-        self._given = params, cache, *given
+        params, cache, *inputs = self._given
+        logits, cache = compiled(params, cache, *inputs)
+        self._given = params, cache, *inputs
         jax.block_until_ready((logits, cache))
 
     def owners(self) -> list[Owner]:

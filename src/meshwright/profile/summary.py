@@ -78,8 +78,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.platform == "gpu":
             return self.comparison.float32
-        asked = (row for row in self.comparison.float32 if row.precision in ("high", "highest"))
-        return tuple(asked) if self.platform == "tpu" else ()
+        precise = (row for row in self.comparison.float32 if row.precision in ("high", "highest"))
+        return tuple(precise) if self.platform == "tpu" else ()
 
 
 def analyse(
@@ -151,15 +151,15 @@ def _temporaries(program: TracedProgram) -> MemoryProfile:
 def _require_same(hlo: Path, program: TracedProgram, priced: PricedStrategy, num_chips: int) -> None:
     """Raises InputError for a program of another number of devices, or with other weights on each, than a plan's."""
     module = program.module
-    given = module.computations[module.entry].parameters.values()
-    held = sum(shape.num_bytes for one in given if "params[" in one.op_name for shape in one.shapes)
-    wanted, said = float(priced.estimate.memory["weights"]), ""
+    parameters = module.computations[module.entry].parameters.values()
+    held = sum(shape.num_bytes for array in parameters if "params[" in array.op_name for shape in array.shapes)
+    wanted, fault = float(priced.estimate.memory["weights"]), ""
     if num_chips % module.num_devices:
-        said = f"is for {counted(module.num_devices, 'device')}, and the plan has {num_chips:,}"
+        fault = f"is for {counted(module.num_devices, 'device')}, and the plan has {num_chips:,}"
     elif held and not 1 / OTHER_WEIGHTS < held / wanted < OTHER_WEIGHTS:
-        said = f"has {format_bytes(held)} of weights on a device, and the plan {format_bytes(wanted)}"
-    if said:
-        raise InputError(f"{hlo} is not the program of this plan: it {said}. Give the plan that was run.")
+        fault = f"has {format_bytes(held)} of weights on a device, and the plan {format_bytes(wanted)}"
+    if fault:
+        raise InputError(f"{hlo} is not the program of this plan: it {fault}. Give the plan that was run.")
 
 
 def _warnings(

@@ -79,17 +79,17 @@ def segments(spans: Iterable[tuple[float, float, What]], window: Window) -> Iter
             turns += [(start, True, len(names)), (end, False, len(names))]
             names.append(name)
     active: dict[int, What] = {}
-    at = window.start_s
+    begin = window.start_s
     for when, begins, number in sorted(turns):
-        if when > at:
-            yield Window(at, when), list(active.values())
-            at = when
+        if when > begin:
+            yield Window(begin, when), list(active.values())
+            begin = when
         if begins:
             active[number] = names[number]
         else:
             del active[number]
-    if window.end_s > at:
-        yield Window(at, window.end_s), []
+    if window.end_s > begin:
+        yield Window(begin, window.end_s), []
 
 
 # -- the steps of each device -----------------------------------------------------------------------------
@@ -146,10 +146,10 @@ class _Sums:
 
     def ops(self, shares: int) -> tuple[OpTime, ...]:
         """Returns the mean times of every instruction, most wall time first."""
-        found = []
+        rows = []
         for op in self.wall_s.keys() | self.own_s.keys():
             fact, count = self.program.fact(op), self.count[op] / shares
-            one = OpTime(
+            row = OpTime(
                 name=op,
                 kind=fact.kind,
                 step=fact.step,
@@ -160,8 +160,8 @@ class _Sums:
                 flops=fact.flops * count,
                 hbm_bytes=fact.hbm_bytes * count,
             )
-            found.append(one)
-        return tuple(sorted(found, key=lambda op: (-op.wall_s, op.name)))
+            rows.append(row)
+        return tuple(sorted(rows, key=lambda op: (-op.wall_s, op.name)))
 
 
 def measure_times(trace: DeviceTrace, program: TracedProgram) -> StepTimes:
@@ -197,14 +197,14 @@ def in_flight(events: Sequence[OpEvent], program: TracedProgram, platform: Trace
         return [(event.start_s, event.end_s) for event in sent]
     instructions = program.instructions
     begun: dict[str, float] = {}
-    found = []
+    spans = []
     for event in sorted(sent, key=lambda event: event.start_s):
-        one = instructions[event.op]
-        if one.opcode.endswith("-start"):
+        instruction = instructions[event.op]
+        if instruction.opcode.endswith("-start"):
             begun[event.op] = event.start_s
-        start = next((begun.pop(name) for name in one.operands if name in begun), event.start_s)
-        found.append((start, event.end_s))
-    return found
+        start = next((begun.pop(name) for name in instruction.operands if name in begun), event.start_s)
+        spans.append((start, event.end_s))
+    return spans
 
 
 # -- cores that emulated devices share --------------------------------------------------------------------
@@ -219,21 +219,21 @@ def shared_seconds(trace: DeviceTrace, program: TracedProgram) -> dict[str, floa
     the instructions that work on any device. Waiting in a collective is not work; instants without work count for no
     instruction.
     """
-    found: dict[str, float] = defaultdict(float)
+    shares: dict[str, float] = defaultdict(float)
     spans = [(*span, event.op) for event in trace.events if program.is_work(event.op) for span in working(event)]
     for window in trace.windows:
         for piece, ops in segments(spans, window):
             for op in ops:
-                found[op] += piece.seconds / len(ops)
-    return {op: seconds / len(trace.windows) for op, seconds in found.items()}
+                shares[op] += piece.seconds / len(ops)
+    return {op: seconds / len(trace.windows) for op, seconds in shares.items()}
 
 
 def working(event: OpEvent) -> Iterator[tuple[float, float]]:
     """Yields the spans in which an event does not wait."""
-    at = event.start_s
+    begin = event.start_s
     for start, end in event.waits:
-        if start > at:
-            yield at, start
-        at = max(at, end)
-    if event.end_s > at:
-        yield at, event.end_s
+        if start > begin:
+            yield begin, start
+        begin = max(begin, end)
+    if event.end_s > begin:
+        yield begin, event.end_s

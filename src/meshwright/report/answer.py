@@ -64,12 +64,12 @@ class Table(msgspec.Struct, frozen=True):
         the end of the path, here ``median_s`` and ``memory.weights``, or the whole path if two columns end alike.
         """
         reads = {head: what if isinstance(what, tuple) else (what, None) for head, what in columns.items()}
-        rows = [[_field(one, what) for what, *_ in reads.values()] for one in records]
+        rows = [[_field(record, what) for what, *_ in reads.values()] for record in records]
         paths = [what if isinstance(what, str) else "" for what, *_ in reads.values()]
         ends = [path.rpartition(".")[2] if "/" not in path else path.replace("/", ".") for path in paths]
         names = [end if ends.count(end) == 1 else path for end, path in zip(ends, paths, strict=True)]
-        given = zip(reads.items(), names, strict=True)
-        heads = [Heading(head, show, "".join(own) or name) for (head, (_, show, *own)), name in given]
+        named = zip(reads.items(), names, strict=True)
+        heads = [Heading(head, show, "".join(stated) or name) for (head, (_, show, *stated)), name in named]
         return Table(heads, rows, title)
 
     @staticmethod
@@ -80,7 +80,7 @@ class Table(msgspec.Struct, frozen=True):
         """
         if isinstance(records, Table):
             return records
-        rows = [dict(_cells(one)) for one in records]
+        rows = [dict(_cells(record)) for record in records]
         names = list(dict.fromkeys(name for row in rows for name in row))
         return Table(names, [[row.get(name) for name in names] for row in rows])
 
@@ -96,13 +96,13 @@ class Table(msgspec.Struct, frozen=True):
 
     def known(self) -> "Table":
         """Returns the table without columns that have only None."""
-        kept = [n for n in range(len(self.columns)) if any(row[n] is not None for row in self.rows)]
-        return Table([self.columns[n] for n in kept], [[row[n] for n in kept] for row in self.rows], self.title)
+        indices = [n for n in range(len(self.columns)) if any(row[n] is not None for row in self.rows)]
+        return Table([self.columns[n] for n in indices], [[row[n] for n in indices] for row in self.rows], self.title)
 
     @property
     def heads(self) -> list[Heading]:
         """The columns as headings."""
-        return [Heading(one) if isinstance(one, str) else one for one in self.columns]
+        return [Heading(column) if isinstance(column, str) else column for column in self.columns]
 
     def shown(self) -> list[list[Any]]:
         """Returns the rows as a person reads them."""
@@ -122,7 +122,7 @@ def _cells(record: Any, before: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in (record if isinstance(record, Mapping) else asdict(record)).items():
         if isinstance(value, Mapping | msgspec.Struct):
             yield from _cells(value, f"{before}{name}.")
-        elif not isinstance(value, list | tuple) or not any(isinstance(one, _INSIDE) for one in value):
+        elif not isinstance(value, list | tuple) or not any(isinstance(item, _INSIDE) for item in value):
             yield f"{before}{name}", value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -178,8 +178,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     def tables(self) -> Sequence[Table]:
         """Returns the tables of CSV: ``raw`` if it is given, else those of the text and one with a row of ``facts``."""
-        found = [Table.as_is(one) for one in self.raw or [*tables_of(self.pieces), [self.facts]] if one]
-        return [one for one in found if one.columns]
+        tables = [Table.as_is(rows) for rows in self.raw or [*tables_of(self.pieces), [self.facts]] if rows]
+        return [table for table in tables if table.columns]
 
 
 def tables_of(pieces: Iterable[Piece]) -> list[Table]:
@@ -193,7 +193,7 @@ def as_text(pieces: Iterable[Piece], width: int) -> Iterable[str]:
         if isinstance(piece, Table):
             if piece.title:
                 yield filled(piece.title, width, 2)
-            yield render([one.title for one in piece.heads], piece.shown(), width)
+            yield render([head.title for head in piece.heads], piece.shown(), width)
         elif isinstance(piece, Fact):
             yield filled(f"{piece.label:<{piece.column}}{piece.text}", width, piece.column)
         else:
@@ -243,7 +243,7 @@ def joined(cell: object) -> object:
     """Returns a list as ``g+u`` or ``256 2048``, a dictionary as ``fsdp=4,tensor=2``, and any other cell as it is."""
     if isinstance(cell, dict):
         return ",".join(f"{name}={value}" for name, value in cell.items())
-    numbers = isinstance(cell, tuple | list) and all(isinstance(one, int | float) for one in cell)
+    numbers = isinstance(cell, tuple | list) and all(isinstance(item, int | float) for item in cell)
     return (" " if numbers else "+").join(map(str, cell)) if isinstance(cell, tuple | list) else cell
 
 
@@ -277,7 +277,7 @@ def as_csv(found: Table) -> str:
 def as_markdown(found: Table) -> str:
     """Returns a table of GitHub-flavoured Markdown as a person reads it; columns of numbers are right-aligned."""
     cells = [[cell_text(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in found.shown()]
-    names = [one.title for one in found.heads]
+    names = [head.title for head in found.heads]
     columns = range(len(names))
     numeric = [all(isinstance(row[i], int | float | Quantity | None) for row in found.rows) for i in columns]
     widths = [max(3, len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(names)]

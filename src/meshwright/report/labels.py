@@ -52,8 +52,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
         """Returns where the point is, in pixels from the left upper corner."""
         shares = []
         for value, ends, log in zip((x, y), (self.x, self.y), self.log, strict=True):
-            low, high, at = (math.log(max(one, 1e-300)) if log else one for one in (*ends, value))
-            shares.append((at - low) / (high - low))
+            low, high, position = (math.log(max(number, 1e-300)) if log else number for number in (*ends, value))
+            shares.append((position - low) / (high - low))
         return shares[0] * self.size[0], (1 - shares[1]) * self.size[1]
 
     def holds(self, box: Area) -> bool:
@@ -67,21 +67,21 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
     def curve(self, points: Points) -> list[Area]:
         """Returns boxes along a line through the points; one that is not finite leaves a gap."""
-        found = []
-        for one, other in pairwise(points):
-            if math.isfinite(one[1] + other[1]):
-                (x, y), (x2, y2) = self.pixel(*one), self.pixel(*other)
+        areas = []
+        for start, end in pairwise(points):
+            if math.isfinite(start[1] + end[1]):
+                (x, y), (x2, y2) = self.pixel(*start), self.pixel(*end)
                 pieces = max(1, round(math.hypot(x2 - x, y2 - y) / CURVE_PX))
                 shares = (n / pieces for n in range(pieces + 1))
-                found += [Area(x + (x2 - x) * share, y + (y2 - y) * share, 2, 2) for share in shares]
-        return found
+                areas += [Area(x + (x2 - x) * share, y + (y2 - y) * share, 2, 2) for share in shares]
+        return areas
 
 
 def first_free(places: Sequence[Area], taken: list[Area], frame: Frame) -> Area:
     """Returns the first box inside the picture that touches none of those taken, else the one that touches fewest, and
     adds it to those taken."""
     inside = [box for box in places if frame.holds(box)] or places
-    best = min(inside, key=lambda box: sum(box.touches(other) for other in taken))
+    best = min(inside, key=lambda box: sum(box.touches(area) for area in taken))
     taken.append(best)
     return best
 
@@ -92,7 +92,7 @@ def point_labels(rows: Iterable[Datum], frame: Frame, taken: list[Area], *, font
 
     A row with ``along``, the points of a curve, has its text beside any of them, the last that has room.
     """
-    found = []
+    texts = []
     for row in sorted(rows, key=lambda row: frame.pixel(row["x"], row["y"])):
         dots = [frame.pixel(*point) for point in row.get("along", [(row["x"], row["y"])])][::-1]
         # far from its point a text may also begin beside what is upright, such as a reference line
@@ -103,11 +103,11 @@ def point_labels(rows: Iterable[Datum], frame: Frame, taken: list[Area], *, font
         near = {"near_x_px": min(max(x, box.x - box.across), box.x + box.across), "near_y_px": box.y}
         far = math.hypot(near["near_x_px"] - x, max(0.0, abs(box.y - y) - box.down)) > 2 * GAP_PX
         place = {"x_px": box.x, "y_px": box.y, "dot_x_px": x, "dot_y_px": y, "far": far}
-        found.append({name: value for name, value in row.items() if name != "along"} | place | near)
-    rules = plot(row for row in found if row["far"]).mark_rule(color=MUTED, strokeWidth=1)
+        texts.append({name: value for name, value in row.items() if name != "along"} | place | near)
+    rules = plot(row for row in texts if row["far"]).mark_rule(color=MUTED, strokeWidth=1)
     return alt.layer(
         rules.encode(**_pixels("dot_x_px", "dot_y_px"), x2="near_x_px", y2="near_y_px"),
-        labels(found, **_pixels("x_px", "y_px"), baseline="middle", fontSize=font, **style),
+        labels(texts, **_pixels("x_px", "y_px"), baseline="middle", fontSize=font, **style),
     )
 
 
@@ -141,7 +141,7 @@ def reference(line: ReferenceLine, frame: Frame, taken: list[Area], *, font: int
     steps = steps if (line.at == "start") == flat else steps[::-1]
     sides = (1 + half, -1 - half)
     places = [
-        Area(at, y - side, long, half) if flat else Area(x + side, at, half, long) for side in sides for at in steps
+        Area(px, y - side, long, half) if flat else Area(x + side, px, half, long) for side in sides for px in steps
     ]
     box = first_free(places, taken, frame)
     taken.append(Area(width / 2, y, width / 2, 1) if flat else Area(x, height / 2, 1, height / 2))

@@ -71,7 +71,7 @@ def palette_of(names: Iterable[str]) -> dict[str, str]:
 
 def ink_on(color: str) -> str:
     """Returns the colour of text on a background: white on dark colours, ink on light ones."""
-    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (int(color[first : first + 2], 16) for first in (1, 3, 5))
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < DARK_BELOW else INK
 
 

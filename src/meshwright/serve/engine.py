@@ -112,13 +112,13 @@ class Engine:
         counted = GenerationRequest(
             number=number,
             prompt=prompt,
-            output=max(request.max_tokens, 1),
+            output=max(request.max_tokens, 1),  # with echo it may be 0; the token that is drawn is dropped
             prefix=number if shares else None,
             prefix_len=prompt if shares else 0,
         )
         adapter = self._adapters[request.adapter]
         owner = (
-            min(self._owners, key=lambda one: one.order(request.prompt, adapter))
+            min(self._owners, key=lambda owner: owner.order(request.prompt, adapter))
             if self._owners[1:]
             else self._owners[0]
         )
@@ -141,10 +141,11 @@ class Engine:
     def dispatch(self) -> None:
         """Dispatches a step, if anything is to run; `read` follows."""
         if self._drafter:
+            # where the rows of a step begin depends on which drafts were right
             self._read()
             self._close_ended()
         planned = [owner.scheduler.plan() for owner in self._owners]
-        for active in (active for one in planned for active in one.preempted):
+        for active in (active for step in planned for active in step.preempted):
             self._counts.preemptions += 1
             live = self._live[active.request.number]
             live.vacate()
@@ -152,14 +153,15 @@ class Engine:
                 adapter = self._adapters[live.request.adapter]
                 live.owner.pages.enter(live.number, live.tokens, live.pages, adapter, live.window)
                 active.request = replace(active.request, prefix_len=len(live.tokens))
-        if self._host_pages:
+        if self._host_pages:  # before the step that writes over the pages that go
             out, back = zip(*(owner.pages.moves() for owner in self._owners), strict=True)
-            self._cache = self._host_pages.move(self._cache, *(dict(ChainMap(*some)) for some in (out, back)))
-        self._following = self._dispatch(planned) if any(one.repeats for one in planned) else None
+            self._cache = self._host_pages.move(self._cache, *(dict(ChainMap(*moves)) for moves in (out, back)))
+        # not `_dispatched` yet: grammars, and requests that come back, read that one in `_dispatch`
+        self._following = self._dispatch(planned) if any(step.repeats for step in planned) else None
 
     def read(self) -> list[TokenOutput]:
         """Returns what the step before the dispatched one made."""
-        self._read()
+        self._read()  # the devices compute the step that follows meanwhile
         self._dispatched = self._following
         self._close_ended()
         outputs, self._outputs = self._outputs, []
@@ -167,7 +169,7 @@ class Engine:
 
     def num_known(self, request: TokenRequest) -> int:
         """Returns the tokens of a request's prompt that the prefix cache has."""
-        adapter = self._adapters.get(request.adapter, -1)
+        adapter = self._adapters.get(request.adapter, -1)  # a group asks this before `submit` refuses an unknown one
         return max(owner.pages.num_known(request.prompt, adapter) for owner in self._owners) * self.limits.page_len
 
     @property
@@ -228,7 +230,7 @@ class Engine:
         if self.packed.batch_invariant:
             self._shapes.set_decode_sizes(sizes_up_to(ALIKE_ROWS, least=2, halves_from=8))
         elif requests:
-            self._shapes.keep_for(requests)
+            self._shapes.keep_for(requests)  # idle rows cost less than compiling more shapes
         if first_only:  # what is in files is read when a step needs it, or later
             names = {shape: self.packed.program_name(shape) for shape in self.shapes()}
             self._shapes.ready |= {shape for shape, name in names.items() if self.packed.programs.has([name])}
@@ -237,12 +239,13 @@ class Engine:
         for number, shape in enumerate(shapes):
             on_shape(number, len(shapes))
             self.packed.compiled(shape)
+            # without drafts, logits of all rows are for log-probabilities, which the adjusted program has
             for adjusted in (False, True)[shape.outputs > shape.sequences and not self._drafter :]:
-                if not requests or adjusted == any(adjusts(one) for one in requests):
+                if not requests or adjusted == any(adjusts(request) for request in requests):
                     self._drawer.compiled(shape.outputs, adjusted)
             if self._drafter:
                 self._drafter.warm_up(shape)
-            self._shapes.ready.add(shape)
+            self._shapes.ready.add(shape)  # last: the engine may take it from now on
         if self._host_pages:
             self._host_pages.warm_up()
         if self.packed.batch_invariant:
@@ -252,20 +255,20 @@ class Engine:
 
     def _keep_alike(self) -> None:
         """Keeps the numbers of rows by which a first request has the bits that it has in a step of `ALIKE_ROWS`."""
-        prompt, found = (self.vocab_size - 1, 0)[: self.max_len - 1], dict[int, list[TokenOutput]]()
+        prompt, by_size = (self.vocab_size - 1, 0)[: self.max_len - 1], dict[int, list[TokenOutput]]()
         request = TokenRequest(prompt=prompt, max_tokens=1, echo=True, logprobs=MOST_LOGPROBS)
         for size in [shape.rows for shape in self._shapes.decode]:
             self._shapes.set_decode_sizes([size])
             (outputs,) = self.run([request])
-            found[size] = [replace(one, number=0, admitted_s=0) for one in outputs]
-        self._shapes.set_decode_sizes([size for size, outputs in found.items() if outputs == found[ALIKE_ROWS]])
+            by_size[size] = [replace(output, number=0, admitted_s=0) for output in outputs]
+        self._shapes.set_decode_sizes([size for size, outputs in by_size.items() if outputs == by_size[ALIKE_ROWS]])
         self._number, self._counts = 0, EngineCounts()
         self._times.sums.clear()
 
     def share_sums(self, *others: "Engine") -> dict[StepKey, StepSums]:
         """Has other engines add their steps to the sums of this one, and returns these."""
-        for other in others:
-            other._times.sums = self._times.sums
+        for engine in others:
+            engine._times.sums = self._times.sums
         return self._times.sums
 
     @property
@@ -277,41 +280,44 @@ class Engine:
 
     def _dispatch(self, planned: Sequence[EngineStep]) -> _Dispatched | None:
         start_s, drafted = self._times.now(), self._counts.drafted
-        for active in (active for one in planned for active in one.admitted):
+        for active in (active for step in planned for active in step.admitted):
             self._admit(active, start_s)
         # under "static" requests that have ended keep their slots
-        known = [[self._live.get(active.request.number) for active in one.decode] for one in planned]
-        decoding = [[live for live in own if live is not None and not live.is_done] for own in known]
-        self._draft([live for own in decoding for live in own])
+        known = [[self._live.get(active.request.number) for active in step.decode] for step in planned]
+        decoding = [[live for live in lives if live is not None and not live.is_done] for lives in known]
+        self._draft([live for lives in decoding for live in lives])
         parts = list[list[RowsOf]]()
-        for own, one in zip(decoding, planned, strict=True):
-            parts.append([(live, live.computed, live.computed + 1 + len(live.drafts), live.drafts) for live in own])
-            for active, count in one.prefill:
+        for lives, step in zip(decoding, planned, strict=True):
+            parts.append([(live, live.computed, live.computed + 1 + len(live.drafts), live.drafts) for live in lives])
+            for active, count in step.prefill:
                 live = self._live[active.request.number]
                 parts[-1].append((live, live.computed, live.computed + count, []))
         if not any(parts):
             self._commit(planned)
             return None
         num_decoding = sum(map(len, decoding))
-        every = [rows_of(self.packed, self._tables, self._adapters, own) for own in parts]
-        most_rows, most_outputs = max(len(one.whose) for one in every), max(len(one.outputs) for one in every)
+        every = [rows_of(self.packed, self._tables, self._adapters, owned) for owned in parts]
+        most_rows, most_outputs = max(len(rows.whose) for rows in every), max(len(rows.outputs) for rows in every)
         count, alone = len(every), num_decoding == sum(map(len, parts))
+        # owners have equal shares of the rows of a shape
         shape = self._shapes.fitting(count * most_rows, count * most_outputs, alone=alone)
         rows, expected, outputs = joined_rows(self.packed, every, shape)
-        decoded, num_outputs = num_decoding + self._counts.drafted - drafted, sum(one is not None for one in expected)
+        decoded, num_outputs = num_decoding + self._counts.drafted - drafted, sum(row is not None for row in expected)
         held = held_step(planned, start_s, decoded=decoded, rows=len(rows.tokens), outputs=num_outputs)
+        # `latest` has the tokens of the step before, which the host has not seen yet
         logits, self._cache = self.packed.step(self._params, self._cache, self._drawer.latest, rows, shape.longest)
-        if self._drafter and any(one.prefill for one in planned):
-            self._drafter.follow(rows, shape.longest, {live.slot: end for own in parts for live, _, end, _ in own})
-        allowed = self._allowed(expected, len(rows.last))
+        if self._drafter and any(step.prefill for step in planned):
+            # steps that only decode are caught up in `propose`
+            self._drafter.follow(rows, shape.longest, {live.slot: end for owned in parts for live, _, end, _ in owned})
+        allowed = self._allowed(expected, len(rows.last))  # after the step is dispatched: masks are made while it runs
         adjusted = allowed is not None or any(
-            adjusts(one.live.request) or one.live.request.logprobs is not None for one in expected if one
+            adjusts(row.live.request) or row.live.request.logprobs is not None for row in expected if row
         )
         drawn = self._drawer.draw(logits, outputs, adjusted=adjusted, allowed=allowed)
         self._counts.steps += 1
         for active in self._commit(planned):
             if ending := self._live.get(active.request.number):
-                ending.is_done = True
+                ending.is_done = True  # its tokens are counted already, though not read
                 ending.vacate()
         return _Dispatched(expected, drawn, held)
 
@@ -321,10 +327,11 @@ class Engine:
         if live.admitted_s and (live.request.echo or live.produced > len(live.output)):
             self._read()  # what was drawn before a preemption is prefilled again
         live.prompt_logprobs = []
+        # the time of the first admission counts, not that after a preemption
         live.slot, live.admitted_s = live.owner.free_slots.pop(), live.admitted_s or now_s
         live.computed = active.cached
         live.begin(self._tables)
-        if active.request.prefix is not None and not live.produced:
+        if active.request.prefix is not None and not live.produced:  # who comes back would find its own pages
             live.num_hit = active.cached
             self._counts.prefix_queries += len(live.request.prompt)
             self._counts.prefix_hits += active.cached
@@ -335,30 +342,33 @@ class Engine:
     def _commit(self, planned: Sequence[EngineStep]) -> list[ActiveRequest]:
         """Counts a step of each owner, and returns the requests that have all their tokens."""
         ended = list[ActiveRequest]()
-        for owner, one in zip(self._owners, planned, strict=True):
-            _, own = owner.scheduler.commit(one)
-            for active, _ in one.prefill:
+        for owner, step in zip(self._owners, planned, strict=True):
+            _, finished = owner.scheduler.commit(step)
+            for active, _ in step.prefill:
+                # a prompt enters the tree chunk by chunk
                 self._live[active.request.number].num_shared = owner.pages.num_shared(active.request.number)
-            ended += own
+            ended += finished
         return ended
 
     def _draft(self, decoding: Sequence[Live]) -> None:
         """Gives requests that decode the drafts of the next step, with their pages."""
-        asked = list[Drafting]()
+        draftings = list[Drafting]()
         for live in decoding:
             live.drafts = []
+            # one token comes without a draft
             most = min(self.limits.num_drafts, live.request.max_tokens - live.produced - 1)
-            if self._drafter and most > 0 and not adjusts(live.request):
+            if self._drafter and most > 0 and not adjusts(live.request):  # adjusted logits depend on the drafts before
+                # before `propose`: a draft model writes to the same pages
                 live.take_pages(self._tables, live.computed + 1 + most, self.limits.page_len)
-                asked.append(Drafting(live.number, live.slot, live.tokens, live.produced, most))
-        if self._drafter and asked:
-            for one, drafts in zip(asked, self._drafter.propose(asked, self._tables.pages), strict=True):
-                self._live[one.number].drafts = drafts
+                draftings.append(Drafting(live.number, live.slot, live.tokens, live.produced, most))
+        if self._drafter and draftings:
+            for drafting, drafts in zip(draftings, self._drafter.propose(draftings, self._tables.pages), strict=True):
+                self._live[drafting.number].drafts = drafts
                 self._counts.drafted += len(drafts)
 
     def _allowed(self, expected: Sequence[OutputOf | None], size: int) -> np.ndarray | None:
         """Returns the masks of ``size`` rows with logits once the step before is read, None if no row has a grammar."""
-        if not any(one and one.live.answer for one in expected):
+        if not any(row and row.live.answer for row in expected):
             return None
         self._read()
         return self._masks.of(size, masked_rows(expected))
@@ -372,7 +382,7 @@ class Engine:
         self._times.read(held)
         read = read_outputs(expected, drawn)
         self._outputs += read.outputs
-        self._ended += read.ended
+        self._ended += read.ended  # closed later: `Scheduler.stop` is for between two steps
         for number, count in read.accepted.items():
             self._counts.accepted += count
             live = self._live[number]
@@ -393,6 +403,6 @@ class Engine:
         if not live.is_done:
             live.owner.scheduler.stop(live.active)
             live.vacate()
-        live.owner.pages.leave(live.number)
+        live.owner.pages.leave(live.number)  # after `vacate`, which puts full pages into the tree
         if self._drafter:
             self._drafter.leave(live.number)

@@ -80,15 +80,16 @@ class Feed:
             if not self._unended:
                 return []
             await self._wait()
-        found, self._arrived = self._arrived[:MOST_TAKEN], self._arrived[MOST_TAKEN:]
-        return found
+        arrived, self._arrived = self._arrived[:MOST_TAKEN], self._arrived[MOST_TAKEN:]
+        return arrived
 
     def cancel(self, place: int) -> None:
         """Ends one request; no output of it follows. Nothing happens if it has ended."""
         if place in self._unended:
             self._ended(place)
+            # by place, as the engine may not have numbered the request yet
             self._frontend.command(self._frontend.cancel_in_engine, self, place)
-            self._arrived = [one for one in self._arrived if one[0] != place]
+            self._arrived = [arrived for arrived in self._arrived if arrived[0] != place]
 
     def abandon(self) -> None:
         """Cancels everything; whoever waits gets an AbandonedError."""
@@ -115,7 +116,7 @@ class Feed:
 
     def add(self, place: int, output: TokenOutput, time_s: float) -> None:
         """Called by the front end for each output."""
-        if place in self._unended:
+        if place in self._unended:  # else it was cancelled while its output was on the way
             self._arrived.append((place, output, time_s))
             if output.finish is not None:
                 self._ended(place)
@@ -137,7 +138,7 @@ class Feed:
         await self._waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is not None and not self._waiter.done():  # the outputs of one step wake it once
             self._waiter.set_result(None)
 
 
@@ -224,14 +225,14 @@ class Frontend:
     def cut_off(self) -> None:
         """Ends what runs and waits with an error."""
         self.stop_taking()
-        self.num_cut += self.in_system
+        self.num_cut += self.in_system  # before they fail, which takes them out of the system
         for feed in tuple(self._feeds):
             feed.fail(UnavailableError("the server stopped before the request was done. Ask another one."))
 
     async def close(self, timeout_s: float = 10.0) -> None:
         """Cancels everything and ends the thread, waiting that long at most for a step that runs."""
         self.cut_off()
-        await asyncio.to_thread(self.join, timeout_s)
+        await asyncio.to_thread(self.join, timeout_s)  # joining here would stop the event loop for as long
 
     def join(self, timeout_s: float = 10.0) -> None:
         """Ends the thread, waiting that long at most for a step that runs; needs no event loop."""
@@ -243,6 +244,7 @@ class Frontend:
     def ended(self, feed: Feed, *, all_of_it: bool) -> None:
         """Called by a feed for each request that ended."""
         now = time.perf_counter()
+        # at most 10 s each: an idle hour says nothing of how fast requests end
         self._end_gap_s += 0.1 * (min(now - self._last_end_s, 10.0) - self._end_gap_s)
         self._last_end_s = now
         self.in_system -= 1
@@ -269,7 +271,7 @@ class Frontend:
                 feed.numbers[place] = number
                 self._places[number] = (feed, place)
         except InputError as error:
-            self._post(feed.fail, error)
+            self._post(feed.fail, error)  # which also cancels those that the engine has taken
         else:
             self._post(feed.accept)
 
@@ -283,6 +285,7 @@ class Frontend:
                 if self._stop:
                     return
                 outputs = self.engine.step() if self.engine.has_work else []
+                # a token has the time of its step's end, however late a client reads it
                 self._post(self._deliver, self._placed(outputs), time.perf_counter(), self.engine.state())
         except BaseException as error:  # whatever it is, nobody may wait for ever
             _LOGGER.exception("the engine failed")
@@ -293,16 +296,16 @@ class Frontend:
         waits = not self.engine.has_work
         with suppress(Empty):
             while not self._stop:
-                function, given = self._commands.get(block=waits)
-                function(*given)
+                function, arguments = self._commands.get(block=waits)
+                function(*arguments)
                 waits = False
 
     def _placed(self, outputs: list[TokenOutput]) -> list[tuple[Feed, int, TokenOutput]]:
         placed = []
         for output in outputs:
-            at = self._places.get(output.number) if output.finish is None else self._places.pop(output.number, None)
-            if at is not None:
-                placed.append((at[0], at[1], output))
+            place = self._places.get(output.number) if output.finish is None else self._places.pop(output.number, None)
+            if place is not None:
+                placed.append((place[0], place[1], output))
         return placed
 
     def _post(self, function: Callable[..., None], *given: Any) -> None:

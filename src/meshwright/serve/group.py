@@ -18,9 +18,9 @@ class EngineGroup:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines, self.max_len, self.vocab_size = tuple(engines), engines[0].max_len, engines[0].vocab_size
-        own, count = engines[0].limits, len(engines)
+        limits, count = engines[0].limits, len(engines)
         self.limits = msgspec.structs.replace(
-            own, max_requests=count * own.max_requests, num_pages=count * own.num_pages
+            limits, max_requests=count * limits.max_requests, num_pages=count * limits.num_pages
         )
         self.check, self._sums = engines[0].check, engines[0].share_sums(*engines[1:])
 
@@ -37,14 +37,14 @@ class EngineGroup:
 
     def cancel(self, number: int) -> None:
         """Ends a request at once, see `Engine.cancel`."""
-        own, place = divmod(number, len(self.engines))
-        self.engines[place].cancel(own)
+        own_number, place = divmod(number, len(self.engines))
+        self.engines[place].cancel(own_number)
 
     def step(self) -> list[TokenOutput]:
         """Dispatches a step of every engine with work, and returns what the steps before these made."""
         busy = [(place, engine) for place, engine in enumerate(self.engines) if engine.has_work]
         for _, engine in busy:
-            engine.dispatch()
+            engine.dispatch()  # all devices have work before the tokens of any are waited for
         return [
             msgspec.structs.replace(output, number=output.number * len(self.engines) + place)
             for place, engine in busy
@@ -58,6 +58,7 @@ class EngineGroup:
 
     def state(self) -> EngineState:
         """Returns the sums of the engines' states."""
+        # the engines share `sums`, which are of all of them already
         *names, _ = EngineState.__struct_fields__
         states = [msgspec.structs.astuple(engine.state())[:-1] for engine in self.engines]
         return EngineState(**dict(zip(names, np.sum(states, axis=0).tolist(), strict=True)), sums=self._sums)
@@ -74,10 +75,10 @@ class EngineGroup:
         first_only: bool = False,
     ) -> None:
         """Compiles every shape of every engine, see `Engine.warm_up`."""
-        own = sorted(requests, key=lambda one: -len(one.prompt))[: -(-len(requests) // len(self.engines))]
+        longest = sorted(requests, key=lambda request: -len(request.prompt))[: -(-len(requests) // len(self.engines))]
         for place, engine in enumerate(self.engines):
 
             def tell(done: int, all: int, before: int = place) -> None:
                 on_shape(before * all + done, len(self.engines) * all)
 
-            engine.warm_up(tell, own, first_only=first_only)
+            engine.warm_up(tell, longest, first_only=first_only)

@@ -44,26 +44,28 @@ def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence
     """
     state = "fp32" if source.dtype == "fp32" else "bf16-adam"
     if options.plan is not None:
-        found = _of_plan(source.model, options, len(devices))
+        layout = _of_plan(source.model, options, len(devices))
     elif options.mesh is None and len(devices) > 1 and (planned := _planned(source.model, options, devices)):
-        found = planned
+        layout = planned
     else:
         mesh = make_mesh(options.mesh or usual_mesh(source.model, len(devices)))
         # weights are gathered where fsdp splits them alone
         rules = LAYOUTS["gathered" if mesh["fsdp"] > 1 else "prompts"]
-        found = EngineLayout(Strategy(mesh={**mesh, "data": 1}, assignment=rules), mesh["data"], options)
-    strategy = msgspec.structs.replace(found.strategy, state=state, precision="")
-    needed = strategy.num_chips * found.num_engines
+        layout = EngineLayout(Strategy(mesh={**mesh, "data": 1}, assignment=rules), mesh["data"], options)
+    strategy = msgspec.structs.replace(layout.strategy, state=state, precision="")
+    needed = strategy.num_chips * layout.num_engines
     if needed > len(devices):
         raise CannotRunError(
-            f"{found.words}: {needed} devices are needed, and there are {len(devices)}. Plan for these, use smaller "
+            f"{layout.words}: {needed} devices are needed, and there are {len(devices)}. Plan for these, use smaller "
             f"axes, or emulate them: --on cpu:{needed}."
         )
     mask = source.model.attention_mask
     if mask and set(mask_named(mask).data) - {"lengths"}:  # positions of a prompt may see later ones
-        found = found._replace(options=msgspec.structs.replace(found.options, policy="interleaved", prefix_cache=False))
-    return found._replace(
-        strategy=strategy, options=with_usual(found.options, devices[0].platform, source.dtype, strategy)
+        layout = layout._replace(
+            options=msgspec.structs.replace(layout.options, policy="interleaved", prefix_cache=False)
+        )
+    return layout._replace(
+        strategy=strategy, options=with_usual(layout.options, devices[0].platform, source.dtype, strategy)
     )
 
 
@@ -71,13 +73,14 @@ def with_usual(options: EngineOptions, platform: str, dtype: str, strategy: Stra
     """Returns options with what suits a platform, weights and a strategy in place of 0 and "", and as many requests
     more as the places that have sequences of their own share evenly."""
     owners = sequence_shards(strategy)
-    on_cpu, each = platform == "cpu", 1 + options.drafts
-    most, rows = (ALIKE_ROWS // each, ALIKE_ROWS) if options.batch_invariant else (32, 256) if on_cpu else (256, 2048)
+    on_cpu, checks = platform == "cpu", 1 + options.drafts
+    most, rows = (ALIKE_ROWS // checks, ALIKE_ROWS) if options.batch_invariant else (32, 256) if on_cpu else (256, 2048)
     max_requests = -(-(options.max_requests or most) // owners) * owners
     return msgspec.structs.replace(
         options,
         max_requests=max_requests,
-        token_budget=options.token_budget or max(rows * owners, max_requests * each),
+        token_budget=options.token_budget or max(rows * owners, max_requests * checks),
+        # where devices split the slots of a page, each has as many as its platform reads at once
         page_len=options.page_len or PAGE_LENS.get(platform, 16) * sequence_shards(strategy, "S"),
         cache_dtype=options.cache_dtype or dtype,
     )
@@ -107,10 +110,10 @@ def _planned(model: Model, options: EngineOptions, devices: Sequence[Any]) -> En
     stored = StoredDtypes(options.weights or "bf16", "int8" if options.cache_dtype == "int8" else "bf16")
     with suppress(InputError, CannotRunError):
         chip = chip_of_kind(devices[0].device_kind)
-        ends = [len(set(places)) for places in zip(*(each.coords for each in in_order(devices)), strict=True)]
+        ends = [len(set(places)) for places in zip(*(device.coords for device in in_order(devices)), strict=True)]
         shape = tuple(size for size in ends if size > 1) if chip.topology == "torus" else (len(devices), 1)
-        found = plan_service(service_setting(model, make_cluster(chip, shape)), service, stored=[stored])
-        pool = next((one.generate for one in found.plans if not one.has_pools), None)
+        result = plan_service(service_setting(model, make_cluster(chip, shape)), service, stored=[stored])
+        pool = next((plan.generate for plan in result.plans if not plan.has_pools), None)
         return EngineLayout(pool.strategy, pool.num_engines, options) if pool else None
     return None
 
@@ -120,20 +123,20 @@ def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> EngineLa
     from meshwright.plan.serving.file import load_service
 
     assert options.plan is not None
-    found = load_service(options.plan)
-    for name, planned in found.model.dims.items():
-        if planned != (own := model.dims.get(name)):
+    plan = load_service(options.plan)
+    for name, planned in plan.model.dims.items():
+        if planned != (size := model.dims.get(name)):
             raise InputError(
-                f"{options.plan} is for {found.model.name}, whose {name} is {planned}; that of {model.name} is {own}. "
+                f"{options.plan} is for {plan.model.name}, whose {name} is {planned}; that of {model.name} is {size}. "
                 f"Plan for this model, or give its folder."
             )
-    pool, stored = found.generate, found.stored.storage
+    pool, stored = plan.generate, plan.stored.storage
     return EngineLayout(
         pool.strategy,
         max(1, min(pool.num_engines, num_devices // pool.strategy.num_chips)),
         msgspec.structs.replace(
             options,
-            max_len=options.max_len or min(found.service.max_len, model.max_positions),
+            max_len=options.max_len or min(plan.service.max_len, model.max_positions),
             max_requests=options.max_requests or pool.batch_seqs,
             weights=options.weights or stored.weights,
             # bf16 is planned where it is the weights' own

@@ -88,7 +88,7 @@ def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
         model = adapted_model(model, folder)
     if adapters:
         model = model_with_adapters(model, list(adapters.values()))
-    file = next((found for found in (folder / TOKENIZER, base / TOKENIZER) if found.is_file()), None)
+    file = next((path for path in (folder / TOKENIZER, base / TOKENIZER) if path.is_file()), None)
     tokenizer = read_tokenizer(file) if file else None
     text = TokenizedText(tokenizer) if tokenizer else NumberedText()
     with open_files(base) as tensors:
@@ -129,5 +129,5 @@ class TextStream:
         held = len(self.tokens) - self.shown
         if len(whole) <= len(before) or (whole.endswith("\ufffd") and held <= MOST_HELD and not last):
             return ""
-        self.start, self.shown = self.shown, len(self.tokens)
+        self.start, self.shown = self.shown, len(self.tokens)  # so that a token costs as much late in a text as early
         return whole[len(before) :]

@@ -75,7 +75,7 @@ def open_engine(
     for some ``requests`` alone has room for these, as far as options do not say more, and two shapes. Raises InputError
     for options that contradict the model or the memory, CannotRunError for a model that cannot be served.
     """
-    keep_freed_memory()
+    keep_freed_memory()  # else glibc returns each step's scratch memory, and the kernel clears it anew
     source = folder if isinstance(folder, ModelFolder) else open_model(Path(folder), options.adapters or {})
     if requests:
         options = _options_for(requests, options, source.model.max_positions)
@@ -86,42 +86,43 @@ def open_engine(
     source = source.served(options.weights, devices[0].platform)
     draft = draft and draft.served(options.weights, devices[0].platform)
     storage = _storage(source, options, sequence_shards(strategy))
-    found = _pages(source.model, draft, layout, storage)
+    pages = _pages(source.model, draft, layout, storage)
     limits = SchedulerLimits(
         policy=options.policy,
         max_requests=options.max_requests,
         token_budget=options.token_budget,
         page_len=options.page_len,
-        num_pages=found.num_pages,
+        num_pages=pages.num_pages,
         prefix_cache=options.prefix_cache,
         num_drafts=options.drafts,
     )
     step = PackedStep(
         source.model,
         strategy,
-        max_len=found.max_len,
+        max_len=pages.max_len,
         max_seqs=options.max_requests,
-        storage=replace(storage, num_pages=found.num_pages),
+        storage=replace(storage, num_pages=pages.num_pages),
         batch_invariant=options.batch_invariant,
     )
-    steps, each = [step], strategy.num_chips
+    steps, num_chips = [step], strategy.num_chips
     if layout.num_engines > 1:
         ordered = in_order(devices) or devices
-        own = (ordered[number * each : (number + 1) * each] for number in range(layout.num_engines))
-        steps = [step.on(device_mesh(strategy.mesh, some)) for some in own]
-    engines = [_engine(source, draft, layout, own, limits) for own in steps]
+        shares = (ordered[number * num_chips : (number + 1) * num_chips] for number in range(layout.num_engines))
+        steps = [step.on(device_mesh(strategy.mesh, share)) for share in shares]
+    engines = [_engine(source, draft, layout, step, limits) for step in steps]
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
+    # a batch-invariant engine runs requests while it warms up
     early = in_background and not requests and not options.batch_invariant
     engine.warm_up(on_shape or (lambda done, all: None), requests, first_only=early)
     if early:  # a process that ends waits for one program at most
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
-    return OpenedEngine(source, engine, _lines(source, layout, storage, found, engines[0].weight_bytes))
+    return OpenedEngine(source, engine, _lines(source, layout, storage, pages, engines[0].weight_bytes))
 
 
 def _options_for(requests: Sequence[TokenRequest], options: EngineOptions, most: int) -> EngineOptions:
     """Returns options with room for all requests and some more, so that others like these have the same programs."""
     slots = 1 << (len(requests) - 1).bit_length() if len(requests) <= MOST_EXACTLY else 0
-    needed = max(len(one.prompt) + one.max_tokens for one in requests)
+    needed = max(len(request.prompt) + request.max_tokens for request in requests)
     length = -(-needed // LEN_STEP) * LEN_STEP
     if needed <= LEN_STEP:
         length = max(1 << (needed - 1).bit_length(), LEAST_LEN)
@@ -138,14 +139,16 @@ def _storage(source: ModelFolder, options: EngineOptions, num_owners: int) -> St
         adapters=len(source.adapters),
     )
     window = source.model.sliding_window
+    # pages of windows do not go to the host, and are counted for steps within the token budget
     if not window or options.host_cache_bytes or options.policy != "chunked":
         return storage
     longest = -(-(options.max_len or source.model.max_positions) // options.page_len)
-    own, rows = options.max_requests // num_owners, options.token_budget // num_owners
-    pages = pages_of_windows(window, options.page_len, num_seqs=own, num_rows=rows)
+    num_seqs, rows = options.max_requests // num_owners, options.token_budget // num_owners
+    pages = pages_of_windows(window, options.page_len, num_seqs=num_seqs, num_rows=rows)
     # others that prompts of further requests may begin behind
     pages += pages // 2 if options.prefix_cache else 0
-    return replace(storage, window_pages=pages * num_owners if pages < own * longest else 0)
+    # windows as long as requests would save nothing
+    return replace(storage, window_pages=pages * num_owners if pages < num_seqs * longest else 0)
 
 
 def _engine(
@@ -168,14 +171,14 @@ def _lines(
     source: ModelFolder, layout: EngineLayout, storage: Storage, found: "_FoundPages", weight_bytes: int
 ) -> tuple[str, ...]:
     """Returns what an engine says of itself."""
-    options, model, more = layout.options, source.model, without_mtp_words(source.model)
+    options, model, words = layout.options, source.model, without_mtp_words(source.model)
     if count := len(source.adapters):
-        more += f", {counted(count, 'adapter')} of up to rank {model.dims['Ra'] // count}"
+        words += f", {counted(count, 'adapter')} of up to rank {model.dims['Ra'] // count}"
     groups = {model.dims[dim] // model.dims[f"{dim}g"] for dim in GROUPED if model.dims.get(f"{dim}g")}
     if options.weights == "int4" and min(groups) < GROUP:
-        more += f", a scale for each {min(groups)} to {max(groups)} inputs"
+        words += f", a scale for each {min(groups)} to {max(groups)} inputs"
     return (
-        f"{model.name}: {layout.words}, {format_bytes(weight_bytes)} of weights on each device{more}",
+        f"{model.name}: {layout.words}, {format_bytes(weight_bytes)} of weights on each device{words}",
         f"cache: {counted(found.num_pages, 'page')} of {storage.page_len:,} positions, {format_bytes(found.bytes)} of "
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}"
         + (f"; {storage.window_pages:,} pages for windows" if storage.window_pages else "")
@@ -195,18 +198,18 @@ def _draft_model(folder: Path, model: Model) -> ModelFolder:
     """Opens the folder of a draft for a model. Raises InputError if it has other tokens or fewer positions."""
     if not folder.expanduser().exists():
         raise InputError(f"the draft {folder} is not there. Give ngram, or the folder of a smaller model.")
-    found = open_model(folder)
-    if found.model.vocab_size != model.vocab_size:
+    draft = open_model(folder)
+    if draft.model.vocab_size != model.vocab_size:
         raise InputError(
-            f"the draft {folder} has V={found.model.vocab_size:,} tokens and {model.name} has V={model.vocab_size:,}. "
+            f"the draft {folder} has V={draft.model.vocab_size:,} tokens and {model.name} has V={model.vocab_size:,}. "
             "Give a draft of the same family, or --draft ngram."
         )
-    if found.model.max_positions < model.max_positions:
+    if draft.model.max_positions < model.max_positions:
         raise InputError(
-            f"the draft {folder} has {found.model.max_positions:,} positions and {model.name} has "
+            f"the draft {folder} has {draft.model.max_positions:,} positions and {model.name} has "
             f"{model.max_positions:,}. Give a draft with as many."
         )
-    return found
+    return draft
 
 
 def _loaded(source: ModelFolder, step: PackedStep) -> Params:
@@ -219,7 +222,7 @@ def _loaded(source: ModelFolder, step: PackedStep) -> Params:
 
 def _while_running(done: int, all: int) -> None:
     if not main_thread().is_alive():
-        sys.exit()
+        sys.exit()  # this thread alone, for which the process waits
 
 
 # -- pages -------------------------------------------------------------------------------------------------
@@ -245,17 +248,17 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
             f"max_len={options.max_len:,}, but {model.name} has {model.max_positions:,} positions. Give at most that."
         )
     longest, page_len = options.max_len or model.max_positions, storage.page_len
-    one, strategy = replace(storage, num_pages=1), strategy_of_heads(layout.strategy, model.num_kv_heads)
+    single, strategy = replace(storage, num_pages=1), strategy_of_heads(layout.strategy, model.num_kv_heads)
     sizes: dict[str, Any] = {"batch_seqs": options.max_requests, "max_len": page_len}
-    table = cache_table(model, storage=one, strategy=strategy, **sizes)
-    declared = derive_generation(model, strategy, one).declared
+    table = cache_table(model, storage=single, strategy=strategy, **sizes)
+    declared = derive_generation(model, strategy, single).declared
     spread = product(strategy.mesh[axis] for axis in declared[table[0].name].axes_of("Pg"))
     # bytes of a page on each of the devices over which pages are spread: a device has one of so many; and of all rings
     held = [(row, row.num_bytes / product(strategy.mesh[a] for a in declared[row.name].spread)) for row in table]
     if draft:  # on one of the devices, with all its pages
         held += [
             (row, row.num_bytes)
-            for row in cache_table(draft.model, storage=replace(one, adapters=0, window_pages=0), **sizes)
+            for row in cache_table(draft.model, storage=replace(single, adapters=0, window_pages=0), **sizes)
         ]
     page_bytes = sum(size for row, size in held if "Pg" in row.dims)
     window_bytes = sum(size for row, size in held if "Pw" in row.dims)
@@ -265,10 +268,10 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
     if draft and not options.cache_bytes:
         there -= weight_bytes(draft.model, storage.weights, int(STATE_BYTES[layout.strategy.state]["weights"]))
     there -= window_bytes
-    each = -(-(longest + options.drafts) // page_len)
-    wanted = -(-options.max_requests * each // spread) * spread
+    needed = -(-(longest + options.drafts) // page_len)
+    wanted = -(-options.max_requests * needed // spread) * spread
     most = int(there // page_bytes) // spread * spread if page_bytes else wanted * (there >= 0)
-    own = most // spread  # pages that one request may have
+    room = most // spread  # pages that one request may have
     if options.max_requests > max(most, 256):
         raise InputError(
             f"max_requests={options.max_requests:,}, and each needs one of {most:,} pages at least. Give a smaller "
@@ -278,15 +281,15 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
     if wanted <= most:
         taken = wanted * page_bytes + window_bytes
         return _FoundPages(wanted, longest, taken, f"{requests} of {longest:,} positions")
-    if own < 1 or (options.max_len and own < each):
+    if room < 1 or (options.max_len and room < needed):
         remedy = "a smaller max_len, more cache_bytes, or a cache in int8"
         remedy = "a smaller page_len, more cache_bytes, or both" if longest <= page_len else remedy
         raise InputError(
-            f"{format_bytes(there)} ({limited_by}) hold {counted(own, 'page')} of {page_len:,} positions; one request "
-            f"of {longest:,} positions needs {each:,}, {format_bytes(each * spread * page_bytes)}. Give {remedy}."
+            f"{format_bytes(there)} ({limited_by}) hold {counted(room, 'page')} of {page_len:,} positions; one request "
+            f"of {longest:,} positions needs {needed:,}, {format_bytes(needed * spread * page_bytes)}. Give {remedy}."
         )
     taken = most * page_bytes + window_bytes
-    return _FoundPages(most, min(longest, own * page_len - options.drafts), taken, limited_by)
+    return _FoundPages(most, min(longest, room * page_len - options.drafts), taken, limited_by)
 
 
 def _free_bytes(
@@ -296,14 +299,16 @@ def _free_bytes(
     device, mesh = jax.devices()[0], layout.strategy.mesh
     if device.platform == "cpu":
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        # emulated devices share the machine's memory
         return free / 2 / (layout.strategy.num_chips * layout.num_engines), "half of the free memory"
     stats: Any = device.memory_stats() or {}
     sizes, width = held_dims(model.dims, mesh), int(STATE_BYTES[layout.strategy.state]["weights"])
     quantised = quantised_weights(model, storage.weights)
     weights = 0.0
     for name, (weight, repeat) in weight_variables(model).items():
-        stored = {each.name: each.dtype for each in quantised.get(name, ())} or {name: weight.dtype}
-        for own, dtype in stored.items():
-            if own in declared:
-                weights += repeat * local_elements(declared[own], sizes, mesh) * DTYPE_BYTES.get(dtype, width)
+        stored = {array.name: array.dtype for array in quantised.get(name, ())} or {name: weight.dtype}
+        for part, dtype in stored.items():
+            if part in declared:
+                weights += repeat * local_elements(declared[part], sizes, mesh) * DTYPE_BYTES.get(dtype, width)
+    # the weights are loaded later, so they are counted
     return max(0.0, 0.9 * stats.get("bytes_limit", 0) - weights), "90% of the device's memory without the weights"

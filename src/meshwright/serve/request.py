@@ -147,8 +147,8 @@ class TokenEngine(Protocol):
 
 def run_requests(engine: TokenEngine, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
     """Runs requests to their ends and returns the outputs of each."""
-    found: dict[int, list[TokenOutput]] = {engine.submit(request): [] for request in requests}
+    outputs: dict[int, list[TokenOutput]] = {engine.submit(request): [] for request in requests}
     while engine.has_work:
         for output in engine.step():
-            found[output.number].append(output)
-    return list(found.values())
+            outputs[output.number].append(output)
+    return list(outputs.values())

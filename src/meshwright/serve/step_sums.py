@@ -35,9 +35,9 @@ HeldStep = tuple[StepKey, float, tuple[float, ...]]
 def held_step(planned: Sequence[EngineStep], start_s: float, *, decoded: int, rows: int, outputs: int) -> HeldStep:
     """Returns what owners of sequences have planned as a step, with the rows that decode, those of its compiled shape,
     and those with logits."""
-    tokens, cached = sum([one.prefill_tokens for one in planned]), sum([one.cached_tokens for one in planned])
-    pairs = sum([one.prefill_tokens * (one.prefill_past + 1) for one in planned])
-    positions = cached + decoded + sum([active.cached + num for one in planned for active, num in one.prefill])
+    tokens, cached = sum([step.prefill_tokens for step in planned]), sum([step.cached_tokens for step in planned])
+    pairs = sum([step.prefill_tokens * (step.prefill_past + 1) for step in planned])
+    positions = cached + decoded + sum([active.cached + num for step in planned for active, num in step.prefill])
     held = decoded, cached, tokens, pairs, positions, outputs
     return ("mixed" if tokens else "decode", rows), start_s, held
 

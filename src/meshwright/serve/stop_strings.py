@@ -18,7 +18,7 @@ class StopScan:
 
     def __init__(self, stops: StopStrings) -> None:
         self.stops = stops
-        self._fallbacks = [_fallbacks(one) for one in stops.strings]
+        self._fallbacks = [_fallbacks(string) for string in stops.strings]
         self._matched = [0] * len(stops.strings)
         self._held = list[str]()
 
@@ -32,7 +32,7 @@ class StopScan:
             held.append("" if hidden else character)
             if string := self._advance(character):
                 return "".join(held[: -len(string)]) + (string if self.stops.keep else ""), True
-        certain = len(held) - max(self._matched)
+        certain = len(held) - max(self._matched)  # the longest match may still become its string
         self._held = held[certain:]
         return "".join(held[:certain]), False
 
@@ -57,10 +57,10 @@ class StopScan:
 
 def _fallbacks(string: Sequence[str]) -> list[int]:
     """Returns for each prefix the length of its longest proper prefix that is also its suffix (Knuth-Morris-Pratt)."""
-    found = [0]
-    for at in range(1, len(string)):
-        length = found[-1]
-        while length and string[at] != string[length]:
-            length = found[length - 1]
-        found.append(length + (string[at] == string[length]))
-    return found
+    lengths = [0]
+    for end in range(1, len(string)):
+        length = lengths[-1]
+        while length and string[end] != string[length]:
+            length = lengths[length - 1]
+        lengths.append(length + (string[end] == string[length]))
+    return lengths

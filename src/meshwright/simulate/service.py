@@ -53,14 +53,14 @@ class PricedClock(Clock):
 
     def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
         """Returns the seconds of steps, see `Clock`; arguments may be arrays that broadcast."""
-        asked = (num_decode, cached_tokens, prefill_tokens, prefill_past)
-        decode, cached, tokens, past = (np.asarray(one, float) for one in asked)
-        shards, some = sequence_shards(self._strategy), np.maximum(decode, 1)
-        decoding = LikeSequences(np.maximum(some * self._num_shards, shards), 1.0, cached / some)
-        each, rows = np.clip(tokens, 1, self._prompt_len), np.maximum(tokens, 1)
+        arguments = (num_decode, cached_tokens, prefill_tokens, prefill_past)
+        decode, cached, tokens, past = (np.asarray(argument, float) for argument in arguments)
+        shards, requests = sequence_shards(self._strategy), np.maximum(decode, 1)
+        decoding = LikeSequences(np.maximum(requests * self._num_shards, shards), 1.0, cached / requests)
+        length, rows = np.clip(tokens, 1, self._prompt_len), np.maximum(tokens, 1)
         # as many on every device as on the one that has most
         most = np.maximum(shards * np.minimum(rows, self._prompt_len), rows)
-        prompts = LikeSequences(most / each, each, np.maximum(past - (each - 1) / 2, 0.0))
+        prompts = LikeSequences(most / length, length, np.maximum(past - (length - 1) / 2, 0.0))
         alone_s: Any = 0.0
         both: tuple[LikeSequences, ...] = (prompts,)
         if self._decodes:
@@ -95,9 +95,9 @@ def service_traffic(
     """
     if not (duration_s > 0 and requests_per_s > 0):
         raise InputError(f"simulating {duration_s} s at {requests_per_s} requests/s: both must be above 0.")
-    own = (service.prompt_len, service.output_len)
+    means = (service.prompt_len, service.output_len)
     prompt, output = (
-        parse_lengths(f"{mean}" if text is None else text) for text, mean in zip(lengths, own, strict=True)
+        parse_lengths(f"{mean}" if text is None else text) for text, mean in zip(lengths, means, strict=True)
     )
     if at_once:
         count, generator = round(min(max(requests_per_s * duration_s, 1), MOST_REQUESTS)), np.random.default_rng(seed)

@@ -56,8 +56,8 @@ class StepPrices:
             seconds = self.clock.step_s(decoded, cached, prefilled, past)
         rows = decoded + prefilled
         sizes = op_sizes(self.model, seq_len=1, microbatch_seqs=rows, mesh=self.strategy.mesh, strategy=self.strategy)
-        some, earlier = np.maximum(prefilled, 1), np.maximum(positions - cached - decoded, 1)
-        prompts = LikeSequences.of_sums(some, np.maximum(pairs, 1), earlier)
+        prompt_rows, earlier = np.maximum(prefilled, 1), np.maximum(positions - cached - decoded, 1)
+        prompts = LikeSequences.of_sums(prompt_rows, np.maximum(pairs, 1), earlier)
         decoding = LikeSequences(decoded, 1.0, cached / np.maximum(decoded, 1))
         prompts = replace(prompts, count=prompts.count * (prefilled > 0))
         dims = {**sizes.dims, "O": outputs, "Q": 0.0, "Pg": 1.0, "Pl": 1.0, "Bp": 0.0}
@@ -68,8 +68,8 @@ class StepPrices:
             if step.is_collective:
                 continue
             if is_attention(step):
-                others = [array for array in (*step.inputs, *step.results) if "Pl" not in array.dims]
-                kv = kv + count * (op_hbm_bytes(step, sizes) - sizes.total(*others))
+                not_cached = [array for array in (*step.inputs, *step.results) if "Pl" not in array.dims]
+                kv = kv + count * (op_hbm_bytes(step, sizes) - sizes.total(*not_cached))
             flops = flops + count * op_flops(step, sizes)
             if kind_of(step).group != "embedding":  # which reads a few rows of its table
                 weights = weights + count * (

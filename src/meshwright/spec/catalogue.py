@@ -56,7 +56,7 @@ def has_weights(folder: Path) -> bool:
     """True if a folder has a model's config and files of its weights; also for GGUF files or their folder."""
     patterns = ("*.safetensors", "model.safetensors.index.json", "pytorch_model.bin*", "*.gguf")
     has_config = (folder / "config.json").is_file()
-    return is_gguf(folder) or (has_config and any(file for one in patterns for file in folder.glob(one)))
+    return is_gguf(folder) or (has_config and any(file for pattern in patterns for file in folder.glob(pattern)))
 
 
 def weights_of(name: str) -> str:

@@ -227,7 +227,7 @@ def peak(chip: Chip, dtype: str) -> float:
 
 def require_dtypes(dtypes: Iterable[str], where: str = "") -> None:
     """Raises InputError for a dtype in which no matrix product is computed; ``where`` begins the message."""
-    for dtype in (one for one in dtypes if one not in MATMUL_DTYPES):
+    for dtype in (name for name in dtypes if name not in MATMUL_DTYPES):
         raise InputError(f"{where}{dtype!r} is not a dtype of matrix products.{nearest(dtype, MATMUL_DTYPES)}")
 
 
@@ -259,10 +259,10 @@ def vector_peak(chip: Chip) -> float | None:
     """Returns FP32 FLOP/s of the vector units: the table's, else a cycle's: one for an ALU of a TPU, two for a lane
     of a GPU, which multiplies and adds. None if a figure is not known."""
     vpu = ("num_cores", "vpu_lanes_per_core", "vpu_alus_per_lane", "clock_hz")
-    for each, figures in ((1, ("vector_flops",)), (1, vpu), (2, ("num_sms", "fp32_lanes_per_sm", "clock_hz"))):
+    for factor, figures in ((1, ("vector_flops",)), (1, vpu), (2, ("num_sms", "fp32_lanes_per_sm", "clock_hz"))):
         values = [getattr(chip, name) for name in figures]
         if None not in values:
-            return float(each * math.prod(values))
+            return float(factor * math.prod(values))
     return None
 
 
@@ -276,8 +276,8 @@ def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -
     merged = {key: value for key, value in _merge(entries[base_name], entries).items() if key not in left}
     merged["peak_flops"] = merged.get("peak_flops", {}) | entry.get("peak_flops", {})
     merged["sources"] = merged.get("sources", {}) | entry.get("sources", {})
-    kept = ("base", "peak_flops", "sources")
-    return merged | {key: value for key, value in entry.items() if key not in kept}
+    done = ("base", "peak_flops", "sources")
+    return merged | {key: value for key, value in entry.items() if key not in done}
 
 
 @functools.cache
@@ -294,21 +294,20 @@ def chips() -> dict[str, Chip]:
 @functools.cache
 def compiler_options() -> tuple[CompilerOptions, ...]:
     """Returns the table of the options that the project recommends."""
-    with OPTIONS.open("rb") as file:
-        return tuple(msgspec.convert(tomllib.load(file)["option"], list[CompilerOptions]))
+    return tuple(msgspec.convert(tomllib.loads(OPTIONS.read_text())["option"], list[CompilerOptions]))
 
 
 def options_of(name: str) -> dict[str, OptionValue]:
     """Returns the options for a chip of the catalogue; none for a chip without evidence for any."""
-    rows = (one for one in compiler_options() if name in one.exposed_gb)
-    return {option: value for one in rows for option, value in one.options.items()}
+    rows = (row for row in compiler_options() if name in row.exposed_gb)
+    return {option: value for row in rows for option, value in row.options.items()}
 
 
 @functools.cache
 def _names() -> dict[str, str]:
     names = {}
-    for name, found in chips().items():
-        for word in (name, *found.aliases):
+    for name, entry in chips().items():
+        for word in (name, *entry.aliases):
             names[word] = name
     return names
 
@@ -317,21 +316,21 @@ def chip(name: str) -> Chip:
     """Returns the chip of that name or alias, or of a ``.toml`` file. Raises InputError with the nearest name."""
     if name.strip().endswith(".toml"):
         return read_chip(Path(name.strip()))
-    found = _names().get(name.strip().lower())
-    if found is None:
+    full_name = _names().get(name.strip().lower())
+    if full_name is None:
         raise InputError(f"unknown chip {name!r}.{nearest(name.lower(), _names())} See: meshwright show chips.")
-    return chips()[found]
+    return chips()[full_name]
 
 
 def chip_of_kind(device_kind: str) -> Chip:
     """Returns the chip whose pattern matches the longest part of ``device_kind``; raises InputError if none matches."""
     # "A100-SXM4-80GB": separators between the words do not matter.
     words = device_kind.strip().lower().replace("-", " ").replace("_", " ")
-    known = (one for one in chips().values() if one.device_kind)
-    found = [(match[0], one) for one in known if (match := re.search(one.device_kind, words))]
-    if found:
+    known = (entry for entry in chips().values() if entry.device_kind)
+    matches = [(match[0], entry) for entry in known if (match := re.search(entry.device_kind, words))]
+    if matches:
         # "h100 pcie" is longer than "h100", which matches too
-        return max(found, key=lambda pair: len(pair[0]))[1]
+        return max(matches, key=lambda pair: len(pair[0]))[1]
     raise InputError(
         f"the devices call themselves {device_kind!r}, which is no chip of the catalogue. Name the chip that they are "
         f"like: --chip h200 (see meshwright show chips)."
@@ -343,8 +342,8 @@ def catalogued(chip: Chip, field: str, *, name: str | None = None) -> Any:
 
     Plan files of earlier versions, and tables that persons write, name a chip without all of its fields.
     """
-    found = chips().get(name or chip.name)
-    return getattr(chip, field) or (getattr(found, field) if found else None)
+    entry = chips().get(name or chip.name)
+    return getattr(chip, field) or (getattr(entry, field) if entry else None)
 
 
 def catalogue_name(chip: Chip) -> str:
@@ -357,8 +356,8 @@ def compiled_as(chip: Chip) -> Chip:
     """Returns the chip for which programs of ``chip`` are compiled: its base, if that alone has a compiler and nothing
     in programs depends on what differs; else the chip itself."""
     base = chips().get(catalogue_name(chip), chip)
-    own = catalogued(chip, "libtpu") or catalogued(chip, "xla_gpu")
-    return chip if own or any(getattr(chip, name) != getattr(base, name) for name in _IN_PROGRAMS) else base
+    compiler = catalogued(chip, "libtpu") or catalogued(chip, "xla_gpu")
+    return chip if compiler or any(getattr(chip, name) != getattr(base, name) for name in _IN_PROGRAMS) else base
 
 
 OTHER_NAMES = {"extends": "base", "inherits": "base", "parent": "base", "memory": "hbm_bytes", "flops": "peak_flops"}
@@ -368,19 +367,19 @@ OTHER_NAMES = {"extends": "base", "inherits": "base", "parent": "base", "memory"
 def read_chip(path: Path) -> Chip:
     """Returns the chip of a file: its keys, or those of its table ``[chip]``, which may also be a name."""
     file = read_toml(path)
-    at = ("chip",) if "chip" in file.data else ()
-    if at:
+    place = ("chip",) if "chip" in file.data else ()
+    if place:
         file.check_keys(("chip", "shape", "levels", "num_slices", "twisted"), at=())
     table = file.data.get("chip", file.data)
     if isinstance(table, str):
-        with file.at(at):
+        with file.at(place):
             return chip(table)
     if not isinstance(table, dict):
-        raise file.error(at, "chip is neither a table nor a name. Write one table [chip].")
+        raise file.error(place, "chip is neither a table nor a name. Write one table [chip].")
     for key in table.keys() & OTHER_NAMES.keys():
-        raise file.error((*at, key), f"unknown key {key!r}. Did you mean {OTHER_NAMES[key]!r}?")
-    file.check_keys(Chip.__struct_fields__, at=at)
-    with file.at(at):
+        raise file.error((*place, key), f"unknown key {key!r}. Did you mean {OTHER_NAMES[key]!r}?")
+    file.check_keys(Chip.__struct_fields__, at=place)
+    with file.at(place):
         return chip_from_table(table)
 
 
@@ -396,20 +395,20 @@ def chip_from_table(table: Mapping[str, Any]) -> Chip:
     if isinstance(base, str) and base.endswith(".toml"):
         raise InputError(f"base {base!r} is a file. Name a chip of the catalogue.")
     entries = {base: msgspec.to_builtins(chip(base))} if isinstance(base, str) else {}
-    given = {name: "given" for name in table if name not in ("base", "name", "peak_flops", "sources")}
-    given |= {f"peak_flops.{dtype}": "given" for dtype in table.get("peak_flops", ())}
-    merged = _merge({**table, "sources": given | table.get("sources", {})}, entries) | {"variant": "custom"}
+    sources = {name: "given" for name in table if name not in ("base", "name", "peak_flops", "sources")}
+    sources |= {f"peak_flops.{dtype}": "given" for dtype in table.get("peak_flops", ())}
+    merged = _merge({**table, "sources": sources | table.get("sources", {})}, entries) | {"variant": "custom"}
     if base:
         merged["base"] = chip(base).name
         merged["name"] = table.get("name") or f"{base}-custom"
-        merged["full_name"] = table.get("full_name") or f"{base} with its own {', '.join(given) or 'name'}"
+        merged["full_name"] = table.get("full_name") or f"{base} with its own {', '.join(sources) or 'name'}"
     elif not {"name", "topology"} <= table.keys():
         raise InputError('a chip needs base = "h100" (a known chip) and what differs, or name, topology and figures.')
-    made = convert_fields(merged, Chip, section="chip")
-    families = sorted({one.family for one in chips().values() if one.family})
-    if made.family and made.family not in families:
+    built = convert_fields(merged, Chip, section="chip")
+    families = sorted({entry.family for entry in chips().values() if entry.family})
+    if built.family and built.family not in families:
         raise InputError(
-            f"family {made.family!r} of chip {made.name!r} has no fitted numbers.{nearest(made.family, families)} "
+            f"family {built.family!r} of chip {built.name!r} has no fitted numbers.{nearest(built.family, families)} "
             f"Leave it out for {'those of its base' if base else 'the rates of the data sheet'}."
         )
-    return made
+    return built

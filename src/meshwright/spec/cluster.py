@@ -208,17 +208,17 @@ def read_cluster(path: Path) -> Cluster:
         raise InputError(f"{path} is a chip. Write the sizes of a cluster behind it: {path}:8x4.")
     if {"levels", "shape"} <= file.data.keys():
         raise file.error(("shape",), "the sizes stand in [[levels]]: leave out shape, or leave out the levels.")
-    given: _LevelsFile | _ShapeFile
+    fields: _LevelsFile | _ShapeFile
     levels: tuple[NetworkLevel, ...] = ()
     if "levels" in file.data:
-        given = decode_toml(file, _LevelsFile)
-        shape, levels = _sized_levels(file, given.levels)
+        fields = decode_toml(file, _LevelsFile)
+        shape, levels = _sized_levels(file, fields.levels)
     else:
-        given = decode_toml(file, _ShapeFile)
-        shape = given.shape
-    found = read_chip(path)
+        fields = decode_toml(file, _ShapeFile)
+        shape = fields.shape
+    its_chip = read_chip(path)
     with file.at(("levels" if levels else "shape",)):
-        return make_cluster(found, shape, num_slices=given.num_slices, twisted=given.twisted, levels=levels)
+        return make_cluster(its_chip, shape, num_slices=fields.num_slices, twisted=fields.twisted, levels=levels)
 
 
 def _sized_levels(file: TomlFile, given: tuple[_SizedLevel, ...]) -> tuple[tuple[int, ...], tuple[NetworkLevel, ...]]:

@@ -51,37 +51,37 @@ def is_offered(chip: Chip, shape: ClusterShape) -> bool:
 
 def complete_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
     """Returns the shape completed with sizes of 1. Raises an error that names a valid shape."""
-    given = f"cluster {f'{num_slices}*' * (num_slices != 1)}{chip.name}:{times(shape)}"
+    name = f"cluster {f'{num_slices}*' * (num_slices != 1)}{chip.name}:{times(shape)}"
     if not shape or min(*shape, num_slices) < 1:
-        raise InputError(f"{given} has a size below 1. Give positive whole numbers.")
+        raise InputError(f"{name} has a size below 1. Give positive whole numbers.")
     if num_slices * math.prod(shape) > MAX_CHIPS:
-        raise InputError(f"{given} has more than {MAX_CHIPS:,} chips. Give a smaller one.")
+        raise InputError(f"{name} has more than {MAX_CHIPS:,} chips. Give a smaller one.")
     checks = {"torus": _torus_shape, "switched": _switched_shape, "host": _host_shape}
     return checks[chip.topology](chip, shape, num_slices)
 
 
 def _torus_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
     axes = chip.num_ici_axes or len(shape)
-    given = f"{chip.name}:{times(shape)}"
+    name = f"{chip.name}:{times(shape)}"
     if len(shape) > axes:
-        raise InputError(f"{given} has {len(shape)} torus axes; {chip.name} has {axes}. {_advice(chip, shape, axes)}")
+        raise InputError(f"{name} has {len(shape)} torus axes; {chip.name} has {axes}. {_advice(chip, shape, axes)}")
     if len(shape) == 1 and shape[0] > 1 and axes > 1:
-        raise InputError(f"{given} names one of the {axes} torus axes of {chip.name}. {_advice(chip, shape, axes)}")
+        raise InputError(f"{name} names one of the {axes} torus axes of {chip.name}. {_advice(chip, shape, axes)}")
     if not _in_pod(chip, shape) or math.prod(shape) > (chip.max_chips or MAX_CHIPS):
         pod = f"{chip.max_chips or MAX_CHIPS:,} chips{f', {times(chip.pod_shape)}' if chip.pod_shape else ''}"
-        raise InputError(f"{given} is larger than a pod of {chip.name}, {pod}. {_advice(chip, shape, axes)}")
+        raise InputError(f"{name} is larger than a pod of {chip.name}, {pod}. {_advice(chip, shape, axes)}")
     if num_slices > 1 and chip.dcn_bytes_per_s is None:
         raise CannotRunError(f"{chip.name} has no known data-centre network between slices. Use one slice.")
     return shape + (1,) * (axes - len(shape))
 
 
 def _switched_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
-    given, eight = f"{chip.name}:{times(shape)}", min(8, chip.domain_chips or 8)
+    name, eight = f"{chip.name}:{times(shape)}", min(8, chip.domain_chips or 8)
     if num_slices > 1:
-        raise InputError(f"{num_slices}*{given}: slices are for TPUs. Write domain x nodes: {chip.name}:{eight}x256.")
+        raise InputError(f"{num_slices}*{name}: slices are for TPUs. Write domain x nodes: {chip.name}:{eight}x256.")
     if len(shape) > len(LEVEL_NAMES):
         raise InputError(
-            f"{given} has {len(shape)} sizes; at most {len(LEVEL_NAMES)} are read."
+            f"{name} has {len(shape)} sizes; at most {len(LEVEL_NAMES)} are read."
             f" Write domain x nodes of a rack x racks of a pod x pods, such as {chip.name}:{eight}x2x192x8."
         )
     domain, nodes = shape[0], math.prod(shape[1:])
@@ -89,7 +89,7 @@ def _switched_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> Cluster
     if limit is not None and domain > limit:
         whole = min(-(-domain * nodes // limit), MAX_CHIPS // limit)
         raise InputError(
-            f"{given} asks for {domain} chips in one domain; a domain of {chip.name} has at most {limit}."
+            f"{name} asks for {domain} chips in one domain; a domain of {chip.name} has at most {limit}."
             f" Write domain x nodes: {chip.name}:{limit}x{whole}."
         )
     return shape if len(shape) > 1 else (domain, 1)
@@ -120,7 +120,7 @@ def _advice(chip: Chip, shape: ClusterShape, axes: int) -> str:
         side = cube if wanted > cube**axes else 1
         boxes = (balanced_shape(n, axes) for n in range(-(-wanted // side**axes), most // side**axes + 1))
         shapes = (tuple(side * size for size in box) for box in boxes)
-        near = next((one for one in shapes if _in_pod(chip, one) and is_offered(chip, one)), pod)
+        near = next((option for option in shapes if _in_pod(chip, option) and is_offered(chip, option)), pod)
         return f"{math.prod(near):,} chips are for example {chip.name}:{times(near)}."
     if chip.dcn_bytes_per_s is None:
         return f"The largest slice is {chip.name}:{times(pod)}."

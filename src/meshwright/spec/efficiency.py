@@ -48,8 +48,8 @@ def fitted_calibration(chip: Chip, numbers: Mapping[str, float] | None = None) -
     base = family(chip)
     if base is None:
         return None
-    given = FittedNumbers(date="", source="given numbers", numbers=dict(numbers or {}))
-    stored = fitted_numbers() if numbers is None else given
+    explicit = FittedNumbers(date="", source="given numbers", numbers=dict(numbers or {}))
+    stored = fitted_numbers() if numbers is None else explicit
     values = stored.numbers
     return Calibration(
         name="fitted",
@@ -67,9 +67,9 @@ SHARED = ("ici", "nvlink", "network", "dcn", "hop_s", "host_kernel_s")
 
 def generation_numbers() -> FittedNumbers:
     """Returns the numbers of steps of generation: their own, and those of links that training was fitted with."""
-    own, trained = fitted_numbers(GENERATION_NUMBERS), fitted_numbers().numbers
+    served, trained = fitted_numbers(GENERATION_NUMBERS), fitted_numbers().numbers
     shared = {name: value for name, value in trained.items() if name.split(".")[0] in SHARED}
-    return msgspec.structs.replace(own, numbers=shared | own.numbers)
+    return msgspec.structs.replace(served, numbers=shared | served.numbers)
 
 
 SERVED_FAMILIES = ("h100", "blackwell")
@@ -78,11 +78,11 @@ SERVED_FAMILIES = ("h100", "blackwell")
 
 def generation_calibration(chip: Chip) -> Calibration | None:
     """Returns a GPU's calibration for steps that an inference engine runs; None for TPUs and without a family."""
-    found = generation_numbers()
-    fitted = fitted_calibration(chip, found.numbers)
+    served = generation_numbers()
+    fitted = fitted_calibration(chip, served.numbers)
     if fitted is None or chip.topology == "torus":
         return None
-    return msgspec.structs.replace(fitted, name="served", date=found.date, sources={"efficiency": found.source})
+    return msgspec.structs.replace(fitted, name="served", date=served.date, sources={"efficiency": served.source})
 
 
 def family(chip: Chip) -> str | None:
@@ -101,17 +101,17 @@ def power_notes(chip: Chip, rates: Calibration | None) -> list[str]:
 def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficiency:
     """Returns a chip's efficiency: each number of its family ``base``, else of its kind of network, else of all."""
     kind = "tpu" if chip.topology == "torus" else "gpu"
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name in Efficiency.__struct_fields__:
         key = next((key for key in (f"{name}.{base}", f"{name}.{kind}", name) if key in values), None)
         if key:
-            found[name] = values[key]
+            figures[name] = values[key]
     watts = catalogued(chip, "power_w", name=catalogue_name(chip)) if base == "blackwell" else None
     limit = watts / chip.peak_flops["bf16"] / BLACKWELL_WATTS_PER_FLOPS if watts is not None else 1.0
-    found["compute"] = found.get("compute", 1.0) * limit
-    found.setdefault("attention", found["compute"])
-    found |= {name: min(1.0, found[name]) for name in SHARES if name in found}
+    figures["compute"] = figures.get("compute", 1.0) * limit
+    figures.setdefault("attention", figures["compute"])
+    figures |= {name: min(1.0, figures[name]) for name in SHARES if name in figures}
     ends = (f".{base}", f".{kind}")
     narrow = {key.split(".")[1]: v for key, v in values.items() if key.startswith("narrow.") and key.endswith(ends)}
     engines = {key.split(".", 1)[1]: value for key, value in values.items() if key.startswith("engine_s.")}
-    return Efficiency(**found, narrow=narrow, engine_s=engines)
+    return Efficiency(**figures, narrow=narrow, engine_s=engines)

@@ -97,7 +97,7 @@ def parse_batch(text: str, *, seq_len: int) -> int:
         # the power of two of sequences within 10%, else the nearest whole number
         exact_seqs = tokens / seq_len
         power = 1 << round(exact_seqs).bit_length()
-        powers = (one for one in (power // 2, power) if abs(one / exact_seqs - 1) <= 0.1)
+        powers = (number for number in (power // 2, power) if abs(number / exact_seqs - 1) <= 0.1)
         near = next(powers, max(1, round(exact_seqs)))
         short = format_count(near * seq_len).replace(" ", "")
         exact = parse_count(short, what="batch", most=LARGEST) == near * seq_len

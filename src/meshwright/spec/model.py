@@ -135,16 +135,16 @@ class Lora(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def _named(self) -> tuple[str, ...]:
-        given = self.targets.split(",") if isinstance(self.targets, str) else self.targets
-        return tuple(word.strip() for word in given if word.strip())
+        words = self.targets.split(",") if isinstance(self.targets, str) else self.targets
+        return tuple(word.strip() for word in words if word.strip())
 
     @property
     def weights(self) -> dict[str, bool]:
         """Maps the weights of a layer that get adapters to whether they were named one by one."""
         groups = {w: False for name in self._named for w in _TARGET_GROUPS.get(name, ())}
         named = dict.fromkeys((name for name in self._named if name in LORA_TARGETS), True)
-        found = groups | named
-        return {weight: found[name] for name, weight in LORA_TARGETS.items() if name in found}
+        adapters = groups | named
+        return {weight: adapters[name] for name, weight in LORA_TARGETS.items() if name in adapters}
 
     @property
     def scale(self) -> float:
@@ -363,9 +363,9 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Ra": self.lora.rank if self.lora else 0,
             "Dj": 2 * self.d_model if self.mtp_weight else 0,
         }
-        found = sizes | {letter: size for letter, size in optional.items() if size}
+        dims = sizes | {letter: size for letter, size in optional.items() if size}
         group = self.stored.group if self.stored else GROUP
-        return found | {f"{dim}g": found[dim] // math.gcd(group, found[dim]) for dim in GROUPED if dim in found}
+        return dims | {f"{dim}g": dims[dim] // math.gcd(group, dims[dim]) for dim in GROUPED if dim in dims}
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

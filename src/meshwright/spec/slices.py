@@ -39,14 +39,14 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
     most = 1 if fewest == 1 or chip.dcn_bytes_per_s is None else num_chips
     for num_slices in (count for count in range(min(fewest, most), most + 1) if num_chips % count == 0):
         every = _tori(chip, num_chips // num_slices)
-        shapes = [one for one in every if is_offered(chip, one)] or every
-        found = [make_cluster(chip, one, num_slices=num_slices) for one in shapes]
-        if found:
-            twists = [cluster.shape for cluster in found if can_twist(chip, cluster.shape)]
+        shapes = [shape for shape in every if is_offered(chip, shape)] or every
+        clusters = [make_cluster(chip, shape, num_slices=num_slices) for shape in shapes]
+        if clusters:
+            twists = [cluster.shape for cluster in clusters if can_twist(chip, cluster.shape)]
             twisted = [make_cluster(chip, shape, num_slices=num_slices, twisted=True) for shape in twists]
             # shorter axes first among equals; a twisted torus follows its plain one
             return tuple(
-                sorted([*found, *twisted], key=lambda c: (-bisection_links(c), sum(c.shape), c.shape, c.twisted))
+                sorted([*clusters, *twisted], key=lambda c: (-bisection_links(c), sum(c.shape), c.shape, c.twisted))
             )
     raise CannotRunError(f"no slices of {chip.name} have {num_chips:,} chips. {_advice(chip, num_chips)}")
 
@@ -79,9 +79,9 @@ def _tori(chip: Chip, num_chips: int) -> list[ClusterShape]:
     if chip.max_chips is not None and num_chips > chip.max_chips:
         return []
     if cube is not None and num_chips % cube**3 == 0:
-        return [tuple(cube * size for size in one) for one in _boxes(num_chips // cube**3, axes)]
+        return [tuple(cube * size for size in box) for box in _boxes(num_chips // cube**3, axes)]
     longest = cube or max(chip.pod_shape, default=num_chips)
-    return [one for one in _boxes(num_chips, axes) if one[-1] <= longest and all(size.bit_count() == 1 for size in one)]
+    return [box for box in _boxes(num_chips, axes) if box[-1] <= longest and all(size.bit_count() == 1 for size in box)]
 
 
 def _boxes(volume: int, num_axes: int, least: int = 1) -> list[ClusterShape]:

@@ -97,7 +97,7 @@ def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dic
     if zero not in (0, 1, 2, 3):
         raise InputError(f"zero={zero} is not a stage. Use 0, 1, 2 or 3.")
     split = _weight_rules(("fsdp", "expert", "context"))
-    found: dict[str, Rules] = {
+    by_role: dict[str, Rules] = {
         "activation": {
             **dict.fromkeys(_TENSOR_DIMS, ("tensor",)),
             "B": BATCH_AXES,
@@ -111,10 +111,10 @@ def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dic
         "position": {"B": BATCH_AXES},
     }
     if zero == 2:
-        found |= {"grad": split}
+        by_role |= {"grad": split}
     if zero in (1, 2):
-        found |= {"optimizer": split}
-    return found
+        by_role |= {"optimizer": split}
+    return by_role
 
 
 def _weight_rules(axes: tuple[str, ...]) -> Rules:
@@ -142,14 +142,14 @@ def cache_assignment(split: CacheSplit) -> dict[str, Rules]:
 
     Source: How to Scale Your Model, section 7.3.3.
     """
-    found = standard_assignment(zero=0)
+    by_role = standard_assignment(zero=0)
     heads: Rules = {**dict.fromkeys(_TENSOR_DIMS, ("tensor", "context")), "K": ("tensor",)}
     rows = (*BATCH_AXES, "context") if split == "sequences" else BATCH_AXES
     positions: Rules = {"S": ("context",)} if split == "positions" else {}
     cache: Rules = {"B": rows, **positions, "K": ("tensor",)}
     # a device needs all tokens for its part of the vocabulary
-    found |= {"input": {"B": BATCH_AXES}, "cache": cache}
-    return found | {role: {**found[role], **heads} for role in ("activation", "weight")}
+    by_role |= {"input": {"B": BATCH_AXES}, "cache": cache}
+    return by_role | {role: {**by_role[role], **heads} for role in ("activation", "weight")}
 
 
 def stationary_assignment() -> dict[str, Rules]:
@@ -159,7 +159,7 @@ def stationary_assignment() -> dict[str, Rules]:
     ``context`` splits sequences in attention and its caches. Sources: How to Scale Your Model, section 7.6.2; Pope et
     al. (2022), section 3.2.2.
     """
-    found = standard_assignment(zero=0)
+    by_role = standard_assignment(zero=0)
     rows, wide = (*BATCH_AXES, "context"), ("F", "Fe", "Fs")
     activation: Rules = {
         "D": ("context", "tensor"),
@@ -170,8 +170,8 @@ def stationary_assignment() -> dict[str, Rules]:
         "C": ("data", "fsdp"),
     }
     weight: Rules = {**_weight_rules(()), "D": ("context",)}
-    found |= {"activation": activation, "weight": weight, "input": {"B": BATCH_AXES}}
-    return found | {"cache": {"B": rows, "K": ("tensor",)}}
+    by_role |= {"activation": activation, "weight": weight, "input": {"B": BATCH_AXES}}
+    return by_role | {"cache": {"B": rows, "K": ("tensor",)}}
 
 
 DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
@@ -423,8 +423,8 @@ def require_runnable_strategy(strategy: Strategy, *, trains: bool = True) -> Non
 
 def require_runnable_assumptions(assumptions: Assumptions) -> None:
     """Raises CannotRunError for assumptions about other software, which is only priced."""
-    for name, given in assumptions.of_other_software.items():
-        _refuse(name, given, getattr(AS_RUN, name))
+    for name, value in assumptions.of_other_software.items():
+        _refuse(name, value, getattr(AS_RUN, name))
 
 
 def _refuse(name: str, value: str | bool, instead: str | bool) -> None:
@@ -464,12 +464,12 @@ def held_dims(dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> dict[str, Any
     import numpy as np  # start-up does without it
 
     parts = mesh.get("tensor", 1)
-    found = {**dims, "V": -(-dims["V"] // parts) * parts}
+    sizes = {**dims, "V": -(-dims["V"] // parts) * parts}
     for dim, axes in REPEATED_HEADS.items() if "K" in dims else ():
         devices = math.prod(mesh.get(axis, 1) for axis in axes)
         heads = np.lcm(int(dims["K"]), np.asarray(devices, dtype=np.int64))
-        found[dim] = heads if heads.ndim else int(heads)
-    return found
+        sizes[dim] = heads if heads.ndim else int(heads)
+    return sizes
 
 
 def require_mesh(mesh: Mapping[str, int]) -> None:
@@ -481,13 +481,13 @@ def require_mesh(mesh: Mapping[str, int]) -> None:
 
 def assign(rules: Rules, dims: tuple[str, ...], *, keep: Iterable[str] | None = None) -> tuple[Any, ...]:
     """Returns the mesh axes of each dim of an array under ``rules``; only axes in ``keep`` when that is given."""
-    kept = None if keep is None else set(keep)
+    allowed = None if keep is None else set(keep)
     spent: set[str] = set()
-    found: dict[str, tuple[str, ...]] = {}
+    axes_by_dim: dict[str, tuple[str, ...]] = {}
     for dim, axes in rules.items():
         if dim not in dims:
             continue
-        free = tuple(a for a in axes if a not in spent and (kept is None or a in kept))
+        free = tuple(a for a in axes if a not in spent and (allowed is None or a in allowed))
         spent.update(free)
-        found[dim] = free
-    return tuple(found.get(dim, ()) for dim in dims)
+        axes_by_dim[dim] = free
+    return tuple(axes_by_dim.get(dim, ()) for dim in dims)

@@ -179,7 +179,7 @@ def _adapters(model: Model, base: tuple[Weight, ...]) -> list[Weight]:
     """Returns the rows of the adapters, named as PEFT names them: A has the input dims of its weight and the rank, B
     the rank and the output dims."""
     table = {row.name.removeprefix("layers."): row for row in base if row.layers}
-    found: dict[str, Weight] = {}
+    adapters: dict[str, Weight] = {}
     for name, of_inputs in adapted(model).items():
         row = table[name]
         outputs = tuple(dim for dim in row.dims if dim not in row.inputs)
@@ -187,7 +187,7 @@ def _adapters(model: Model, base: tuple[Weight, ...]) -> list[Weight]:
             (of_inputs, (*row.inputs, "Ra"), "A"),
             (f"{name}_lora_b", ("Ra", *outputs), "B"),
         ):
-            found[adapter] = Weight(
+            adapters[adapter] = Weight(
                 name=f"layers.{adapter}",
                 hf_name="base_model.model." + row.hf_name.replace(".weight", f".lora_{letter}.weight"),
                 dims=dims,
@@ -196,7 +196,7 @@ def _adapters(model: Model, base: tuple[Weight, ...]) -> list[Weight]:
                 kind="matrix",
                 layers=row.layers,
             )
-    return list(found.values())
+    return list(adapters.values())
 
 
 def num_params(model: Model) -> int:
@@ -235,7 +235,7 @@ def _layers(model: Model) -> list[Weight]:
     layers |= dict.fromkeys(("router", "experts", "shared_experts", "buffer"), model.moe_layers)
     layers["mlp"] = model.dense_layers if model.num_experts else every
     # a layer that predicts the token after the next is like the last one
-    layers = {part: each + model.mtp_layers if every[-1] in each else each for part, each in layers.items()}
+    layers = {part: numbers + model.mtp_layers if every[-1] in numbers else numbers for part, numbers in layers.items()}
     rows = _rows(model, "layers", layers=layers)
     rows += _rows(model, "mtp", layers=dict.fromkeys(layers, model.mtp_layers))
     if model.encoder is None:

@@ -84,11 +84,11 @@ class Checkpoints:
         # Orbax warns of normal conditions, such as a first start in an empty folder; it also raises its errors.
         for logger in ("absl", "asyncio"):
             logging.getLogger(logger).setLevel(logging.CRITICAL)
-        kept: list[Any] = [LatestN(keep)]
+        policies: list[Any] = [LatestN(keep)]
         if keep_every:
-            kept.append(EveryNSteps(keep_every))
+            policies.append(EveryNSteps(keep_every))
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=AnyPreservationPolicy(kept),
+            preservation_policy=AnyPreservationPolicy(policies),
             async_options=ocp.AsyncOptions(timeout_secs=WRITE_TIMEOUT_S),
             temporary_path_class=_Summed,
         )
@@ -139,9 +139,9 @@ class Checkpoints:
         try:
             yield
         except (OSError, ValueError) as error:  # Orbax raises these where a disk is full, ValueError for arrays
-            said = first_line(error)
+            message = first_line(error)
             # The reason stands last, behind the names of files.
-            why = getattr(error, "strerror", None) or said.rpartition(": ")[2].rstrip(".")
+            why = getattr(error, "strerror", None) or message.rpartition(": ")[2].rstrip(".")
             raise CannotRunError(
                 f"no checkpoint can be written in {self.folder}: {why}. Make room there, and resume."
             ) from None
@@ -184,9 +184,9 @@ class Checkpoints:
         if not self.steps():
             return None
         newest = self._newest_step = self._newest_step or self._newest_whole()
-        found = self._read(newest, POSITION, ocp.args.JsonRestore())
+        table = self._read(newest, POSITION, ocp.args.JsonRestore())
         try:
-            stored = msgspec.convert(found, Stored)
+            stored = msgspec.convert(table, Stored)
         except msgspec.ValidationError as error:
             raise self._damaged(newest, error) from None
         if stored.position.step != newest:
@@ -231,7 +231,7 @@ class Checkpoints:
 
     def _damaged(self, step: int, error: Exception) -> CannotRunError:
         why = first_line(error).rstrip(":.")
-        before = [each for each in self.steps() if each < step]
+        before = [earlier for earlier in self.steps() if earlier < step]
         then = f"step {before[-1]}" if before else "the start"
         return CannotRunError(
             f"the checkpoint {self.folder / str(step)} is damaged: {why}. Remove that folder to go on from {then}."

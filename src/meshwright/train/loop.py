@@ -123,8 +123,8 @@ class Run:
                 self.state, metrics = compiled(self.state, batch)
                 self.flying.append(_Flight(number, start, batch, metrics))
                 # what needs the state of this step, before the next consumes it; `finish` does the last
-                asked = ((self.settings.checkpoint_every, self._save), (self.settings.evaluate_every, self._evaluate))
-                due = [act for every, act in asked if every and number % every == 0 and number < self.settings.steps]
+                timed = ((self.settings.checkpoint_every, self._save), (self.settings.evaluate_every, self._evaluate))
+                due = [act for every, act in timed if every and number % every == 0 and number < self.settings.steps]
                 self._land(0 if due else steps_ahead())
                 if self.request.stops_after(number):
                     break
@@ -176,13 +176,13 @@ class Run:
                 self.request.ask()
 
     def _record(self, flight: _Flight) -> StepRecord:
-        found = on_host(flight.metrics)
+        metrics = on_host(flight.metrics)
         end = flight.end or time.perf_counter()
         # A step dispatched while the previous one ran began when that one ended.
         step_s = end - max(flight.start, self.last_end)
         self.last_end = end
         tokens = self.job.tokens_per_step
-        self.losses.append(float(found.loss))
+        self.losses.append(float(metrics.loss))
         self.step_s.append(step_s)
         self.position = msgspec.structs.replace(
             self.position,
@@ -191,13 +191,13 @@ class Run:
             tokens=self.position.tokens + tokens,
         )
         reached = self.predicted.measured(step_s) if self.predicted else {}
-        extras = over_layers(found.extras)
+        extras = over_layers(metrics.extras)
         self.loads += [extras[name] for name in ("load_max_over_mean",) if name in extras]
         return StepRecord(
             step=flight.number,
             tokens=self.position.tokens,
-            loss=float(found.loss),
-            grad_norm=float(found.grad_norm),
+            loss=float(metrics.loss),
+            grad_norm=float(metrics.grad_norm),
             learning_rate=float(self.rates[flight.number - 1]),
             step_s=step_s,
             tokens_per_s=tokens / step_s,
@@ -284,11 +284,11 @@ class Run:
         settings, steps = self.settings, self.checkpoints.steps()
         weights = {"mtp_weight": self.setup.step.model.mtp_weight, **msgspec.structs.asdict(settings)}
         large = "".join(f", or a lower {name}={weights[name]:g}" for name in LOSS_WEIGHTS if weights[name] > 1)
-        kept = f"the checkpoint of step {steps[-1]} and the metrics are" if steps else "the metrics are"
+        saved = f"the checkpoint of step {steps[-1]} and the metrics are" if steps else "the metrics are"
         raise CannotRunError(
             f"{what} at step {record.step} with learning_rate={settings.learning_rate:g} and "
             f"warmup_steps={settings.warmup_steps}: {where}. Use a lower rate or a longer warmup{large}; "
-            f"{kept} in {self.folder.path}."
+            f"{saved} in {self.folder.path}."
         )
 
 
@@ -328,8 +328,8 @@ def train(
     with ExitStack() as stack:
         # Process 0 locks the folder for all before any file in it changes.
         shared(lambda: str(stack.enter_context(held_alone(path))))
-        kept = stack.enter_context(Checkpoints(path, keep=settings.keep_checkpoints, keep_every=settings.keep_every))
-        position, state = start_state(setup, kept)
+        store = stack.enter_context(Checkpoints(path, keep=settings.keep_checkpoints, keep_every=settings.keep_every))
+        position, state = start_state(setup, store)
         step = position.step if resume else None
         folder = stack.enter_context(RunFolder(path, texts, step=step, writes=is_first()))
         live = stack.enter_context(LiveLine(steps=settings.steps, every=settings.log_every, shown=is_first()))
@@ -339,13 +339,13 @@ def train(
         few = f"no held-out loss: train.held_out={settings.held_out:g} gives too few rows for the mesh. Change it"
         unused = [few] if setup.data.held_out and not setup.held_out else []
         begun = [] if position.step else [start_words(settings, model)]
-        for line in [*kept.passed_over, *folder.notes, *begun, *setup.batches.notes, *compiler.notes, *unused]:
+        for line in [*store.passed_over, *folder.notes, *begun, *setup.batches.notes, *compiler.notes, *unused]:
             live.say(line)
         if is_first() and setup.data.tokenizer:
             _keep_tokenizer(setup.data.tokenizer, settings.tokenizer, path)
         if has_frozen_matrices(model) and not settings.weights and position.step == 0:
             save_base(model, setup.step.to_canonical(state.params), path)
-        run = Run(setup, folder, live, tracking, kept, watch, request, predicted, on_step, position, state, step)
+        run = Run(setup, folder, live, tracking, store, watch, request, predicted, on_step, position, state, step)
         run.steps()
         result = run.finish()
     wait_for_all("the end of the run")
@@ -355,6 +355,6 @@ def train(
 def _keep_tokenizer(tokenizer: Any, source: str, path: Path) -> None:
     """Writes a tokenizer to the run's folder, with the files beside it where it came from."""
     if source:
-        given = as_folder(Path(source))
-        keep_beside(given if given.is_dir() else given.parent, path, tokenizer)
+        place = as_folder(Path(source))
+        keep_beside(place if place.is_dir() else place.parent, path, tokenizer)
     save_tokenizer(tokenizer, path / TOKENIZER)

@@ -133,18 +133,18 @@ def data_sources(data: str) -> dict[str, float]:
 
     A file whose name has a comma is one source. Raises InputError for a share that is not above 0.
     """
-    found: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for part in [data] if Path(data).expanduser().exists() else data.split(","):
         name, colon, share = part.strip().rpartition(":")
         try:
-            given = float(share) if colon else 1.0
+            fraction = float(share) if colon else 1.0
         except ValueError:
-            name, given = part.strip(), 1.0
+            name, fraction = part.strip(), 1.0
         name = name if colon else share
-        if name in found or not 0 < given < math.inf:
+        if name in shares or not 0 < fraction < math.inf:
             raise InputError(f"train.data {data!r} names a source twice or with a share that is not above 0: {part!r}.")
-        found[name] = given
-    return found
+        shares[name] = fraction
+    return shares
 
 
 def with_whole_paths(settings: TrainSettings) -> TrainSettings:
@@ -190,24 +190,24 @@ def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
     ``track`` may be one text, "tensorboard,wandb". Raises InputError that names an unknown key or word with the
     nearest known one, or a value of the wrong type.
     """
-    given = dict(table)
-    for key in given:
+    values = dict(table)
+    for key in values:
         if key not in TrainSettings.__struct_fields__:
             of_strategy = f" It is strategy.{key}." if key in Strategy.__struct_fields__ else ""
             known = TrainSettings.__struct_fields__
             raise InputError(f"train.{key} is not a setting.{of_strategy or nearest(key, known)}")
-    for place, fault in figure_faults(given):
+    for place, fault in figure_faults(values):
         raise InputError(f"train.{place[0]} is {fault}")
-    if isinstance(given.get("track"), str):
-        given["track"] = [word.strip() for word in given["track"].split(",") if word.strip()]
+    if isinstance(values.get("track"), str):
+        values["track"] = [word.strip() for word in values["track"].split(",") if word.strip()]
     try:
-        return msgspec.convert(given, TrainSettings)
+        return msgspec.convert(values, TrainSettings)
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, InputError):
             raise InputError(str(error.__cause__)) from None
-        for key in _WORDS.keys() & given.keys():
+        for key in _WORDS.keys() & values.keys():
             # msgspec's message for a wrong word names no other.
-            _require_words(key, given[key], _WORDS[key])
+            _require_words(key, values[key], _WORDS[key])
         # "train.steps: expected `int`, got `str`." from a message with a path.
         text, _, path = str(error).partition(" - at `$.")
         raise InputError(f"train.{path.rstrip('`')}: {text[0].lower()}{text[1:]}.") from None

@@ -67,15 +67,15 @@ def held_out(step: TrainStep, sources: Sequence[Source], job: Job, *, max_batche
     The batch size is the job's or, if the rows do not fill that, the largest that they fill and the mesh divides.
     """
     rows = ((source, len(source.rows(job.seq_len))) for source in sources)
-    kept = [source._replace(share=count) for source, count in rows if count]
-    found = int(sum(source.share for source in kept))
+    filled = [source._replace(share=count) for source, count in rows if count]
+    num_rows = int(sum(source.share for source in filled))
     _, parts = batch_parts(step, "B")
-    size = min(job.batch_seqs, found) // parts * parts
+    size = min(job.batch_seqs, num_rows) // parts * parts
     if size == 0:
         return None
     order = step.token_order(job.seq_len)
-    batches = Batches(kept, batch_seqs=size, seq_len=job.seq_len, seed=0, order=order)
-    return HeldOut(step, batches, min(max_batches, found // size))
+    batches = Batches(filled, batch_seqs=size, seq_len=job.seq_len, seed=0, order=order)
+    return HeldOut(step, batches, min(max_batches, num_rows // size))
 
 
 class Setup(NamedTuple):
@@ -111,31 +111,31 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
 
     Frozen weights are in no checkpoint: they are read or drawn again, and must equal those that the run began with.
     """
-    step, found = setup.step, checkpoints.position()
+    step, position = setup.step, checkpoints.position()
     tables = {"model": msgspec.to_builtins(step.model), "settings": msgspec.to_builtins(setup.settings)}
     of_base = step.param_shapes.keys() - step.saved(step.param_shapes).keys()
-    first = given = None
-    if found is None or of_base:
+    first = loaded = None
+    if position is None or of_base:
         if folder := setup.settings.weights:
             model, places = frozen_base(step.model), step.canonical[1].params
-            given = load_params(model, folder, {name: places[name] for name in rows(model)}, step.dtype)
-        first = step.init(setup.settings.seed, given)
+            loaded = load_params(model, folder, {name: places[name] for name in rows(model)}, step.dtype)
+        first = step.init(setup.settings.seed, loaded)
     base = fingerprint(step.to_canonical({name: first.params[name] for name in sorted(of_base)})) if first else ""
-    if found is None:
+    if position is None:
         assert first is not None
         begun = Position(step=0, samples=0, tokens=0, phase=setup.batches.phase, base=base, **tables)
         return begun, first
-    if of_base and base != found.base:
+    if of_base and base != position.base:
         raise InputError(
             f"{checkpoints.folder.parent} trains an adapter of other weights than {setup.settings.weights or 'these'} "
-            f"({base} is not {found.base}). Give its own: --set train.weights=FOLDER."
+            f"({base} is not {position.base}). Give its own: --set train.weights=FOLDER."
         )
     shapes, places = (state._replace(params=step.saved(state.params)) for state in step.canonical)
     state = checkpoints.restore(shapes, places, from_canonical=step.from_canonical)
     if first is not None:
         state = state._replace(params=first.params | state.params)
-    setup.batches.go_on(found.phase, found.samples)
-    return msgspec.structs.replace(found, phase=setup.batches.phase, **tables), state
+    setup.batches.go_on(position.phase, position.samples)
+    return msgspec.structs.replace(position, phase=setup.batches.phase, **tables), state
 
 
 def start_words(settings: TrainSettings, model: Model) -> str:
@@ -156,7 +156,7 @@ def fingerprint(params: Params) -> str:
         bits = jax.lax.bitcast_convert_type(array.astype(jnp.float32), jnp.uint32).ravel()
         return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
-    sums = jax.jit(lambda given: [of_array(given[name]) for name in sorted(given)])(params)
+    sums = jax.jit(lambda weights: [of_array(weights[name]) for name in sorted(weights)])(params)
     return f"{zlib.crc32(np.asarray(sums, np.uint32).tobytes()):08x}" if params else ""
 
 

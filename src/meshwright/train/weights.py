@@ -68,8 +68,8 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
     if chosen not in steps:
         raise InputError(f"{run} has no checkpoint of step {step}. It has: {', '.join(map(str, steps))}.")
     damaged = f"the checkpoint {run / CHECKPOINTS / str(chosen)} is damaged"
-    others = ", ".join(str(one) for one in steps if one != chosen)
-    remedy = f"There are checkpoints of steps {others}." if others else "There is no other checkpoint."
+    other_steps = ", ".join(str(number) for number in steps if number != chosen)
+    remedy = f"There are checkpoints of steps {other_steps}." if other_steps else "There is no other checkpoint."
     try:
         if not require_intact(run / CHECKPOINTS / str(chosen)):
             warnings.warn(f"checkpoint {chosen} of {run} {UNCHECKED}.", FileWarning, stacklevel=3)

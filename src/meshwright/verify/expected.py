@@ -112,9 +112,9 @@ def _expected(
     for step, arrays, times in counted:
         if not times:
             continue
-        at = slot_sizes(step, sizes)
+        with_slots = slot_sizes(step, sizes)
         element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
-        whole = round(float(at.elements(step.full) * element * padding_factor(step, sizes)))
+        whole = round(float(with_slots.elements(step.full) * element * padding_factor(step, sizes)))
         axes = active_axes(step.axes, sizes.mesh)
         at_once = CrossedLeg(math.prod(sizes.mesh[axis] for axis in axes), axes, 1)
         for leg in crossed_legs(step, whole * times // arrays) or (at_once,):
@@ -251,16 +251,16 @@ class StepDerivation:
         if self._tables is not None:
             return list(expected_of_pipeline(self.derived, self._tables, self.dims, mesh, width=width))
         count, overlapped = strategy.num_microbatches, strategy.gradient_sync == "overlapped"
-        found = expected_collectives(
+        rows = expected_collectives(
             self.derived, self.dims, mesh, num_microbatches=count, width=width, layer_by_layer=overlapped
         )
-        return list(found)
+        return list(rows)
 
     def products(self) -> dict[StepLabel, float]:
         """Returns the FLOPs of each step's products on one device; a pipeline's count in every tick, as in its text."""
         # Sizes of one microbatch, and attention over all keys.
         sizes = _sizes(self.derived, self.dims, self.strategy.mesh, self.strategy.num_microbatches)
-        found: dict[StepLabel, float] = defaultdict(float)
+        by_label: dict[StepLabel, float] = defaultdict(float)
         if self._tables is None:
             steps = [(step, int(times)) for step, times in self.derived.steps(self.strategy.num_microbatches)]
         else:
@@ -269,8 +269,8 @@ class StepDerivation:
             counted = not (step.is_collective or is_attention(step))
             flops = float(np.asarray(op_flops(step, slot_sizes(step, sizes)))) if counted else 0.0
             if flops:
-                found[step.label] += flops * times
-        return dict(found)
+                by_label[step.label] += flops * times
+        return dict(by_label)
 
     @cached_property
     def _tables(self) -> TickTables | None:

@@ -53,10 +53,10 @@ class ProductCount(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare_products(program: str, derived: Mapping[StepLabel, float]) -> Products:
     """Compares the products of an unoptimised program with those of its derivation."""
-    found = count_products(program)
-    left_out = {label for label in (*found.flops, *derived) if label in found.by_data or _attends(label)}
-    labels = [label for label in dict.fromkeys((*derived, *found.flops)) if label not in left_out]
-    pairs = {label: (derived.get(label, 0.0), found.flops.get(label, 0.0)) for label in labels}  # type: ignore[arg-type]
+    count = count_products(program)
+    left_out = {label for label in (*count.flops, *derived) if label in count.by_data or _attends(label)}
+    labels = [label for label in dict.fromkeys((*derived, *count.flops)) if label not in left_out]
+    pairs = {label: (derived.get(label, 0.0), count.flops.get(label, 0.0)) for label in labels}  # type: ignore[arg-type]
     total_d, total_c = (sum(pair[side] for pair in pairs.values()) for side in (0, 1))
     differing = [
         StepProducts(where=str(label or "no step"), derived=d, compiled=c)
@@ -66,8 +66,8 @@ def compare_products(program: str, derived: Mapping[StepLabel, float]) -> Produc
     return Products(
         derived=total_d,
         compiled=total_c,
-        differences=tuple(sorted(differing, key=lambda one: -abs(one.compiled - one.derived))),
-        by_data=tuple(sorted(str(label) for label in found.by_data)),
+        differences=tuple(sorted(differing, key=lambda row: -abs(row.compiled - row.derived))),
+        by_data=tuple(sorted(str(label) for label in count.by_data)),
     )
 
 
@@ -91,22 +91,22 @@ def count_products(program: str) -> ProductCount:
     @cache
     def products(name: str) -> Counter[tuple[_Label, bool]]:
         """Returns FLOPs of a computation and its callees, by label and whether a loop's count depends on data."""
-        computation, found = module.computations[name], Counter[tuple[_Label, bool]]()
-        for one in computation.instructions:
-            if one.opcode == "dot":
-                found[one.label, False] += product_flops(one, computation.by_name)
-            elif one.opcode in KERNELS:
-                found[one.label, True] += 0
-            for role, called in one.called:
-                if role == "condition" or called not in module.computations or runs_further_rounds(module, one):
+        computation, totals = module.computations[name], Counter[tuple[_Label, bool]]()
+        for instruction in computation.instructions:
+            if instruction.opcode == "dot":
+                totals[instruction.label, False] += product_flops(instruction, computation.by_name)
+            elif instruction.opcode in KERNELS:
+                totals[instruction.label, True] += 0
+            for role, called in instruction.called:
+                if role == "condition" or called not in module.computations or runs_further_rounds(module, instruction):
                     continue
                 inside = products(called)
-                loops = bool(inside) and one.opcode == "while" and not runs_at_most_once(module, one)
-                times = trip_count(module, one) if loops else 1
+                loops = bool(inside) and instruction.opcode == "while" and not runs_at_most_once(module, instruction)
+                times = trip_count(module, instruction) if loops else 1
                 for (label, depends), flops in inside.items():
                     # A function shared by several steps has no label and takes its caller's.
-                    found[label or one.label, depends or times is None] += (times or 1) * flops
-        return found
+                    totals[label or instruction.label, depends or times is None] += (times or 1) * flops
+        return totals
 
     flops: dict[_Label, float] = defaultdict(float)
     for (label, _), number in products(module.entry).items():

@@ -48,23 +48,23 @@ def compare_overlap(
 ) -> OverlapComparison:
     """Compares the overlap of compiled collectives with that of a priced step on the same mesh."""
     compiled: dict[tuple[str, tuple[str, ...]], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for one in found:
-        if axes := active_axes(one.axes, mesh):
+    for sent in found:
+        if axes := active_axes(sent.axes, mesh):
             size = math.prod(mesh[axis] for axis in axes)
-            group = one.group_size if 1 < one.group_size < size else size
-            compiled[one.kind, axes][one.overlap] += one.total_bytes * received_share(one.kind, group)
-    derived = {(one.op, active_axes(one.axes, mesh)): one for one in priced.traffic}
+            group = sent.group_size if 1 < sent.group_size < size else size
+            compiled[sent.kind, axes][sent.overlap] += sent.total_bytes * received_share(sent.kind, group)
+    derived = {(traffic.op, active_axes(traffic.axes, mesh)): traffic for traffic in priced.traffic}
     rows = [
         OverlapRow(
             kind=kind,
             axes=axes,
             overlapped={how: num_bytes for how, num_bytes in compiled[kind, axes].items() if how},
             exposed_bytes=compiled[kind, axes][""],
-            alone_s=one.alone_s if one else 0.0,
-            hidden_s=one.alone_s - one.exposed_s if one else 0.0,
+            alone_s=traffic.alone_s if traffic else 0.0,
+            hidden_s=traffic.alone_s - traffic.exposed_s if traffic else 0.0,
         )
         for kind, axes in dict.fromkeys((*compiled, *derived))
-        for one in (derived.get((kind, axes)),)
+        for traffic in (derived.get((kind, axes)),)
     ]
     return OverlapComparison(
         rows=tuple(sorted(rows, key=lambda row: (-row.alone_s, -row.exposed_bytes))),

@@ -11,12 +11,13 @@ from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.train_step import price_strategy
 from meshwright.hlo.collectives import collectives
 from meshwright.spec.chip import catalogued, compiled_as
-from meshwright.verify.differences import TrafficComparison, compare_traffic
+from meshwright.verify.differences import compare_traffic
 from meshwright.verify.expected import StepDerivation
 from meshwright.verify.flops import Products, compare_products
 from meshwright.verify.overlap import OverlapComparison, compare_overlap
 from meshwright.verify.request import Request
 from meshwright.verify.running import CompileOutcome, available_bytes, run_request
+from meshwright.verify.traffic import TrafficComparison
 
 ARGUMENTS = ("weights", "optimizer", "kv_cache")
 """Items of memory that are arguments of a step; all others are temporaries."""
@@ -89,13 +90,13 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
     counts_products = bool(outcome.program) and request.form == "shard_map"
     memory, offered = None, available_bytes(outcome.out_of_memory)
     if request.target.platform != "cpu":
-        found = outcome.memory
+        measured = outcome.memory
         memory = MemoryComparison(
             items=derivation.memory(),
-            arguments=found.arguments,
-            temporaries=found.temporaries + found.outputs,
-            needed=found.needed,
-            peak=found.peak,
+            arguments=measured.arguments,
+            temporaries=measured.temporaries + measured.outputs,
+            needed=measured.needed,
+            peak=measured.peak,
             available=min((offered or 0) * _devices(request) or math.inf, request.setting.memory_limit),
         )
         refusal = refusal or _does_not_fit(request, memory)
@@ -123,10 +124,10 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
 
 def _devices(request: Request) -> int:
     """Returns how many devices of the compiler a chip is; 0 for a chip with another memory than the compiler knows."""
-    own = request.setting.cluster.chip
-    base = compiled_as(own)
+    chip = request.setting.cluster.chip
+    base = compiled_as(chip)
     target = catalogued(base, "libtpu")
-    return 0 if base.memory_bytes != own.memory_bytes else target.devices if target else 1
+    return 0 if base.memory_bytes != chip.memory_bytes else target.devices if target else 1
 
 
 def _refusal(request: Request, outcome: CompileOutcome) -> str:
@@ -138,8 +139,8 @@ def _refusal(request: Request, outcome: CompileOutcome) -> str:
     message = f"{how}: {outcome.message}" if how else outcome.message
     if "Mosaic kernels cannot be automatically partitioned" in message:
         message = "XLA partitions no kernels of TPUs by itself. Leave --gspmd out, or take it with --for cpu or on GPUs"
-    more = " Give more time with --timeout." if outcome.ended == "timeout" else ""
-    return f"the {request.step} step of {request.setting.model.name} could not be {where}: {message.rstrip('.')}.{more}"
+    hint = " Give more time with --timeout." if outcome.ended == "timeout" else ""
+    return f"the {request.step} step of {request.setting.model.name} could not be {where}: {message.rstrip('.')}.{hint}"
 
 
 def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
@@ -156,7 +157,7 @@ def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
 def proof_table(proof: Proof) -> dict[str, Any]:
     """Returns the proof as plain data, with the keys of `verify --json`."""
     request, outcome = proof.request, proof.outcome
-    found: dict[str, Any] = {
+    table: dict[str, Any] = {
         "model": request.setting.model.name,
         "cluster": request.setting.cluster.short_name,
         "step": request.step,
@@ -176,17 +177,17 @@ def proof_table(proof: Proof) -> dict[str, Any]:
     }
     if proof.memory is not None:
         memory = proof.memory
-        found["memory"] = {
+        table["memory"] = {
             **msgspec.structs.asdict(memory),
             "predicted": memory.predicted,
             "error": memory.error,
             "fits": memory.fits,
         }
     if proof.traffic is not None:
-        found["collectives"] = {
+        table["collectives"] = {
             **msgspec.to_builtins(proof.traffic),
             "derived_bytes": proof.traffic.derived_bytes,
             "compiled_bytes": proof.traffic.compiled_bytes,
             "remainder": proof.traffic.remainder,
         }
-    return found
+    return table

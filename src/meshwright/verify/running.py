@@ -130,15 +130,15 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
 
 
 def _environment(request: Request, dumps: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     # A program from JAX's cache would not be compiled, and nothing dumped.
-    found = {**kept, **request.target.environment, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    variables = {**inherited, **request.target.environment, "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if request.depth == "lower":
-        found["JAX_PLATFORMS"] = "cpu"
-        found.pop("XLA_FLAGS", None)
+        variables["JAX_PLATFORMS"] = "cpu"
+        variables.pop("XLA_FLAGS", None)
     else:
-        found["XLA_FLAGS"] = f"{found.get('XLA_FLAGS', '')} {FLAGS.format(folder=dumps)}".strip()
-    return found
+        variables["XLA_FLAGS"] = f"{variables.get('XLA_FLAGS', '')} {FLAGS.format(folder=dumps)}".strip()
+    return variables
 
 
 def _wait(process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | None) -> tuple[str, int, Any, int]:
@@ -173,10 +173,10 @@ def _wait(process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | Non
 def _peak_kb(pid: int) -> int:
     """Returns the peak memory of a running process in KiB; 0 if the system does not say."""
     try:
-        found = re.search(r"VmHWM:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())
+        match = re.search(r"VmHWM:\s*(\d+)", Path(f"/proc/{pid}/status").read_text())
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0
 
 
 def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, Any], *, on_cpu: bool) -> CompileOutcome:
@@ -185,26 +185,26 @@ def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, A
     lowered, program = (folder / LOWERED).is_file(), read_program(folder / DUMP)
     # The partitioner reports that it replicated an array to reshard it.
     remarks = tuple(line.strip() for line in log.splitlines() if "nvoluntary full rematerialization" in line)
-    given = _read(folder / OPTIONS, GivenOptions) or GivenOptions()
-    found = partial(CompileOutcome, lowered=lowered, remarks=remarks, program=program, compiler=given, **spent)
+    options = _read(folder / OPTIONS, GivenOptions) or GivenOptions()
+    outcome = partial(CompileOutcome, lowered=lowered, remarks=remarks, program=program, compiler=options, **spent)
     if files is not None:
         assigned, hlo = read_memory(files[BUFFERS_END].read_text()), files[MODULE_END].read_text()
         if memory is not None and ended == "exit":
             # the compiler's own summary counts aliased buffers twice, the dumped assignment does not
-            return found(ended="done", memory=msgspec.structs.replace(assigned, peak=memory.peak), hlo=hlo)
+            return outcome(ended="done", memory=msgspec.structs.replace(assigned, peak=memory.peak), hlo=hlo)
         message = error["message"] if error else ""
         out_of_memory = message if "RESOURCE_EXHAUSTED" in message else ""
         if out_of_memory or (ended == "stopped" and not error):
-            return found(ended="stopped", memory=assigned, out_of_memory=out_of_memory, hlo=hlo)
+            return outcome(ended="stopped", memory=assigned, out_of_memory=out_of_memory, hlo=hlo)
     if error is not None:
         first = error["message"].strip().splitlines() or ["no message"]
-        return found(ended="error", message=first[0])
+        return outcome(ended="error", message=first[0])
     if ended == "timeout":
-        return found(ended="timeout", message=f"stopped after {spent['wall_s']:.0f} s")
+        return outcome(ended="timeout", message=f"stopped after {spent['wall_s']:.0f} s")
     if status != 0:
-        return found(ended="crash", message=_last_words(status, log))
+        return outcome(ended="crash", message=_last_words(status, log))
     hlo = (folder / MODULE).read_text() if (folder / MODULE).is_file() else ""
-    return found(ended="done", memory=memory, hlo=hlo)
+    return outcome(ended="done", memory=memory, hlo=hlo)
 
 
 def _read(path: Path, kind: Any) -> Any:
@@ -216,14 +216,14 @@ def _read(path: Path, kind: Any) -> Any:
 
 def dump_files(folder: Path) -> dict[str, Path] | None:
     """Returns the files of the step's module by suffix; None until all of them exist and are not empty."""
-    found = {}
+    files = {}
     for end in _ENDS:
         paths = sorted(p for p in folder.glob(f"*.jit_*{end}") if p.stat().st_size)
         if not paths:
             return None
         # small modules, such as those of constants, come before the step and are smaller
-        found[end] = max(paths, key=lambda path: path.stat().st_size)
-    return found
+        files[end] = max(paths, key=lambda path: path.stat().st_size)
+    return files
 
 
 def read_program(folder: Path) -> str:

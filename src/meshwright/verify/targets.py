@@ -67,20 +67,20 @@ def target_of(cluster: Cluster, *, only_lower: bool = False) -> Target:
     Raises CannotRunError for chips and slices without a compiler, unless steps are ``only_lower``ed: that needs none
     for TPUs, and is for CPUs if other chips have none or it is not installed.
     """
-    own, chip = cluster.chip, compiled_as(cluster.chip)
-    note = "" if chip is own else f"compiled as for {chip.full_name or chip.name}: what differs is no part of programs"
+    real, chip = cluster.chip, compiled_as(cluster.chip)
+    note = "" if chip is real else f"compiled as for {chip.full_name or chip.name}: what differs is no part of programs"
     if libtpu := catalogued(chip, "libtpu"):
-        if own.memory_bytes != chip.memory_bytes and chip.memory_bytes:
+        if real.memory_bytes != chip.memory_bytes and chip.memory_bytes:
             note += f", except that libtpu plans with {format_bytes(chip.memory_bytes)} of memory"
         if not (only_lower or compiles(cluster.shape)):
             odd = "; ".join(slice_note(cluster)) or cluster.short_name
             raise CannotRunError(f"{odd}. Name another slice. {WITHOUT_COMPILER}")
-        found = _tpu(cluster, libtpu)
-        return msgspec.structs.replace(found, note="; ".join(filter(None, (found.note, note))))
+        target = _tpu(cluster, libtpu)
+        return msgspec.structs.replace(target, note="; ".join(filter(None, (target.note, note))))
     gpu = catalogued(chip, "xla_gpu")
     if gpu and not (only_lower and not is_installed("cuda")):
-        if own.hbm_bytes and chip.hbm_bytes:  # the scheduler keeps within this capacity
-            size = round(gpu.device_memory_size * own.hbm_bytes / chip.hbm_bytes)
+        if real.hbm_bytes and chip.hbm_bytes:  # the scheduler keeps within this capacity
+            size = round(gpu.device_memory_size * real.hbm_bytes / chip.hbm_bytes)
             gpu = msgspec.structs.replace(gpu, device_memory_size=size)
         options = {"topology": f"1x{cluster.nodes}x{cluster.domain}", "target_config": target_config(gpu)}
         return Target(platform="cuda", options=options, num_devices=cluster.num_chips, note=note)
@@ -89,9 +89,9 @@ def target_of(cluster: Cluster, *, only_lower: bool = False) -> Target:
     if only_lower:
         why = f"the compiler for cuda is not installed ({_how('cuda')})" if gpu else "no compiler is known"
         return Target(platform="cpu", num_devices=cluster.num_chips, note=f"lowered for CPUs: {why}")
-    known = ", ".join(name for name, one in chips().items() if one.libtpu or one.xla_gpu)
+    known = ", ".join(name for name, entry in chips().items() if entry.libtpu or entry.xla_gpu)
     raise CannotRunError(
-        f"no compiler is known for {own.full_name or own.name}. Programs are compiled for {known} "
+        f"no compiler is known for {real.full_name or real.name}. Programs are compiled for {known} "
         f"and cpu. {WITHOUT_COMPILER}"
     )
 
@@ -103,15 +103,15 @@ def usable_target(cluster: Cluster, *, wanted: CompilerPlatform | None = None) -
     """
     if wanted == "cpu":
         return _stand_in(cluster, "as asked for")
-    own = target_of(cluster)
-    if wanted is not None and own.platform != wanted:
-        raise CannotRunError(f"{cluster.short_name} is compiled for {own.platform}, not {wanted}. Leave --for out.")
-    if is_installed(own.platform):
-        return own
-    how = _how(own.platform)
+    target = target_of(cluster)
+    if wanted is not None and target.platform != wanted:
+        raise CannotRunError(f"{cluster.short_name} is compiled for {target.platform}, not {wanted}. Leave --for out.")
+    if is_installed(target.platform):
+        return target
+    how = _how(target.platform)
     if wanted is not None:
-        raise CannotRunError(f"the compiler for {own.platform} is not installed. Install it: {how}.")
-    return _stand_in(cluster, f"the compiler for {own.platform} is not installed ({how})")
+        raise CannotRunError(f"the compiler for {target.platform} is not installed. Install it: {how}.")
+    return _stand_in(cluster, f"the compiler for {target.platform} is not installed ({how})")
 
 
 def _how(platform: str) -> str:

@@ -3,10 +3,10 @@
 import pytest
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.layers import parse_block
 from meshwright.algebra.ops.attention import Attention
 from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.rewrites.rings import Round
+from meshwright.algebra.transformer import parse_block
 from meshwright.core.errors import InputError
 from meshwright.spec.strategy import Strategy
 

@@ -5,10 +5,9 @@ import re
 import pytest
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.layers import parse_block
 from meshwright.algebra.ops.route import Routing
 from meshwright.algebra.program import Program, Variable
-from meshwright.algebra.transformer import transformer
+from meshwright.algebra.transformer import parse_block, transformer
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.strategy import Strategy

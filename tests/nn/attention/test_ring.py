@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.layers import parse_block
 from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.rewrites.rings import num_moves
 from meshwright.algebra.sizes import OpSizes
+from meshwright.algebra.transformer import parse_block
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward

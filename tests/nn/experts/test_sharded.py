@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec
 from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.layers import ProgramOptions, parse_block
+from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.ops.route import ROUTING
 from meshwright.algebra.program import Program, Variable
+from meshwright.algebra.transformer import parse_block
 from meshwright.nn.context import Context
 from meshwright.nn.experts import products, slots
 from meshwright.nn.experts.balance import routing_metrics

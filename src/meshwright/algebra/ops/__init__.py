@@ -23,9 +23,9 @@ def op_kind(name: str) -> OpKind:
     """Returns the kind of an op, from the file of its name. Raises InputError for a name that no file has."""
     if name not in op_names():
         raise InputError(f"there is no op {name!r}.{nearest(name, op_names())}")
-    found = import_module(f"{__name__}.{name}").OP
-    assert isinstance(found, OpKind)
-    return found
+    kind = import_module(f"{__name__}.{name}").OP
+    assert isinstance(kind, OpKind)
+    return kind
 
 
 @functools.cache

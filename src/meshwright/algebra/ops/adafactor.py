@@ -44,7 +44,7 @@ def update(weight: Updated) -> tuple[Step, ...]:
     def named(array: ShardedArray, suffix: str) -> ShardedArray:
         return array.replace(name=f"{array.name}.{suffix}")
 
-    gradient, own = stacked(weight, f"d{name}").replace(dtype=""), stacked(weight, name).replace(dtype="")
+    gradient, values = stacked(weight, f"d{name}").replace(dtype=""), stacked(weight, name).replace(dtype="")
     decay = ShardedArray("decay", (), (), dtype="fp32")
     counted = tuple(dim for dim in (weight.layers, *weight.batch) if dim)
     scaled = stacked(weight, f"{name}.scaled")
@@ -61,7 +61,7 @@ def update(weight: Updated) -> tuple[Step, ...]:
     else:
         old, new = (stacked(weight, f"{name}.whole.{when}") for when in ("before", "after"))
         run("adafactor_vector", (gradient, old, decay), scaled, squares, new)
-    run("adafactor_weights", (own,), weights)
+    run("adafactor_weights", (values,), weights)
     change = stacked(weight, f"{name}.update")
     run("adafactor", (scaled, summed(squares), summed(weights)), change)
     run("adafactor_apply", (shard.replace(name=change.name, dtype="fp32"), shard), shard)
@@ -70,9 +70,9 @@ def update(weight: Updated) -> tuple[Step, ...]:
 
 def _mean(array: ShardedArray, name: str, dims: Iterable[str]) -> ShardedArray:
     """Returns the mean of an array over all dims but ``dims``: unreduced where the averaged dims are split."""
-    kept = [dim for dim in array.dims if dim in tuple(dims)]
-    missing = tuple(axis for dim in array.dims if dim not in kept for axis in array.axes_of(dim))
-    return ShardedArray(name, tuple(kept), tuple(array.axes_of(dim) for dim in kept), missing, "fp32")
+    remaining = [dim for dim in array.dims if dim in tuple(dims)]
+    missing = tuple(axis for dim in array.dims if dim not in remaining for axis in array.axes_of(dim))
+    return ShardedArray(name, tuple(remaining), tuple(array.axes_of(dim) for dim in remaining), missing, "fp32")
 
 
 def moments(weight: Updated) -> tuple[ShardedArray, ...]:

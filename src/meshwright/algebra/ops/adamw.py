@@ -18,8 +18,8 @@ def elementwise_update(op: str, weight: Updated) -> tuple[Step, ...]:
 def update_bytes(step: Step, sizes: OpSizes, *, num_moments: int) -> Number:
     """Counts two reads of the gradient (norm and use), and weights, moments and master copy, read and written."""
     gradient, weight = step.inputs
-    kept = sizes.width + master_bytes(sizes.state) + num_moments * moment_bytes(sizes.state)
-    return 2 * gradient_bytes(gradient, sizes) + 2 * sizes.elements(weight) * kept
+    element_bytes = sizes.width + master_bytes(sizes.state) + num_moments * moment_bytes(sizes.state)
+    return 2 * gradient_bytes(gradient, sizes) + 2 * sizes.elements(weight) * element_bytes
 
 
 def gradient_bytes(gradient: ShardedArray, sizes: OpSizes) -> Number:

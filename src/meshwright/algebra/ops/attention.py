@@ -60,18 +60,18 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, step: Step, values: Any = None) -> "AttentionArrays":
         """Returns the operands of a step, or the values given for them in the order of its inputs."""
         held = step.inputs if values is None else tuple(values)
-        given = 3 if step.op.endswith("_backward") else 0
-        own = given + (2 if step.details.ring else 0)
-        q, k, v, *others = held[own:]
-        of_rows = ["B" in array.dims for array in step.inputs[own + 3 :]]
+        num_given = 3 if step.op.endswith("_backward") else 0
+        begin = num_given + (2 if step.details.ring else 0)
+        q, k, v, *operands = held[begin:]
+        of_rows = ["B" in array.dims for array in step.inputs[begin + 3 :]]
         return cls(
-            given=held[:given],
-            passing=held[given:own],
+            given=held[:num_given],
+            passing=held[num_given:begin],
             q=q,
             k=k,
             v=v,
-            data=tuple(compress(others, of_rows)),
-            per_head=next((other for other, of_row in zip(others, of_rows, strict=True) if not of_row), None),
+            data=tuple(compress(operands, of_rows)),
+            per_head=next((operand for operand, of_row in zip(operands, of_rows, strict=True) if not of_row), None),
         )
 
 
@@ -83,7 +83,7 @@ def positions_of(array: ShardedArray) -> str:
 def _layout(tape: Tape) -> tuple[Attention, tuple[ShardedArray, ...]]:
     """Returns the details, and the op's inputs resharded so that attention is local."""
     details = tape.details(Attention)
-    q, k, v, *others = tape.inputs
+    q, k, v, *operands = tape.inputs
     heads = k.axes_of(k.dims[2])
     if q.axes_of(q.dims[2])[: len(heads)] == heads:
         # devices beyond those that split kv heads have queries of other positions instead of other heads
@@ -103,7 +103,7 @@ def _layout(tape: Tape) -> tuple[Attention, tuple[ShardedArray, ...]]:
     else:
         k, v = (key.resharded({positions_of(key): ()}) for key in (k, v))
     # what a mask reads is whole along positions
-    return details, (q, k, v, *(other.like(q).resharded({"T": ()}) for other in others))
+    return details, (q, k, v, *(operand.like(q).resharded({"T": ()}) for operand in operands))
 
 
 def _statistics(out: ShardedArray, q: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
@@ -165,9 +165,9 @@ def block_share(mask: str, window: int | None, length: float) -> float:
         kinds = table_of_user(mask, **sizes).table.kinds * block_table(limit, **sizes).kinds
         return float((kinds != NOTHING).mean())
     rule = mask_named(mask)
-    found = rule.make(*example_data(rule, length=positions))
-    found = found if window is None else mods.and_masks(found, mods.window(window))
-    return 1 - block_table(found, **sizes).sparsity()
+    predicate = rule.make(*example_data(rule, length=positions))
+    predicate = predicate if window is None else mods.and_masks(predicate, mods.window(window))
+    return 1 - block_table(predicate, **sizes).sparsity()
 
 
 def keys_per_query(length: Number, *, window: int | None = None, causal: bool = False) -> Number:

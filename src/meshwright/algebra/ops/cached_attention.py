@@ -30,44 +30,44 @@ def forward(tape: Tape) -> None:
     and each attends to its own positions: results are scaled by each device's share of the sum of exponentials, and
     summed.
     """
-    (first, *others), details = tape.inputs, tape.details(Attention)
-    cache = next(array for array in others if array.dims[1:2] == ("Pl",))
+    (first, *operands), details = tape.inputs, tape.details(Attention)
+    cache = next(array for array in operands if array.dims[1:2] == ("Pl",))
     rows, apart = cache.axes[0], cache.axes[1]
     # a latent (Pg Pl Rkv) has no heads: every device has all of it
-    kept = tuple(axis for axis in first.axes_of("N") if axis not in (*rows, *apart))
-    for array in others:
-        if len(array.dims) == 4 and array.dims[:2] == cache.dims[:2] and array.axes[2] != kept:
+    heads = tuple(axis for axis in first.axes_of("N") if axis not in (*rows, *apart))
+    for array in operands:
+        if len(array.dims) == 4 and array.dims[:2] == cache.dims[:2] and array.axes[2] != heads:
             raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
     further = tuple(axis for axis in first.axes_of("B") if axis not in (*rows, *apart))
-    queries = first.resharded({"B": rows + further, "N": kept})
+    queries = first.resharded({"B": rows + further, "N": heads})
     inputs = tuple(tape.move(array, array.like(queries)) for array in tape.inputs)
     result = tape.out.like(queries)
     if not apart:
         tape.run(tape.op.kind, inputs, result, details=details)
         tape.move(result, tape.out)
         return
-    own = result.replace(name=f"{result.name}_own", unreduced=apart)
+    local = result.replace(name=f"{result.name}_own", unreduced=apart)
     peak, total = (array.replace(unreduced=apart) for array in statistics(result))
     whole_peak, share = peak.replace(unreduced=()), total.replace(name=f"{tape.out.name}_share")
-    tape.run(tape.op.kind, inputs, own, peak, total, details=details)
+    tape.run(tape.op.kind, inputs, local, peak, total, details=details)
     tape.add(Step(op="all_reduce", inputs=(peak,), result=whole_peak, axes=apart, reduction="max"))
     tape.run("rescale", (total, peak, whole_peak), share)
     whole = tape.move(share, share.replace(unreduced=()))
     part = result.replace(unreduced=apart)
-    tape.run("scale_by_share", (own, share, whole), part)
+    tape.run("scale_by_share", (local, share, whole), part)
     tape.move(part, tape.out)
 
 
 def slots_met(step: Step, sizes: OpSizes) -> Number:
     """Returns the slots that a query meets on a device in the mean: the positions that it sees."""
-    rows = sum(one.count * one.rows for one in sizes.sequences)
-    pairs = sum(one.pairs(step.details.window) for one in sizes.sequences)
+    rows = sum(part.count * part.rows for part in sizes.sequences)
+    pairs = sum(part.pairs(step.details.window) for part in sizes.sequences)
     return pairs / rows / product(sizes.mesh[axis] for axis in split_slots(step))
 
 
 def slots_read(step: Step, sizes: OpSizes) -> Number:
     """Returns the slots that a device reads: those that any row of its sequences sees."""
-    seen = sum(one.positions(step.details.window) for one in sizes.sequences)
+    seen = sum(part.positions(step.details.window) for part in sizes.sequences)
     owners = next(array.axes[0] for array in step.inputs if array.dims == ("Q",))
     return seen / product(sizes.mesh[axis] for axis in (*owners, *split_slots(step)))
 
@@ -89,8 +89,8 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     caches = [array for array in step.inputs if array.dims[1:2] == ("Pl",)]
     slots = slots_read(step, sizes)
     # bytes of one slot: the bytes of a cache over the elements of its first two dims
-    each = sum(sizes.bytes(a) / sizes.elements(a.replace(dims=a.dims[:2], axes=a.axes[:2])) for a in caches)
-    return stream(step, sizes) - sizes.total(*caches) + slots * each
+    slot_bytes = sum(sizes.bytes(a) / sizes.elements(a.replace(dims=a.dims[:2], axes=a.axes[:2])) for a in caches)
+    return stream(step, sizes) - sizes.total(*caches) + slots * slot_bytes
 
 
 OP = OpKind(

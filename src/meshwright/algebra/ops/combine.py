@@ -9,8 +9,8 @@ from meshwright.algebra.tape import Tape
 def forward(tape: Tape) -> None:
     """Moves results back to their tokens' devices and sums them per token."""
     slots, gates, _ = tape.inputs
-    own, here = tape.move(slots, own_slots(slots, gates)), tape.out.like(gates)
-    tape.run("combine", (own, chosen_of(gates)), here)
+    moved, here = tape.move(slots, own_slots(slots, gates)), tape.out.like(gates)
+    tape.run("combine", (moved, chosen_of(gates)), here)
     tape.move(here, tape.out)
 
 

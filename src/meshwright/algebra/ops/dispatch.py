@@ -64,9 +64,9 @@ def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
     """
     axes = token_axes(tokens)
     experts = tuple(axis for axis in slots.axes_of("E") if axis in axes)
-    kept = tuple(axis for axis in slots.axes_of("C") if axis in axes)
-    others = tuple(axis for axis in axes if axis not in (*experts, *kept))
-    return slots.resharded({"E": (), "C": kept + others + experts} | dict.fromkeys(slots.dims[2:], ()))
+    slot_axes = tuple(axis for axis in slots.axes_of("C") if axis in axes)
+    further = tuple(axis for axis in axes if axis not in (*experts, *slot_axes))
+    return slots.resharded({"E": (), "C": slot_axes + further + experts} | dict.fromkeys(slots.dims[2:], ()))
 
 
 def has_slots(array: ShardedArray) -> bool:

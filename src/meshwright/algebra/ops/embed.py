@@ -19,10 +19,10 @@ def one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
 
 def forward(tape: Tape) -> None:
     """Looks rows up in each device's part of the table; further inputs (scales of rows) are sharded as the table is."""
-    numbers, table, *others = tape.inputs
+    numbers, table, *scales = tape.inputs
     left, right = align(one_hot(numbers, table), table, tape.out)
     inputs = [tape.move(numbers, numbers.like(left)), tape.move(table, right)]
-    inputs += [tape.move(other, other.like(right)) for other in others]
+    inputs += [tape.move(scale, scale.like(right)) for scale in scales]
     result = local_product(left, right, tape.out)
     tape.run(tape.op.kind, inputs, result)
     tape.move(result, tape.out)

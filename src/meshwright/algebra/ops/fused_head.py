@@ -41,10 +41,10 @@ def num_chunks(step: Step, sizes: OpSizes) -> Number:
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts inputs and results (the table and its gradient or slope once for every chunk) and passes over logits."""
-    made = num_cotangents(step)
-    tables = (step.inputs[1], *(step.more[-1:] if made == 2 else ()))
+    count = num_cotangents(step)
+    tables = (step.inputs[1], *(step.more[-1:] if count == 2 else ()))
     again = (num_chunks(step, sizes) - 1) * sizes.total(*tables)
-    return stream(step, sizes) + again + (PASSES[step.op] + made) * DTYPE_BYTES["fp32"] * local_logits(step, sizes)
+    return stream(step, sizes) + again + (PASSES[step.op] + count) * DTYPE_BYTES["fp32"] * local_logits(step, sizes)
 
 
 def chunk_bytes(step: Step, sizes: OpSizes) -> Number:

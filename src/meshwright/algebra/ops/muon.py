@@ -58,10 +58,10 @@ def update(weight: Updated) -> tuple[Step, ...]:
     shard, name = weight.shard, weight.shard.name
     gradient = stacked(weight, f"d{name}").replace(dtype="")
     mixed = _joined(weight, f"{name}.momentum")
-    over, *others = mixed.dims
-    axes = tuple(axis for dim in others for axis in mixed.axes_of(dim))
+    over, *matrix_dims = mixed.dims
+    axes = tuple(axis for dim in matrix_dims for axis in mixed.axes_of(dim))
     details = Dealt(over=over, among=mixed.axes_of(over), axes=axes, num_inputs=len(weight.inputs))
-    whole = mixed.resharded({**dict.fromkeys(others, ()), over: (*mixed.axes_of(over), *axes)})
+    whole = mixed.resharded({**dict.fromkeys(matrix_dims, ()), over: (*mixed.axes_of(over), *axes)})
     update, change = f"{name}.update", shard.replace(name=f"{name}.update", dtype="fp32")
     dealt = (
         *reshard(mixed, whole),

@@ -25,7 +25,7 @@ def chunk_rows(num_rows: Number, elements: Number) -> Number:
 def forward(tape: Tape) -> None:
     """Attends with ``past_latent_attention(q[B,T,N,H], latents[Pg,Pl,Rkv], shared[Pg,Pl,Hr], .., wk, wv)`` where the
     sequences are, and leaves statistics (`prompt_attention`); rows that further axes split stay so."""
-    q, latents, *others = tape.inputs
+    q, latents, *operands = tape.inputs
     owners = latents.axes[0]
     heads = tuple(axis for axis in q.axes_of("N") if axis not in owners)
     further = tuple(axis for axis in q.axes_of("B") if axis not in owners)
@@ -34,7 +34,7 @@ def forward(tape: Tape) -> None:
         array
         if {"Pl", "Q"} & {*array.dims}
         else tape.move(array, array.resharded({dim: heads if dim == "N" else () for dim in array.dims}))
-        for array in others
+        for array in operands
     ]
     result = tape.out.like(queries)
     tape.run(tape.op.kind, (queries, latents, *placed), result, *statistics(result), details=tape.details(Attention))
@@ -44,8 +44,8 @@ def forward(tape: Tape) -> None:
 
 def _share(sizes: OpSizes) -> Number:
     """Returns the share of rows with something before them."""
-    rows = sum(one.count * one.rows for one in sizes.sequences)
-    return sum(one.count * one.rows * (np.asarray(one.before) > 0) for one in sizes.sequences) / rows
+    rows = sum(part.count * part.rows for part in sizes.sequences)
+    return sum(part.count * part.rows * (np.asarray(part.before) > 0) for part in sizes.sequences) / rows
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
@@ -53,7 +53,7 @@ def flops(step: Step, sizes: OpSizes) -> Number:
     queries, latents, shared = step.inputs[:3]
     rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
     width, rotated, whole = (sizes.dims[array.dims[-1]] for array in (latents, shared, queries))
-    met = sum(one.past_pairs for one in sizes.sequences) / sum(one.count * one.rows for one in sizes.sequences)
+    met = sum(part.past_pairs for part in sizes.sequences) / sum(part.count * part.rows for part in sizes.sequences)
     projected = _share(sizes) * width * (whole - rotated + sizes.dims[step.result.dims[-1]])
     return 2.0 * rows * (projected + met * (2 * width + rotated))
 
@@ -61,13 +61,13 @@ def flops(step: Step, sizes: OpSizes) -> Number:
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts the results, written once; of rows with something before them the queries, the latents and the weights."""
     caches = [array for array in step.inputs if "Pl" in array.dims]
-    seen = sum(one.count * one.before for one in sizes.sequences)
+    seen = sum(part.count * part.before for part in sizes.sequences)
     seen = seen / product(sizes.mesh[axis] for axis in caches[0].axes[0])
-    each = sum(sizes.bytes(a) / sizes.elements(a.replace(dims=a.dims[:2], axes=a.axes[:2])) for a in caches)
-    others = [array for array in step.inputs if array not in caches]
+    slot_bytes = sum(sizes.bytes(a) / sizes.elements(a.replace(dims=a.dims[:2], axes=a.axes[:2])) for a in caches)
+    operands = [array for array in step.inputs if array not in caches]
     share = _share(sizes)
-    read = share * sizes.bytes(others[0]) + (share > 0) * sizes.total(*others[1:])
-    return sizes.total(*step.results) + read + seen * each
+    read = share * sizes.bytes(operands[0]) + (share > 0) * sizes.total(*operands[1:])
+    return sizes.total(*step.results) + read + seen * slot_bytes
 
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:

@@ -36,7 +36,7 @@ def flops(step: Step, sizes: OpSizes) -> Number:
     """Returns 2 B T N S (H + Hv), with S the rows of its sequence up to a query in the mean."""
     queries, _, values = step.inputs[:3]
     rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
-    met = sum(one.fresh_pairs for one in sizes.sequences) / sum(one.count * one.rows for one in sizes.sequences)
+    met = sum(part.fresh_pairs for part in sizes.sequences) / sum(part.count * part.rows for part in sizes.sequences)
     return 2.0 * rows * met * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
 
 

@@ -7,8 +7,8 @@ from meshwright.algebra.tape import Tape
 
 def forward(tape: Tape) -> None:
     """Scales the first result of ``share(o1[B,T,N,H], o2[B,T,N,H])``."""
-    own, other = tape.inputs
-    tape.run("share", (own, *statistics(own), *statistics(other)), tape.out)
+    first, second = tape.inputs
+    tape.run("share", (first, *statistics(first), *statistics(second)), tape.out)
 
 
 OP = OpKind(forward=forward, steps={"share": StepKind()})

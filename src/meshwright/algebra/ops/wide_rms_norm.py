@@ -21,13 +21,13 @@ def backward(tape: Tape) -> None:
     x, scale = tape.inputs
     dx, dscale = tape.dinputs
     squares, sums = _sums(tape, "squares").replace(unreduced=()), _sums(tape, "along")
-    dout, own = tape.move(tape.dout, tape.dout.like(x)), _scale(x, scale)
-    tape.run("wide_rms_norm_along", (dout, x, own), sums)
+    dout, part = tape.move(tape.dout, tape.dout.like(x)), _scale(x, scale)
+    tape.run("wide_rms_norm_along", (dout, x, part), sums)
     whole = tape.move(sums, sums.replace(unreduced=()))
-    rows = tuple(axis for axis in x.spread if axis not in own.spread)
-    dscale = dscale.like(own).replace(unreduced=rows)
+    rows = tuple(axis for axis in x.spread if axis not in part.spread)
+    dscale = dscale.like(part).replace(unreduced=rows)
     cotangents = zip(tape.op.inputs, (dx.like(x), dscale), strict=True)
-    tape.run_backward((x, own, squares, whole), cotangents, dout=dout)
+    tape.run_backward((x, part, squares, whole), cotangents, dout=dout)
 
 
 def _scale(x: ShardedArray, scale: ShardedArray) -> ShardedArray:

@@ -40,7 +40,7 @@ def in_blocks(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
     weights = {variable.name for variable in shardings.program.of_role(*WEIGHTS)}
     passes = ((steps.forward, steps.kept), (steps.backward, ()))
     forward, backward = (
-        with_collective_matmuls(of_pass, ways=ways, kept=kept, weights=weights, along=along) for of_pass, kept in passes
+        with_collective_matmuls(of_pass, ways=ways, kept=held, weights=weights, along=along) for of_pass, held in passes
     )
     return replace(steps, forward=forward, backward=backward)
 
@@ -80,32 +80,32 @@ def _with_gather(units: list[Unit], gather: Step, ways: int, kept: Collection[Sh
 
     A product that needs a result of another product in the round stays outside, and reads the assembled array.
     """
-    before, at = _before(units), _place(units, gather)
-    members = {at}
+    before, place = _before(units), _place(units, gather)
+    members = {place}
     for number, unit in enumerate(units):
         if len(unit) == 1 and _multiplies(unit[0], gather) and _is_convex({*members, number}, before):
             members.add(number)
-    products = [units[number][0] for number in sorted(members - {at})]
+    products = [units[number][0] for number in sorted(members - {place})]
     if not products:
         return units
     outside = (step for number, unit in enumerate(units) if number not in members for step in unit)
     whole = gather.result in kept or any(gather.result in step.inputs for step in outside)
     parts = sorted(products, key=lambda part: gather.dim not in part.result.dims)
     passing = gather.inputs[0].replace(name=f"{gather.inputs[0].name}_passing")
-    others = dict.fromkeys(a for part in parts for a in part.inputs if a != gather.result)
+    operands = dict.fromkeys(a for part in parts for a in part.inputs if a != gather.result)
     results = (*(part.result for part in parts), *([gather.result] if whole else []))
-    product = _product("all_gather", (passing, *others), results, parts, gather.dim, ways)
+    product = _product("all_gather", (passing, *operands), results, parts, gather.dim, ways)
     return _joined(units, members, (_round(gather, "past", gather.inputs[0], passing, ways), product))
 
 
 def _multiplies(step: Step, gather: Step) -> bool:
     """True if a step is a product with the gathered array that can be computed block by block."""
-    found = gather.result
-    if not _is_einsum(step) or step.inputs.count(found) != 1 or step.accumulates:
+    gathered = gather.result
+    if not _is_einsum(step) or step.inputs.count(gathered) != 1 or step.accumulates:
         return False
     if step.op != "einsum" and gather.dim not in step.result.dims:
         return False
-    return _split_alike(step, gather.dim, found.axes_of(gather.dim))
+    return _split_alike(step, gather.dim, gathered.axes_of(gather.dim))
 
 
 # -- sums ---------------------------------------------------------------------------------------------------
@@ -193,34 +193,34 @@ def _split_alike(step: Step, dim: str, axes: tuple[str, ...]) -> bool:
 
 
 def _place(units: Sequence[Unit], step: Step) -> int:
-    return next(number for number, unit in enumerate(units) if any(one is step for one in unit))
+    return next(number for number, unit in enumerate(units) if any(member is step for member in unit))
 
 
 def _before(units: Sequence[Unit]) -> list[set[int]]:
     """Returns for each unit the units that must come before it: they write what it reads, or read what it changes."""
     written: dict[ShardedArray, int] = {}
     read: dict[ShardedArray, set[int]] = {}
-    found: list[set[int]] = []
+    before: list[set[int]] = []
     for number, unit in enumerate(units):
-        made = {a for step in unit for a in step.results}
+        writes = {a for step in unit for a in step.results}
         reads = {a for step in unit for a in step.inputs} | {step.result for step in unit if step.accumulates}
-        first = {written[a] for a in reads | made if a in written}
-        for array in made:
+        first = {written[a] for a in reads | writes if a in written}
+        for array in writes:
             first |= read.pop(array, set())
             written[array] = number
         for array in reads:
             read.setdefault(array, set()).add(number)
-        found.append(first - {number})
-    return found
+        before.append(first - {number})
+    return before
 
 
 def _after(members: set[int], before: Sequence[set[int]]) -> set[int]:
     """Returns the units outside that must come after one of the members."""
-    found: set[int] = set()
+    after: set[int] = set()
     for number, first in enumerate(before):
-        if number not in members and first & (members | found):
-            found.add(number)
-    return found
+        if number not in members and first & (members | after):
+            after.add(number)
+    return after
 
 
 def _is_convex(members: set[int], before: Sequence[set[int]]) -> bool:

@@ -17,23 +17,23 @@ def differentiated(program: Program) -> frozenset[str]:
     all if nothing is frozen."""
     if not any(variable.frozen for variable in program.variables.values()):
         return frozenset(program.variables)
-    found, before = {variable.name for variable in trained(program)}, -1
-    while len(found) > before:
-        before = len(found)
+    names, before = {variable.name for variable in trained(program)}, -1
+    while len(names) > before:
+        before = len(names)
         for block in program.blocks:
             for op in block.ops:
-                if not found.isdisjoint(op.inputs):
-                    found.add(op.out)
-            if block.carry and block.result in found:
-                found.add(block.carry)
-    return frozenset(found)
+                if not names.isdisjoint(op.inputs):
+                    names.add(op.out)
+            if block.carry and block.result in names:
+                names.add(block.carry)
+    return frozenset(names)
 
 
 def needed_steps(steps: Iterable[Step], left: Collection[ShardedArray]) -> tuple[list[Step], set[ShardedArray]]:
     """Returns the steps that the finished cotangents ``left`` of a backward pass need, and all arrays needed."""
-    needed, kept = set(left), list[Step]()
+    needed, chosen = set(left), list[Step]()
     for step in reversed(list(steps)):
         if step.scope == "step" or not needed.isdisjoint(step.results):
             needed.update(step.inputs)
-            kept.insert(0, step)
-    return kept, needed
+            chosen.insert(0, step)
+    return chosen, needed

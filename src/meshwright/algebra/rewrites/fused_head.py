@@ -19,18 +19,18 @@ def with_fused_head(block: BlockSteps) -> BlockSteps:
 
     Returns it unchanged if it has no chunked head, or if several devices have parts of its statistics.
     """
-    made = {step.op: step for step in (*block.forward, *block.backward)}
-    if "chunked_logits_statistics" not in made:
+    by_op = {step.op: step for step in (*block.forward, *block.backward)}
+    if "chunked_logits_statistics" not in by_op:
         return block
-    statistics, loss, back = (made[op] for op in ("chunked_logits_statistics", "sum_loss", "chunked_logits_backward"))
-    whole = (statistics.result, made["rescale"].result, statistics.more[1], statistics.inputs[2])
+    statistics, loss, back = (by_op[op] for op in ("chunked_logits_statistics", "sum_loss", "chunked_logits_backward"))
+    whole = (statistics.result, by_op["rescale"].result, statistics.more[1], statistics.inputs[2])
     if loss.inputs != whole:
         # a part of the statistics is on another device
         return block
     cotangents = back.results
     slopes = tuple(array.replace(name=f"{array.name}_slope") for array in cotangents)
     joined = replace(loss, op="fused_head", inputs=statistics.inputs, more=slopes)
-    dloss = made["sum_loss_backward"].inputs[0]
+    dloss = by_op["sum_loss_backward"].inputs[0]
     scaled = [
         replace(back, op="scale", inputs=(slope, dloss), result=array, more=())
         for slope, array in zip(slopes, cotangents, strict=True)
@@ -43,5 +43,5 @@ def with_fused_head(block: BlockSteps) -> BlockSteps:
         elif step.op != "sum_loss_backward":
             backward.append(step)
     used = {array for step in backward for array in step.inputs}
-    kept = (*(array for array in block.kept if array in used), *slopes)
-    return replace(block, forward=tuple(forward), backward=tuple(backward), kept=kept)
+    results = (*(array for array in block.kept if array in used), *slopes)
+    return replace(block, forward=tuple(forward), backward=tuple(backward), kept=results)

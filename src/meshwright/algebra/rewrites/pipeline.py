@@ -62,7 +62,7 @@ def stage_layers(names: tuple[str, ...], stages: int) -> StageLayers:
 
 def _places(names: Sequence[str], stages: int, pattern: Sequence[str], *, even: bool) -> tuple[tuple[int, ...], ...]:
     """Returns the places of all layers, () if they do not fit: as many in each stage as fit, or an ``even`` share."""
-    layer, found = 0, []
+    layer, by_stage = 0, []
     for stage in range(stages):
         end = layer + -(-(len(names) - layer) // (stages - stage)) if even else len(names)
         places = []
@@ -70,8 +70,8 @@ def _places(names: Sequence[str], stages: int, pattern: Sequence[str], *, even: 
             fits = layer < end and names[layer] == block
             places.append(layer if fits else -1)
             layer += fits
-        found.append(tuple(places))
-    return tuple(found) if layer == len(names) else ()
+        by_stage.append(tuple(places))
+    return tuple(by_stage) if layer == len(names) else ()
 
 
 def is_one_stack(program: Program) -> bool:

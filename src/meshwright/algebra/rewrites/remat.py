@@ -54,8 +54,8 @@ class SavedSet:
 
 def keeps_logits(strategy: Strategy) -> bool:
     """True if the loss head keeps its logits for the backward pass; else it makes them in chunks."""
-    kept = strategy.kept_names
-    return kept is None or "logits" in kept
+    names = strategy.kept_names
+    return names is None or "logits" in names
 
 
 def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:

@@ -45,7 +45,7 @@ def repeating(program: Program, strategy: Strategy) -> Program:
 
 
 def _renamed(dims: tuple[str, ...], dim: str) -> tuple[str, ...]:
-    return tuple(dim if one == "K" else one for one in dims)
+    return tuple(dim if old == "K" else old for old in dims)
 
 
 def _ops(block: Block, variables: dict[str, Variable], dim: str) -> tuple[Op, ...]:
@@ -54,10 +54,10 @@ def _ops(block: Block, variables: dict[str, Variable], dim: str) -> tuple[Op, ..
     ops, repeated = list[Op](), dict[str, str]()
     for op in block.ops:
         for name in op.inputs if op.kind in READERS else ():
-            own = variables[name]
-            if "K" in own.dims and name not in repeated:
+            variable = variables[name]
+            if "K" in variable.dims and name not in repeated:
                 repeated[name] = f"{name}_repeated"
-                variables[repeated[name]] = replace(own, name=repeated[name], dims=_renamed(own.dims, dim))
+                variables[repeated[name]] = replace(variable, name=repeated[name], dims=_renamed(variable.dims, dim))
                 ops.append(Op("repeat_heads", (name,), repeated[name]))
         inputs = tuple(repeated.get(name, name) for name in op.inputs) if op.kind in READERS else op.inputs
         ops.append(replace(op, inputs=inputs))

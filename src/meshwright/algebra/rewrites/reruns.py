@@ -24,19 +24,19 @@ class Rerun(msgspec.Struct, frozen=True):
         """Returns how often ``repeat`` layers of the block run again in one backward pass of all layers, on average if
         these are in ``runs`` runs of a pipeline, each with its own segments; ``runs`` may be an array."""
         counts, places = np.unique(runs, return_inverse=True)
-        found = []
+        averages = []
         for count in counts:
             names = stage_layers(self.layers, int(count)).pattern if count > 1 else self.layers
-            found.append(repeat * self._total(names) / max(names.count(self.block), 1))
-        return np.array(found)[places].reshape(np.shape(runs)) if np.ndim(runs) else found[0]
+            averages.append(repeat * self._total(names) / max(names.count(self.block), 1))
+        return np.array(averages)[places].reshape(np.shape(runs)) if np.ndim(runs) else averages[0]
 
     def _total(self, names: tuple[str, ...]) -> int:
-        found = 0
+        num_reruns = 0
         for span in spans(names):
             size = span.iterations(self.segment) * len(span.pattern)
             for place in (
                 place for place in range(span.num_layers) if span.pattern[place % len(span.pattern)] == self.block
             ):
                 # the layers after it in its segment
-                found += min(size, span.num_layers - place // size * size) - place % size - 1
-        return found
+                num_reruns += min(size, span.num_layers - place // size * size) - place % size - 1
+        return num_reruns

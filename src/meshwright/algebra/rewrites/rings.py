@@ -60,13 +60,13 @@ def in_ring(step: Step, keys: Sequence[ShardedArray]) -> tuple[Step, ...]:
     if not step.details.ring:
         return (step,)
     forward = not step.op.endswith("_backward")
-    given = 0 if forward else 3
+    num_given = 0 if forward else 3
     passing = tuple(key.replace(name=f"{key.name}_{'passing' if forward else 'returning'}") for key in keys)
     results = () if forward else step.more[: len(keys)]
     collected = tuple(array.replace(name=f"{array.name}_passing") for array in results)
     attention = replace(
         step,
-        inputs=(*step.inputs[:given], *passing, *step.inputs[given:]),
+        inputs=(*step.inputs[:num_given], *passing, *step.inputs[num_given:]),
         more=(*collected, *step.more[len(collected) :]),
     )
     past = (_round(step, *pair, ring="past") for pair in zip(keys, passing, strict=True))

@@ -27,11 +27,11 @@ def gradient_arrays(derived: Derived) -> dict[str, ShardedArray]:
 
 def step_steps(derived: Derived) -> dict[str, tuple[Step, ...]]:
     """Maps a weight to the steps that run once per step on its gradient, during or after the last microbatch."""
-    found: dict[str, tuple[Step, ...]] = {}
+    steps: dict[str, tuple[Step, ...]] = {}
     for step in (step for block in derived.blocks for step in block.backward if step.scope == "step"):
         name = step.result.name.removeprefix("d")
-        found[name] = (*found.get(name, ()), step)
-    return found
+        steps[name] = (*steps.get(name, ()), step)
+    return steps
 
 
 def weights_of(derived: Derived, block: BlockSteps) -> tuple[str, ...]:
@@ -84,16 +84,16 @@ def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
     """Splits a backward pass: first the steps that the cotangent of the stream needs, then the others, in derived
     order."""
     needed = {cotangent_of(derived, block.block.carry)}
-    first, own = list(range(block.num_again)), list[int]()
+    first, second = list(range(block.num_again)), list[int]()
     for place, step in reversed(list(enumerate(block.backward))[block.num_again :]):
         if step.scope == "step":
             continue
         if needed.isdisjoint(step.results):
-            own.insert(0, place)
+            second.insert(0, place)
         else:
             needed.update(step.inputs)
             first.insert(block.num_again, place)
-    steps = [block.backward[place] for place in own]
+    steps = [block.backward[place] for place in second]
     # not handed over: results of the second part, declared weights, and inputs of the microbatch
     known = {array for step in steps for array in step.results}
     known |= {derived.declared[v.name] for v in derived.program.variables.values() if v.role != "activation"}
@@ -102,4 +102,4 @@ def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
     if any(is_at_experts(step) and step.phase == "backward" for step in steps):
         used += rounds_begin_with(block.backward)
     handed = tuple(array for array in dict.fromkeys(used) if array not in known)
-    return SplitBackward(tuple(first), tuple(own), handed)
+    return SplitBackward(tuple(first), tuple(second), handed)

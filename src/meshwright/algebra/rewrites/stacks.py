@@ -21,7 +21,7 @@ class SharedInput(msgspec.Struct, frozen=True, kw_only=True):
 
 def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]]) -> dict[str, SharedInput]:
     """Returns every `SharedInput` of a program by name. ``steps_of`` returns the steps of both passes of a block."""
-    found = {}
+    shared = {}
     for stack in program.stacks:
         for name in stack.inputs:
             steps = [s for block in program.blocks if block.name in stack.layers for s in steps_of(block)]
@@ -31,5 +31,5 @@ def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]])
             if len(read) != 1 or len(left) != 1:
                 found_all = ", ".join(map(str, read | left))
                 raise InputError(f"layers need {name} in several shardings: {found_all}. Split heads and widths alike.")
-            found[name] = SharedInput(given=read.pop(), cotangent=left.pop())
-    return found
+            shared[name] = SharedInput(given=read.pop(), cotangent=left.pop())
+    return shared

@@ -49,8 +49,8 @@ def parts_of(placement: Mapping[str, str], axis: str) -> tuple[PlacedPart, ...]:
     cross these in this order, and copy nothing between. ``placement`` is that of a strategy, such as
     ``{"fsdp": "8 of x (16) x y (8)"}``.
     """
-    found = _PLACED.findall(placement.get(axis, ""))
-    parts = [PlacedPart(link, int(factor or size)) for factor, link, size in reversed(found)]
+    matches = _PLACED.findall(placement.get(axis, ""))
+    parts = [PlacedPart(link, int(factor or size)) for factor, link, size in reversed(matches)]
     return tuple(sorted(parts, key=lambda part: -part.size if part.on_torus else -math.inf))
 
 
@@ -110,7 +110,7 @@ class Legs(msgspec.Struct, frozen=True, dict=True):
         ranks = np.arange(math.prod(self.parts)).reshape(self.parts)
         ends = [range(-len(leg), 0) for leg in self.order]
         moved = (np.moveaxis(ranks, leg, end) for leg, end in zip(self.order, ends, strict=True))
-        return tuple(one.reshape(-1, size).tolist() for one, size in zip(moved, self.sizes, strict=True))
+        return tuple(array.reshape(-1, size).tolist() for array, size in zip(moved, self.sizes, strict=True))
 
 
 def second_turn(factors: Mapping[str, Sequence[int]], used: Collection[str]) -> tuple[str, int]:

@@ -30,18 +30,18 @@ def _require_once(schedule: Schedule, named: Where) -> None:
     stages, seen = schedule.virtual_stages(), dict[Result, str]()
     for device, order in enumerate(schedule.orders):
         for number, op in enumerate(order):
-            at, m = named(device, number), op.microbatch
+            where, m = named(device, number), op.microbatch
             if not 0 <= m < schedule.num_microbatches:
-                raise InputError(f"{at}: {op} is not one of {schedule.num_microbatches} microbatches.")
+                raise InputError(f"{where}: {op} is not one of {schedule.num_microbatches} microbatches.")
             stage = stages.get((schedule.route_of[m], device, op.chunk))
             if stage is None:
                 raise InputError(
-                    f"{at}: {op} cannot run on device {device}: microbatch {m} passes no chunk {op.chunk} "
+                    f"{where}: {op} cannot run on device {device}: microbatch {m} passes no chunk {op.chunk} "
                     f"there. Correct the chunk or the placement."
                 )
             if first := seen.get(Result(op.kind, stage, m)):
-                raise InputError(f"{at}: {op} stands there twice (first at {first}). Leave one of them out.")
-            seen[Result(op.kind, stage, m)] = at
+                raise InputError(f"{where}: {op} stands there twice (first at {first}). Leave one of them out.")
+            seen[Result(op.kind, stage, m)] = where
     count = schedule.num_virtual_stages
     kinds: tuple[PassKind, ...] = ("F", "B")
     for m, stage, kind in itertools.product(range(schedule.num_microbatches), range(count), kinds):

@@ -119,7 +119,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
         """True where the schedule exists for these sizes."""
         p, m, v = (np.asarray(size) for size in (stages, microbatches, chunks))
         # no requirement divides by a size of 0
-        holds = [(p >= 1) & (m >= 1) & (v >= 1), *(one.holds(np.maximum(p, 1), m, v) for one in self._requirements)]
+        holds = [(p >= 1) & (m >= 1) & (v >= 1), *(rule.holds(np.maximum(p, 1), m, v) for rule in self._requirements)]
         return functools.reduce(operator.and_, holds)
 
     def refusal(self, stages: int, microbatches: int, chunks: int) -> str | None:
@@ -128,7 +128,7 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
             if size < 1:
                 return f"{what}={size} must be at least 1."
         sizes = stages, microbatches, chunks
-        return next((one.message(*sizes) for one in self._requirements if not one.holds(*sizes)), None)
+        return next((rule.message(*sizes) for rule in self._requirements if not rule.holds(*sizes)), None)
 
     @property
     def _requirements(self) -> tuple[Requirement, ...]:

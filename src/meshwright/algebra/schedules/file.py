@@ -36,25 +36,25 @@ def read_schedule(path: str | Path) -> Schedule:
     orders: list[list[StagePass]] = []
     lines: list[list[str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        at, content = f"{path}:{number}", line.partition("#")[0].strip()
-        if found := _SETTING.fullmatch(content):
-            key, value = found.groups()
+        where, content = f"{path}:{number}", line.partition("#")[0].strip()
+        if match := _SETTING.fullmatch(content):
+            key, value = match.groups()
             if key != "placement":
-                raise InputError(f"{at}: unknown key {key!r}.{nearest(key, ['placement'])}")
+                raise InputError(f"{where}: unknown key {key!r}.{nearest(key, ['placement'])}")
             if value not in PLACEMENTS:
-                raise InputError(f"{at}: placement {value!r} is not known.{nearest(value, PLACEMENTS)}")
+                raise InputError(f"{where}: placement {value!r} is not known.{nearest(value, PLACEMENTS)}")
             placement = value
-        elif found := _DEVICE.fullmatch(content):
-            device, ops = int(found[1]), [_read_op(at, word) for word in found[2].split()]
+        elif match := _DEVICE.fullmatch(content):
+            device, ops = int(match[1]), [_read_op(where, word) for word in match[2].split()]
             if device > len(orders):
-                raise InputError(f"{at}: device {device} comes before device {len(orders)}. Number them from 0.")
+                raise InputError(f"{where}: device {device} comes before device {len(orders)}. Number them from 0.")
             if device == len(orders):
                 orders.append([])
                 lines.append([])
             orders[device] += ops
-            lines[device] += [at] * len(ops)
+            lines[device] += [where] * len(ops)
         elif content:
-            raise InputError(f"{at}: {content!r} is no line of a schedule. Write for example 0: F0 F1 B0 B1.")
+            raise InputError(f"{where}: {content!r} is no line of a schedule. Write for example 0: F0 F1 B0 B1.")
     num_ops = sum(map(len, orders))
     if not 1 <= num_ops <= MAX_OPS:
         raise InputError(f"{path}: {num_ops:,} ops; a schedule has between 1 and {MAX_OPS:,}, a line per device.")
@@ -74,10 +74,10 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def _read_op(at: str, word: str) -> StagePass:
-    found = _OP.fullmatch(word)
-    if found is None:
+    match = _OP.fullmatch(word)
+    if match is None:
         raise InputError(f"{at}: {word!r} is no op. Write F0, B0 or W0, and F0/1 for chunk 1.")
-    return StagePass(found[1], int(found[2]), int(found[3] or 0))  # type: ignore[arg-type]
+    return StagePass(match[1], int(match[2]), int(match[3] or 0))  # type: ignore[arg-type]
 
 
 def schedule_of_file(path: str) -> ScheduleDefinition:
@@ -88,8 +88,8 @@ def schedule_of_file(path: str) -> ScheduleDefinition:
 @functools.lru_cache(maxsize=32)
 def _schedule_of_file(path: str, changed_ns: int) -> ScheduleDefinition:
     """Reads a file once for each change, since a search needs it many times."""
-    found = read_schedule(path)
-    stages, count = found.num_devices, found.num_microbatches
+    schedule = read_schedule(path)
+    stages, count = schedule.num_devices, schedule.num_microbatches
     sizes = Requirement(
         lambda p, m, v: (p == stages) & (m == count),
         lambda p, m, v: (
@@ -98,18 +98,18 @@ def _schedule_of_file(path: str, changed_ns: int) -> ScheduleDefinition:
         ),
     )
     return ScheduleDefinition(
-        name=found.name,
+        name=schedule.name,
         year=0,
-        order=lambda device, **sizes: found.orders[device],
-        placement=_placement(found),
-        chunks=found.num_virtual_stages // stages,
+        order=lambda device, **sizes: schedule.orders[device],
+        placement=_placement(schedule),
+        chunks=schedule.num_virtual_stages // stages,
         requirements=(sizes,),
     )
 
 
 def _placement(schedule: Schedule) -> PlacementName:
     devices, chunks = schedule.num_devices, schedule.num_chunks
-    return next(name for name, one in PLACEMENTS.items() if one.routes(devices, chunks) == schedule.routes)
+    return next(name for name, placement in PLACEMENTS.items() if placement.routes(devices, chunks) == schedule.routes)
 
 
 def format_schedule(schedule: Schedule) -> str:

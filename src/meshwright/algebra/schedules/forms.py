@@ -52,22 +52,22 @@ def stage_forms(name: str) -> StageForms:
 
     Sends of simulated and of closed forms differ where microbatches are fewer than twice the stages.
     """
-    found = definition(name)
-    return found.forms or _simulated_forms(found, StageForms, _simulated_stages)
+    defined = definition(name)
+    return defined.forms or _simulated_forms(defined, StageForms, _simulated_stages)
 
 
 def lockstep_forms(name: str) -> LockstepForms:
     """Returns the forms of a schedule as one program runs it on all devices. They equal the tables of `ticks` and their
     simulated time, except for zb-h2 with p stages and more than p but fewer than 2 p - 1 microbatches."""
-    found = definition(name)
-    return found.lockstep or _simulated_forms(found, LockstepForms, _simulated_lockstep)
+    defined = definition(name)
+    return defined.lockstep or _simulated_forms(defined, LockstepForms, _simulated_lockstep)
 
 
 def is_legal(name: str, *, stages: Number, microbatches: Number, chunks: Number = 1) -> Number:
     """True where the schedule exists for these sizes, `registry.build` makes its rows, and they can be priced."""
-    found = definition(name)
-    legal = found.is_legal(stages, microbatches, chunks)
-    if found.forms and found.lockstep:
+    defined = definition(name)
+    legal = defined.is_legal(stages, microbatches, chunks)
+    if defined.forms and defined.lockstep:
         return legal
     return legal & (3 * np.asarray(stages) * microbatches * chunks <= MAX_PASSES)
 
@@ -131,30 +131,30 @@ def longest_paths(step: Callable[[int, int, int], int]) -> list[PathPasses]:
     The time is convex in (f, b, w). So all paths are found as soon as there is no longer one at any times at which
     three known paths tie, or two if a time is 0: between such times the time of a step is linear.
     """
-    found: dict[PathPasses, None] = {}
-    asked: set[PathPasses] = set()
+    paths: dict[PathPasses, None] = {}
+    tried: set[PathPasses] = set()
     scale, mask = 1 << (3 * _BITS), (1 << _BITS) - 1
     axes: list[PathPasses] = [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
     normals = axes
     while True:
-        num_found = len(found)
-        for one, other in itertools.combinations(normals, 2):
-            times = _cross(one, other)
-            if times is None or times in asked:
+        num_found = len(paths)
+        for first, second in itertools.combinations(normals, 2):
+            times = _cross(first, second)
+            if times is None or times in tried:
                 continue
-            known = [_time(path, times) for path in found]
+            known = [_time(path, times) for path in paths]
             # a tie of paths that are not the longest there says nothing
             if normals is not axes and known.count(max(known)) < 2:
                 continue
-            asked.add(times)
+            tried.add(times)
             # each pass also takes one unit of a digit of its own, too small to change the path
             total = step(*(time * scale + (1 << (_BITS * kind)) for kind, time in enumerate(times)))
             path = total & mask, (total >> _BITS) & mask, (total >> 2 * _BITS) & mask
             if _time(path, times) > max(known, default=-1):
-                found[path] = None
-        if len(found) == num_found:
-            return list(found)
-        ties = itertools.combinations(found, 2)
+                paths[path] = None
+        if len(paths) == num_found:
+            return list(paths)
+        ties = itertools.combinations(paths, 2)
         normals = axes + [(p[0] - q[0], p[1] - q[1], p[2] - q[2]) for p, q in ties]
 
 
@@ -187,17 +187,17 @@ def _simulated_forms(
 
     def read(name: str, *arrays: Number) -> np.ndarray:
         """Returns the value ``name`` of each size, for "paths" the time of the longest."""
-        given = np.broadcast_arrays(*arrays)
-        sizes = np.stack([array.reshape(-1) for array in given[:3]], axis=-1).astype(np.int64)
+        broadcast = np.broadcast_arrays(*arrays)
+        sizes = np.stack([array.reshape(-1) for array in broadcast[:3]], axis=-1).astype(np.int64)
         different, which = np.unique(sizes, axis=0, return_inverse=True)
-        found = np.zeros(len(sizes))
+        result = np.zeros(len(sizes))
         for number, (p, m, v) in enumerate(different.tolist()):
             if p > 1:
                 here, value = which.reshape(-1) == number, simulated(definition, (p, m, v))[name]
                 if name == "paths":
-                    value = (value @ np.stack([times.reshape(-1)[here] for times in given[3:]])).max(axis=0)
-                found[here] = value
-        return found.reshape(given[0].shape)
+                    value = (value @ np.stack([times.reshape(-1)[here] for times in broadcast[3:]])).max(axis=0)
+                result[here] = value
+        return result.reshape(broadcast[0].shape)
 
     names = (name for name in form.__struct_fields__ if name not in ("bubble_s", "waits"))
     values = {name: functools.partial(read, name) for name in names}

@@ -16,10 +16,10 @@ from meshwright.core.errors import InputError, nearest
 def definitions() -> dict[str, ScheduleDefinition]:
     """Returns the schedules of this folder by name, oldest first."""
     modules = (
-        importlib.import_module(f"{schedules.__name__}.{one.name}") for one in pkgutil.iter_modules(schedules.__path__)
+        importlib.import_module(f"{schedules.__name__}.{m.name}") for m in pkgutil.iter_modules(schedules.__path__)
     )
-    found = [module.SCHEDULE for module in modules if hasattr(module, "SCHEDULE")]
-    return {one.name: one for one in sorted(found, key=lambda one: (one.year, one.name))}
+    listed = [module.SCHEDULE for module in modules if hasattr(module, "SCHEDULE")]
+    return {schedule.name: schedule for schedule in sorted(listed, key=lambda schedule: (schedule.year, schedule.name))}
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -33,16 +33,16 @@ def searched_schedules(*, every: bool) -> tuple[str, ...]:
     They have ``search="usual"``, or with ``every`` also ``search="full"``.
     """
     wanted = ("usual", "full") if every else ("usual",)
-    names = [one.name for one in definitions().values() if one.search in wanted]
-    first = next(one.name for one in definitions().values() if one.search == "usual")
+    names = [schedule.name for schedule in definitions().values() if schedule.search in wanted]
+    first = next(schedule.name for schedule in definitions().values() if schedule.search == "usual")
     return first, *(name for name in names if name != first)
 
 
 def definition(name: str) -> ScheduleDefinition:
     """Returns the schedule of a name, or of a file at that path. Raises InputError if there is neither."""
-    found = definitions().get(name)
-    if found is not None:
-        return found
+    defined = definitions().get(name)
+    if defined is not None:
+        return defined
     if Path(name).is_file():
         return schedule_of_file(name)
     raise InputError(f"schedule {name!r} is not known.{nearest(name, schedule_names())}")

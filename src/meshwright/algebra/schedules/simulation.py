@@ -122,20 +122,20 @@ def pass_times(
     count = schedule.num_virtual_stages
     forward = _of_each(forward_s, count, "forward")
     backward, weight = _of_each(backward_s, count, "backward"), _of_each(weight_s, count, "weight")
-    whole = [one + other for one, other in zip(backward, weight, strict=True)]
+    whole = [inputs_s + weights_s for inputs_s, weights_s in zip(backward, weight, strict=True)]
     return {"F": forward, "B": backward, "W": weight, "BW": whole}
 
 
 def _of_each(seconds: Seconds, count: int, what: str) -> list[float]:
     # Real, not float: a scalar of NumPy is one time as well.
-    given = [seconds] * count if isinstance(seconds, Real) else list(seconds)  # type: ignore[arg-type]
+    times = [seconds] * count if isinstance(seconds, Real) else list(seconds)  # type: ignore[arg-type]
     # Whole numbers stay exact: `forms` counts passes with them.
-    given = [one if isinstance(one, int) else float(one) for one in given]
-    if len(given) != count:
-        raise InputError(f"{len(given)} {what} times for {count} virtual stages. Give one, or one for each.")
-    if any(not 0 <= one < float("inf") for one in given):
-        raise InputError(f"{what} times {given} must be numbers of at least 0.")
-    return given
+    times = [time if isinstance(time, int) else float(time) for time in times]
+    if len(times) != count:
+        raise InputError(f"{len(times)} {what} times for {count} virtual stages. Give one, or one for each.")
+    if any(not 0 <= time < float("inf") for time in times):
+        raise InputError(f"{what} times {times} must be numbers of at least 0.")
+    return times
 
 
 def peak_stash(schedule: Schedule) -> tuple[float, ...]:

@@ -122,7 +122,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def tasks(self) -> tuple[tuple[Task, ...], ...]:
         """The ops of every device in their order, by virtual stage."""
         stage_of, last = self.virtual_stages(), self.num_virtual_stages - 1
-        found = []
+        by_device = []
         for device, order in enumerate(self.orders):
             with_weights = {(op.microbatch, op.chunk) for op in order if op.kind == "W"}
             tasks = []
@@ -137,8 +137,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 is_sent = needs is not None and self.place(needs.stage, m).device != device
                 is_whole = kind == "B" and (m, op.chunk) not in with_weights
                 tasks.append(Task(Result(kind, stage, m), needs, is_sent, "BW" if is_whole else kind))
-            found.append(tuple(tasks))
-        return tuple(found)
+            by_device.append(tuple(tasks))
+        return tuple(by_device)
 
 
 class StagePlacement(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,8 +174,8 @@ def microbatch_routes(orders: Sequence[Sequence[StagePass]], num_routes: int) ->
     """Returns the route of each microbatch: with two routes, the one whose chunk its first op is in."""
     if num_routes == 1:
         return dict.fromkeys((op.microbatch for order in orders for op in order), 0)
-    found: dict[int, int] = {}
+    routes: dict[int, int] = {}
     for order in orders:
         for op in order:
-            found.setdefault(op.microbatch, min(op.chunk, num_routes - 1))
-    return found
+            routes.setdefault(op.microbatch, min(op.chunk, num_routes - 1))
+    return routes

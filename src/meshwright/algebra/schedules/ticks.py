@@ -173,15 +173,15 @@ def lockstep_seconds(
     """
     times = pass_times(tables.schedule, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
     neighbours = [{device} for device in range(tables.schedule.num_devices)]
-    for one, other in (pair for channel in tables.x_channels for pair in channel.pairs):
-        neighbours[one].add(other)
-        neighbours[other].add(one)
-    others = [found - {device} or found for device, found in enumerate(neighbours)]
+    for first, second in (pair for channel in tables.x_channels for pair in channel.pairs):
+        neighbours[first].add(second)
+        neighbours[second].add(first)
+    awaited = [near - {device} or near for device, near in enumerate(neighbours)]
     end: list[float] = [0] * len(neighbours)
     for number, tick in enumerate(tables.ticks):
         sent_s = send_s if number else 0
         end = [
-            max(end[device], *(end[other] + sent_s for other in others[device]))
+            max(end[device], *(end[neighbour] + sent_s for neighbour in awaited[device]))
             + sum(times[task.takes][task.makes.stage] for task in tasks)
             for device, tasks in enumerate(tick)
         ]
@@ -201,7 +201,7 @@ def _fused_ticks(schedule: Schedule) -> Iterator[Tick]:
     for device, tasks in enumerate(schedule.tasks):
         for task in tasks:
             needing.setdefault(task.needs, []).append(device)
-    made: set[Result] = set()
+    results: set[Result] = set()
     # only a device that ran in the last tick, or is sent something, can have something new to run
     awake, left = set(range(len(queues))), sum(map(len, schedule.tasks))
     for number in itertools.count(1):
@@ -211,11 +211,11 @@ def _fused_ticks(schedule: Schedule) -> Iterator[Tick]:
             raise InputError(f"{schedule.name}: more than {number:,} ticks of {len(queues):,} devices. Shorten it.")
         tick: list[tuple[Task, ...]] = [()] * len(queues)
         for device in awake:
-            tick[device] = queues[device].take(made)
+            tick[device] = queues[device].take(results)
         ran = {device for device in awake if tick[device]}
         assert ran, f"no op of {schedule.name} can run: check the schedule first"
         new = [task.makes for device in ran for task in tick[device]]
-        made.update(new)
+        results.update(new)
         left -= len(new)
         awake = ran.union(*(needing.get(result, ()) for result in new))
         yield tuple(tick)
@@ -254,7 +254,7 @@ class _Queue:
         task = self._tasks[kind][count]
         if any(self._done[earlier] < least for earlier, least in zip(PASSES, self._after[task.makes], strict=False)):
             return None
-        is_ready = task.needs is None or task.needs in made or any(task.needs == one.makes for one in taken)
+        is_ready = task.needs is None or task.needs in made or any(task.needs == prior.makes for prior in taken)
         return task if is_ready else None
 
 
@@ -280,8 +280,8 @@ class _Builder:
         self.at = {task.makes: n for n, tick in enumerate(self.ticks) for tasks in tick for task in tasks}
 
     def tables(self) -> TickTables:
-        found = {name: _coloured(values) for name, values in self._values().items()}
-        slot_of = {name: slots for name, (slots, _) in found.items()}
+        coloured = {name: _coloured(values) for name, values in self._values().items()}
+        slot_of = {name: slots for name, (slots, _) in coloured.items()}
         has_backward = any(result.kind == "B" for result in self.at)
         x_channels = self._channels(forwards=True)
         dx_channels = self._channels(forwards=False) if has_backward else ()
@@ -298,12 +298,12 @@ class _Builder:
             columns=columns,
             x_channels=x_channels,
             dx_channels=dx_channels,
-            live={name: tuple(used[d] for d in range(self.shape[1])) for name, (_, used) in found.items()},
+            live={name: tuple(used[d] for d in range(self.shape[1])) for name, (_, used) in coloured.items()},
         )
 
     def _values(self) -> dict[str, list[_Value]]:
         """Returns the values of each buffer, each live from the pass that makes it to the pass that needs it."""
-        found: dict[str, list[_Value]] = {name: [] for name in Slots.__struct_fields__}
+        values: dict[str, list[_Value]] = {name: [] for name in Slots.__struct_fields__}
         for m, stage in itertools.product(range(self.schedule.num_microbatches), range(self.last + 1)):
             forward, backward, weight = (Result(kind, stage, m) for kind in PASSES)
             waits = {
@@ -313,32 +313,32 @@ class _Builder:
                 "handed": (backward, weight),
                 **({"head": (forward, backward)} if stage == self.last else {}),
             }
-            for name, (made, needed) in waits.items():
-                if made in self.at and needed in self.at:
-                    written = 4 * self.at[made] + (_ARRIVES if name in ("x", "dx") else _MOMENT[made.kind])
+            for name, (source, needed) in waits.items():
+                if source in self.at and needed in self.at:
+                    written = 4 * self.at[source] + (_ARRIVES if name in ("x", "dx") else _MOMENT[source.kind])
                     read, device = 4 * self.at[needed] + _MOMENT[needed.kind], self.schedule.place(stage, m).device
-                    found[name].append(_Value(device, written, read, (stage, m)))
-        return found
+                    values[name].append(_Value(device, written, read, (stage, m)))
+        return values
 
     def _columns(self, kind: PassKind, form: type[OfPass], slot_of: dict[str, dict[tuple[int, int], int]]) -> OfPass:
-        found = {field: np.full(self.shape, IDLE, np.int32) for field in form._fields}
+        columns = {field: np.full(self.shape, IDLE, np.int32) for field in form._fields}
         for (of_kind, stage, m), tick in self.at.items():
             if of_kind == kind:
                 place = self.schedule.place(stage, m)
                 entries = {f"{name}_slot": slots.get((stage, m), IDLE) for name, slots in slot_of.items()}
                 entries |= {"microbatch": m, "chunk": place.chunk}
                 entries |= {"is_first": int(stage == 0), "is_last": int(stage == self.last)}
-                for field, column in found.items():
+                for field, column in columns.items():
                     column[tick, place.device] = entries[field]
-        return form(**found)
+        return form(**columns)
 
     def _channels(self, *, forwards: bool) -> tuple[MessageChannel, ...]:
         pairs: dict[int, set[tuple[int, int]]] = {}
         for route in self.schedule.routes:
-            for one, other in itertools.pairwise(route if forwards else route[::-1]):
-                offset = (other.device - one.device) % self.shape[1]
-                pairs.setdefault(offset, set()).add((one.device, other.device))
-        return tuple(MessageChannel(offset, tuple(sorted(found))) for offset, found in sorted(pairs.items()))
+            for sender, receiver in itertools.pairwise(route if forwards else route[::-1]):
+                offset = (receiver.device - sender.device) % self.shape[1]
+                pairs.setdefault(offset, set()).add((sender.device, receiver.device))
+        return tuple(MessageChannel(offset, tuple(sorted(ends))) for offset, ends in sorted(pairs.items()))
 
     def _arrivals(self, kind: PassKind, channel: MessageChannel, slots: dict[tuple[int, int], int]) -> np.ndarray:
         """Returns the slot in which each device puts the message of this channel."""
@@ -358,9 +358,9 @@ def _coloured(values: list[_Value]) -> tuple[dict[tuple[int, int], int], Counter
     slot_of: dict[tuple[int, int], int] = {}
     used = Counter[int]()
     in_order = sorted(values, key=lambda value: (value.device, value.written))
-    for device, own in itertools.groupby(in_order, key=lambda value: value.device):
+    for device, of_device in itertools.groupby(in_order, key=lambda value: value.device):
         free, busy = list[int](), list[tuple[int, int]]()
-        for value in own:
+        for value in of_device:
             while busy and busy[0][0] < value.written:
                 heappush(free, heappop(busy)[1])
             if not free:

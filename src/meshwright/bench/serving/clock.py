@@ -66,7 +66,7 @@ class EngineClock(Clock):
     def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
         """Returns the seconds of steps, see `Clock`; arguments may be arrays that broadcast."""
         decode, cached, tokens, past = (
-            np.asarray(one, float) for one in (num_decode, cached_tokens, prefill_tokens, prefill_past)
+            np.asarray(count, float) for count in (num_decode, cached_tokens, prefill_tokens, prefill_past)
         )
         shapes = np.where(
             tokens > 0,
@@ -79,8 +79,8 @@ class EngineClock(Clock):
 
 def _at_shape(rows: Sequence[int], seconds: Sequence[float], needed: NDArray[np.float64]) -> Any:
     """Returns the seconds of the first shape with the rows; beyond all shapes, of several of the largest."""
-    at = np.minimum(np.searchsorted(rows, needed), len(rows) - 1)
-    return np.asarray(seconds)[at] * np.maximum(np.ceil(needed / rows[-1]), 1)
+    index = np.minimum(np.searchsorted(rows, needed), len(rows) - 1)
+    return np.asarray(seconds)[index] * np.maximum(np.ceil(needed / rows[-1]), 1)
 
 
 def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequence[TimedStep]) -> EngineClock:
@@ -92,8 +92,8 @@ def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequ
     for step in steps:
         kinds[step.kind].append(step)
     names = ("num_decode", "cached_tokens", "prefill_tokens", "prefill_past")
-    means = [[statistics.fmean(getattr(one, name) for one in alike) for name in names] for alike in kinds.values()]
-    seconds = np.array([statistics.median(one.seconds for one in alike) for alike in kinds.values()])
+    means = [[statistics.fmean(getattr(step, name) for step in alike) for name in names] for alike in kinds.values()]
+    seconds = np.array([statistics.median(step.seconds for step in alike) for alike in kinds.values()])
     count = 1 + len(decode_rows)
     matrix = np.zeros((len(means), count + len(chunk_rows) + 2))  # start, what each shape takes more than the last, ...
     matrix[:, 0] = 1
@@ -102,9 +102,9 @@ def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequ
         row[first : first + bisect_left(rows, round(decode + tokens)) + 1] = 1
         row[-2:] = cached, tokens * (past + 1)
     scale = np.maximum(matrix.max(axis=0), 1)
-    found, _ = nnls(matrix / scale / seconds[:, None], np.ones(len(seconds)), maxiter=10_000)
-    distances = np.abs(matrix / scale @ found / seconds - 1)
-    start_s, *more_s, cached_s, pair_s = (found / scale).tolist()
+    solution, _ = nnls(matrix / scale / seconds[:, None], np.ones(len(seconds)), maxiter=10_000)
+    distances = np.abs(matrix / scale @ solution / seconds - 1)
+    start_s, *more_s, cached_s, pair_s = (solution / scale).tolist()
     return EngineClock(
         decode_rows=tuple(decode_rows),
         chunk_rows=tuple(chunk_rows),
@@ -157,7 +157,7 @@ class StepTimer:
                 self._mirror.commit(planned)
             if before is not None and planned.repeats and count > 1:
                 decode, cached, tokens, past = before
-                kind = (decode, tokens and decode + tokens, *(round(np.log2(1 + one)) for one in (cached, past)))
+                kind = (decode, tokens and decode + tokens, *(round(np.log2(1 + length)) for length in (cached, past)))
                 self.steps.append(
                     TimedStep(
                         num_decode=decode, cached_tokens=cached, prefill_tokens=tokens, prefill_past=past,
@@ -194,5 +194,5 @@ def measure_clock(engine: Engine, *, rounds: int = ROUNDS) -> EngineClock:
         if not number:  # the first round warms caches and the allocator up
             timer.steps.clear()
             timer.host_s.clear()
-    found = fit_clock(decode_rows, chunk_rows, timer.steps)
-    return replace(found, host_s=statistics.median(timer.host_s))
+    clock = fit_clock(decode_rows, chunk_rows, timer.steps)
+    return replace(clock, host_s=statistics.median(timer.host_s))

@@ -51,8 +51,8 @@ class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
         generator = np.random.default_rng(self.seed)
         gaps = generator.gamma(self.burstiness, 1 / self.burstiness, count)
         arrival_s = np.cumsum(gaps) - gaps[0]
-        found = traffic_of(arrival_s, self.prompt(generator, count), self.output(generator, count))
-        return as_arrived(found, rate_per_s)
+        traffic = traffic_of(arrival_s, self.prompt(generator, count), self.output(generator, count))
+        return as_arrived(traffic, rate_per_s)
 
 
 def check_lengths(traffic: RequestTraffic, facts: ServerFacts) -> None:
@@ -75,7 +75,7 @@ async def over_http(client: LoadClient, facts: ServerFacts, clock: EngineClock, 
     gaps_s: dict[int, list[float]] = {count: [] for count in counts}
     for count in counts * ROUNDS:
         gaps_s[count] += await _burst(client, facts, count)
-    served = np.array([np.median(one) for one in gaps_s.values()])
+    served = np.array([np.median(gaps) for gaps in gaps_s.values()])
     alone = np.array([_burst_s(clock, count) for count in counts])
     matrix = np.stack([np.ones(len(counts)), counts], axis=1) / served[:, None]
     served_s, token_s = nnls(matrix, np.maximum(served - alone, 0) / served)[0].tolist()
@@ -89,8 +89,8 @@ async def _burst(client: LoadClient, facts: ServerFacts, count: int) -> list[flo
     """Returns the gaps between tokens of requests that decode together."""
     burst = traffic_of(np.zeros(count), np.full(count, PROMPT), np.full(count, OUTPUT))
     gaps = (await client.send(burst, facts)).record.gaps
-    found: list[float] = gaps.gap_s[gaps.end_s > np.quantile(gaps.end_s, 0.25)].tolist()
-    return found
+    gaps_s: list[float] = gaps.gap_s[gaps.end_s > np.quantile(gaps.end_s, 0.25)].tolist()
+    return gaps_s
 
 
 def _burst_s(clock: EngineClock, count: int) -> float:
@@ -112,16 +112,16 @@ async def compare(
         drift = float(np.median(await _burst(client, facts, count))) / _burst_s(server.clock, count) - 1
     rate_per_s = arrival_rate(traffic)
     on_sent(f"{len(traffic):,} requests, {rate_per_s:.3g} a second, for {traffic.arrival_s[-1]:.0f} s")
-    found = await client.send(traffic, facts)
+    load = await client.send(traffic, facts)
     predicted = None
     if server is not None:
-        record = simulate_engine(found.record.traffic, server.limits, server.clock)
+        record = simulate_engine(load.record.traffic, server.limits, server.clock)
         predicted = record.summary(targets)
     return RateResult(
         rate_per_s=rate_per_s,
         num_requests=len(traffic),
         predicted=predicted,
-        measured=found.record.summary(targets),
-        failures=found.failures,
+        measured=load.record.summary(targets),
+        failures=load.failures,
         drift=drift,
     )

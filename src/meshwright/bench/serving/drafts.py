@@ -29,7 +29,7 @@ def measure_drafts(engine: Engine | EngineGroup, requests: Sequence[TokenRequest
     before, started_s = engine.state(), time.perf_counter()
     outputs = engine.run(requests)
     seconds, after = time.perf_counter() - started_s, engine.state()
-    tokens = sum(output.token is not None for each in outputs for output in each)
+    tokens = sum(output.token is not None for request in outputs for output in request)
     drafted, accepted = after.drafted - before.drafted, after.accepted - before.accepted
     return DraftResult(
         num_drafts=engine.limits.num_drafts,
@@ -45,4 +45,4 @@ def predicted_speedups(results: Sequence[DraftResult]) -> list[float]:
     `expected_tokens`, with the probability that explains the second result, over the measured times of steps."""
     tried, plain_s, second = np.linspace(0, 1, 1001), results[0].step_s, results[1]
     acceptance = np.interp(second.step_tokens, expected_tokens(tried, second.num_drafts), tried)
-    return [float(expected_tokens(acceptance, one.num_drafts)) * plain_s / one.step_s for one in results]
+    return [float(expected_tokens(acceptance, result.num_drafts)) * plain_s / result.step_s for result in results]

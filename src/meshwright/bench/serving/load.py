@@ -135,8 +135,8 @@ class LoadClient:
         Prompts are random tokens; those that share a prefix begin alike. ITL counts events of the stream, which are
         tokens unless the server holds some back or joins them. Raises CannotRunError if no request is answered.
         """
-        asked = zip(_prompts(traffic, facts), traffic.output.tolist(), strict=True)
-        bodies = [_body(facts, prompt, output) for prompt, output in asked]
+        requests = zip(_prompts(traffic, facts), traffic.output.tolist(), strict=True)
+        bodies = [_body(facts, prompt, output) for prompt, output in requests]
         heads = [self._head("POST", "/v1/completions", body) for body in bodies]
         sent_s, events_s = traffic.arrival_s.copy(), list[list[float]]([] for _ in bodies)
         failures, room = dict[int, str](), asyncio.Semaphore(int(min(concurrency, len(bodies))))
@@ -176,13 +176,13 @@ class LoadClient:
 
     async def _connection(self) -> _Connection:
         while self._idle:
-            if (found := self._idle.pop()).is_open:
-                return found
+            if (idle := self._idle.pop()).is_open:
+                return idle
         loop = asyncio.get_running_loop()
-        _, made = await loop.create_connection(
+        _, connection = await loop.create_connection(
             lambda: _Connection(self._now), self._host, self._port, ssl=self._is_tls or None
         )
-        return made
+        return connection
 
     def _keep(self, connection: _Connection) -> None:
         if connection.is_open:
@@ -213,32 +213,32 @@ def _prompts(traffic: RequestTraffic, facts: ServerFacts) -> list[list[int]]:
     generator = np.random.default_rng()
     seed = int(generator.integers(2**32))
     least = min(_FIRST_TOKEN, facts.vocab_size - 1)
-    found = []
+    prompts = []
     for _, request in traffic.requests():
         tokens = generator.integers(least, facts.vocab_size, request.prompt)
         if request.prefix is not None:
             shared = np.random.default_rng([seed, request.prefix])
             tokens[: request.prefix_len] = shared.integers(least, facts.vocab_size, request.prefix_len)
-        found.append(tokens.tolist())
-    return found
+        prompts.append(tokens.tolist())
+    return prompts
 
 
 def _body(facts: ServerFacts, prompt: list[int], output: int) -> bytes:
-    asked = {"model": facts.name, "prompt": prompt, "max_tokens": output, "temperature": 0}
+    fields = {"model": facts.name, "prompt": prompt, "max_tokens": output, "temperature": 0}
     # a special token without text would make no event
-    return msgspec.json.encode({**asked, "stream": True, "ignore_eos": True, "skip_special_tokens": False})
+    return msgspec.json.encode({**fields, "stream": True, "ignore_eos": True, "skip_special_tokens": False})
 
 
 def _measured(traffic: RequestTraffic, events_s: list[list[float]], failures: dict[int, str]) -> MeasuredLoad:
     """Returns the record of the requests without a failure."""
-    kept = [number for number in range(len(traffic)) if number not in failures]
-    if not kept:
+    numbers = [number for number in range(len(traffic)) if number not in failures]
+    if not numbers:
         raise CannotRunError(f"no request was answered: {next(iter(failures.values()))}")
-    kept.sort(key=lambda number: traffic.arrival_s[number])
+    numbers.sort(key=lambda number: traffic.arrival_s[number])
     names = ("arrival_s", "prompt", "output", "prefix", "prefix_len")
-    answered = RequestTraffic(**{name: getattr(traffic, name)[kept] for name in names})
-    times, log = RequestTimes(len(kept)), StepsLog(1)
-    for place, number in enumerate(kept):
+    answered = RequestTraffic(**{name: getattr(traffic, name)[numbers] for name in names})
+    times, log = RequestTimes(len(numbers)), StepsLog(1)
+    for place, number in enumerate(numbers):
         events = events_s[number]
         times.first_token_s[place], times.ended_s[place] = events[0], events[-1]
         for before_s, at_s in pairwise(events):

@@ -84,7 +84,7 @@ def _dispatch(scheduler: Scheduler, step: EngineStep, left: np.ndarray) -> _Disp
     """Commits a step; ``left`` are the tokens that requests have still to get."""
     decoding = [active.request.number for active in step.decode]
     prefilled, _ = scheduler.commit(step)
-    numbers = [one for one in [*decoding, *(active.request.number for active in prefilled)] if left[one]]
+    numbers = [number for number in [*decoding, *(active.request.number for active in prefilled)] if left[number]]
     left[numbers] -= 1
     return _Dispatched(inf, numbers)
 

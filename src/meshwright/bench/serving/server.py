@@ -39,10 +39,10 @@ def benched_server(
     process.start()
     theirs.close()
     try:
-        found = ours.recv()
-        if isinstance(found, Exception):
-            raise found
-        yield found
+        answer = ours.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        yield answer
     except EOFError:
         process.join()
         raise CannotRunError(f"the server ended with code {process.exitcode} before it answered.") from None
@@ -66,12 +66,12 @@ def _run(pipe: Connection, folder: Path, options: EngineOptions, num_devices: in
         from meshwright.serve.opening import open_engine
 
         opened = open_engine(folder, options, in_background=False)
-        engine, *others = opened.engine.engines
-        if others:
+        engine, *other_engines = opened.engine.engines
+        if other_engines:
             raise CannotRunError("the steps of one engine are timed. Give --axes without data, such as tensor=2.")
-        told = BenchedServer(lines=opened.lines, limits=engine.limits, clock=measure_clock(engine), url="")
+        server = BenchedServer(lines=opened.lines, limits=engine.limits, clock=measure_clock(engine), url="")
         if not serves:
-            pipe.send(told)
+            pipe.send(server)
             return
         frontend = Frontend(opened.engine, max_queued=2**20)
         app = make_app(frontend, served_model(opened.source))
@@ -79,4 +79,4 @@ def _run(pipe: Connection, folder: Path, options: EngineOptions, num_devices: in
         pipe.send(error)
         return
     listening = Listening(port=0, drain_s=1)
-    serve_app(app, frontend, listening, lambda url: pipe.send(msgspec.structs.replace(told, url=url)))
+    serve_app(app, frontend, listening, lambda url: pipe.send(msgspec.structs.replace(server, url=url)))

@@ -63,7 +63,7 @@ def gpu_anatomy(chip: Chip) -> GpuAnatomy | None:
     """Returns the SMs, lanes and tensor cores of a GPU as it is sold; None for a chip without SMs in its table."""
     if chip.num_sms is None or chip.fp32_lanes_per_sm is None:
         return None
-    cores, each = chip.tensor_cores_per_sm or 0, chip.tensor_core_flops_per_cycle
+    cores, core_flops = chip.tensor_cores_per_sm or 0, chip.tensor_core_flops_per_cycle
     return GpuAnatomy(
         name=chip.name,
         tpcs=chip.num_tpcs,
@@ -71,7 +71,7 @@ def gpu_anatomy(chip: Chip) -> GpuAnatomy | None:
         fp32_lanes=chip.num_sms * chip.fp32_lanes_per_sm,
         tensor_cores=chip.num_sms * cores,
         fp32_flops_per_sm_cycle=2 * chip.fp32_lanes_per_sm,
-        tensor_flops_per_sm_cycle=None if each is None else cores * each,
+        tensor_flops_per_sm_cycle=None if core_flops is None else cores * core_flops,
         l2_bytes=chip.l2_bytes,
     )
 

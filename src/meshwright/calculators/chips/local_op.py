@@ -76,12 +76,12 @@ def parse_op(text: str) -> LocalOp:
     if row is None and not right:
         raise InputError(f"{text!r} is no op. Write A[I,J] * B[J,K] -> C[I,K], A[I] + B[I] -> C[I], softmax(A[I]).")
     if row is not None:
-        given = parse_array(row[2])
-        out, steps = parse_array(row[3]) if row[3] else given.replace(name="Out"), ROW_STEPS[row[1]]
-        wide = given.replace(dims=given.dims[-1:], axes=given.axes[-1:])
-        op = LocalOp((given, *(wide.replace(name=s) for s in steps if s in ("scale", "shift")), out), steps)
-        if given.dims != out.dims:
-            raise InputError(f"{row[1]} keeps the dims of {given}, and the result has others. Write the same dims.")
+        operand = parse_array(row[2])
+        out, steps = parse_array(row[3]) if row[3] else operand.replace(name="Out"), ROW_STEPS[row[1]]
+        wide = operand.replace(dims=operand.dims[-1:], axes=operand.axes[-1:])
+        op = LocalOp((operand, *(wide.replace(name=s) for s in steps if s in ("scale", "shift")), out), steps)
+        if operand.dims != out.dims:
+            raise InputError(f"{row[1]} keeps the dims of {operand}, and the result has others. Write the same dims.")
     elif _PLUS.search(left):
         addends, out = tuple(map(parse_array, _PLUS.split(left))), parse_array(right)
         if len(addends) != 2 or set(out.dims) != {dim for array in addends for dim in array.dims}:
@@ -89,9 +89,9 @@ def parse_op(text: str) -> LocalOp:
         op = LocalOp(distinct_names(*addends, out), ("add",))
     else:
         arrays = parse_einsum(text)
-        lhs, rhs, kept = (set(a.dims) for a in arrays)
-        matrix = (lhs - rhs, lhs & rhs - kept, rhs - lhs)
-        steps = ("multiply", "add")[: 1 + bool((lhs | rhs) - kept)]
+        lhs, rhs, result = (set(a.dims) for a in arrays)
+        matrix = (lhs - rhs, lhs & rhs - result, rhs - lhs)
+        steps = ("multiply", "add")[: 1 + bool((lhs | rhs) - result)]
         op = LocalOp(arrays, steps, matrix if matrix[1] and lhs ^ rhs else None)
     for array in op.arrays:
         if array.spread or array.unreduced:

@@ -132,9 +132,9 @@ def round_to(form: NumberFormat, value: Fraction) -> Rounded:
     pattern = code + negative * 2 ** (form.bits - 1) if form.exponent_bits else (-1) ** negative * code % 2**form.bits
     if code > last:
         return Rounded(code=pattern, value=decode(form, pattern), relative_error=None)
-    found = (-1) ** negative * form.magnitude(code)
-    error = 0.0 if found == value else abs(float((found - value) / value))
-    return Rounded(code=pattern, value=float(found), relative_error=error)
+    rounded = (-1) ** negative * form.magnitude(code)
+    error = 0.0 if rounded == value else abs(float((rounded - value) / value))
+    return Rounded(code=pattern, value=float(rounded), relative_error=error)
 
 
 def decode(form: NumberFormat, code: int) -> float:

@@ -48,7 +48,7 @@ class TiledArray(msgspec.Struct, frozen=True):
 
     def title(self, number: Iterable[int]) -> str:
         """Returns the name of a tile, such as ``k1`` or ``x0,2``."""
-        return self.name + ",".join(str(at) for at, dim in zip(number, self.dims, strict=True) if dim.islower())
+        return self.name + ",".join(str(index) for index, dim in zip(number, self.dims, strict=True) if dim.islower())
 
 
 class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -66,27 +66,27 @@ class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def vmem_bytes(self) -> int:
         """Two buffers of every tile, as one is filled or emptied while the other is in use, and the accumulators."""
-        tiles = 2 * sum(math.prod(one.tile) * one.itemsize for one in (*self.operands, *self.results))
+        tiles = 2 * sum(math.prod(array.tile) * array.itemsize for array in (*self.operands, *self.results))
         return tiles + 4 * sum(map(math.prod, self.sums.values()))
 
     @cached_property
     def moves(self) -> dict[str, NDArray[np.bool_]]:
         """Array -> for each step, whether its tile is fetched before it, or leaves after it."""
-        found = {}
-        for one in (*self.operands, *self.results):
-            numbers = np.array([self.steps[dim] for dim in one.dims if dim in self.steps]).reshape(-1, self.num_steps)
+        moves = {}
+        for array in (*self.operands, *self.results):
+            numbers = np.array([self.steps[dim] for dim in array.dims if dim in self.steps]).reshape(-1, self.num_steps)
             renewed = np.append(True, (np.diff(numbers) != 0).any(axis=0))
-            found[one.name] = np.roll(renewed, -1) if one in self.results else renewed
-        return found
+            moves[array.name] = np.roll(renewed, -1) if array in self.results else renewed
+        return moves
 
     def moved_bytes(self, arrays: Iterable[TiledArray]) -> NDArray[np.int64]:
         """Returns the bytes that these arrays move for each step."""
-        return np.sum([self.moves[one.name] * math.prod(one.tile) * one.itemsize for one in arrays], axis=0)
+        return np.sum([self.moves[array.name] * math.prod(array.tile) * array.itemsize for array in arrays], axis=0)
 
     def titles(self, arrays: Iterable[TiledArray], step: int, *, moving: bool = False) -> list[str]:
         """Returns the names of the tiles of a step, or of those that move for it; none if there is no such step."""
-        at = {dim: int(each[step]) for dim, each in self.steps.items()} if 0 <= step < self.num_steps else None
-        return [one.title(one.number(at)) for one in arrays if at and (not moving or self.moves[one.name][step])]
+        place = {dim: int(numbers[step]) for dim, numbers in self.steps.items()} if 0 <= step < self.num_steps else None
+        return [a.title(a.number(place)) for a in arrays if place and (not moving or self.moves[a.name][step])]
 
     def table(self) -> NDArray[np.int32]:
         """Returns what a kernel prefetches: a row per coordinate in alphabetical order, then two of 0 or 1: whether the
@@ -101,7 +101,7 @@ class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         A step takes the longer of its products and its copies: the next step's operands and the last one's results. The
         first operands and the last results have nothing to overlap with.
         """
-        fetch_s, write_s = (self.moved_bytes(each) / bytes_per_s for each in (self.operands, self.results))
+        fetch_s, write_s = (self.moved_bytes(arrays) / bytes_per_s for arrays in (self.operands, self.results))
         copy_s, math_s = np.append(fetch_s[1:], 0) + np.append(0, write_s[:-1]), self.flops_per_step / peak_flops
         steps = np.maximum(math_s, copy_s)
         steps[0] += fetch_s[0]
@@ -125,18 +125,18 @@ def tiled_loop(name: LoopName, *, seq: int, width: int, block: int, causal: bool
         raise InputError(f"tiles of {block} must divide {whole}, in at most {MAX_STEPS:,} steps. Use another --block.")
     steps = dict(zip(nest, np.indices(counts).reshape(len(nest), -1), strict=True))
     if causal and "s" in steps:
-        steps = {dim: each[steps["s"] <= steps["t"]] for dim, each in steps.items()}
+        steps = {dim: numbers[steps["s"] <= steps["t"]] for dim, numbers in steps.items()}
 
     def array(name: str, dims: str) -> TiledArray:
         (high, wide), tile = ([of[dim] for dim in dims] for of in (sizes, tiles))
         return TiledArray(name, dims, (high, wide), (tile[0], tile[1]), 4 if name in FP32 else 2)
 
-    parts = [[array(*one.split(":")) for one in text.split()] for text in arrays]
+    parts = [[array(*word.split(":")) for word in text.split()] for text in arrays]
     factors = [tuple(product.split()) for product in products.split(", ")]
     return TiledLoop(
         operands=tuple(parts[0]),
         results=tuple(parts[1]),
-        sums={one.name: one.tile for one in parts[2]},
+        sums={a.name: a.tile for a in parts[2]},
         num_steps=len(steps[nest[0]]),
         steps=steps,
         products=tuple(factors),

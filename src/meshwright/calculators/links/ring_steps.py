@@ -91,9 +91,9 @@ def collective_frames(kind: DrawnKind, size: int, moves: list[tuple[Move, ...]])
             for m in step:
                 held[m.source][m.block] = ()
         for m, data in zip(step, sent, strict=True):
-            kept = held[m.target][m.block] if phase != "gather" else ()
-            if not data or (phase == "reduce" and not kept):
+            before = held[m.target][m.block] if phase != "gather" else ()
+            if not data or (phase == "reduce" and not before):
                 raise AssertionError(f"block {m.block} is not where device {m.source} or {m.target} needs it")
-            held[m.target][m.block] = tuple(sorted((*kept, *data)))
+            held[m.target][m.block] = tuple(sorted((*before, *data)))
         frames.append(RingFrame(step=number, moves=step, held=tuple(map(tuple, held)), phase=phase))
     return tuple(frames)

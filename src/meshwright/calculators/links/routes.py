@@ -51,7 +51,7 @@ def parse_place(text: str, cluster: Cluster) -> RouteEnd:
     if len(chip) == 1 and chip[0] < math.prod(shape):
         chip = tuple(map(int, np.unravel_index(chip[0], shape, order="F")))
     chip += (0,) * (len(shape) - len(chip))
-    outside = len(chip) != len(shape) or any(at >= size for at, size in zip(chip, shape, strict=True))
+    outside = len(chip) != len(shape) or any(coordinate >= size for coordinate, size in zip(chip, shape, strict=True))
     if outside or slice_number >= cluster.num_slices:
         raise InputError(
             f"place {text!r} is not on {cluster.short_name}: coordinates count from 0 below {times(shape)}."
@@ -154,7 +154,7 @@ def disjoint_paths(cluster: Cluster, source: Coordinates, target: Coordinates) -
     the new one would pass it the other way (successive shortest paths of the cheapest flow).
     """
     used: set[tuple[Coordinates, Coordinates]] = set()
-    found: list[tuple[int, ...]] = []
+    path_hops: list[tuple[int, ...]] = []
     while target in (came := _shortest_paths(cluster, source, used)[1]):
         path = [target]
         while path[-1] != source:
@@ -168,13 +168,13 @@ def disjoint_paths(cluster: Cluster, source: Coordinates, target: Coordinates) -
         for here, there in used:
             onward.setdefault(here, []).append(there)
         hops = []
-        for at in onward[source]:
+        for chip in onward[source]:
             count = 1
-            while at != target:
-                at, count = onward[at].pop(), count + 1
+            while chip != target:
+                chip, count = onward[chip].pop(), count + 1
             hops.append(count)
-        found.append(tuple(sorted(hops)))
-    return found
+        path_hops.append(tuple(sorted(hops)))
+    return path_hops
 
 
 def torus_hops(cluster: Cluster, source: Coordinates) -> dict[Coordinates, int]:
@@ -204,9 +204,9 @@ def neighbours(cluster: Cluster, chip: Coordinates) -> Iterator[Coordinates]:
     """Yields the neighbours of a chip; a twisted axis leads around to the middle of the longer ones."""
     shape, longest, shift = cluster.shape, max(cluster.shape), min(cluster.shape)
     for axis, step in itertools.product(range(len(shape)), (1, -1)):
-        there, at = list(chip), chip[axis] + step
-        there[axis] = at % shape[axis]
-        if at != there[axis]:
+        there, coordinate = list(chip), chip[axis] + step
+        there[axis] = coordinate % shape[axis]
+        if coordinate != there[axis]:
             if not cluster.wraps[axis]:
                 continue
             if cluster.twisted and shape[axis] < longest:

@@ -10,7 +10,7 @@ from msgspec.structs import asdict, replace
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas import serving
 from meshwright.cost.formulas.accounting import kv_cache_bytes
-from meshwright.cost.formulas.limit_table import feed_forward_width
+from meshwright.cost.formulas.letters import feed_forward_width
 from meshwright.cost.formulas.limits import ici_intensity, tensor_max_size
 from meshwright.cost.formulas.roofline import critical_batch, dtype_bytes
 from meshwright.cost.network.collectives import latency_bound_bytes
@@ -93,9 +93,9 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         has no bytes."""
         if kv_bytes <= 0:
             raise InputError("caches of 0 bytes fit without end. Give --kv-per-token of at least 1 byte.")
-        found = int(serving.largest_batch(self.free_bytes, kv_bytes))
-        if found:
-            return found
+        largest = int(serving.largest_batch(self.free_bytes, kv_bytes))
+        if largest:
+            return largest
         least = serving.smallest_slice(self.cluster.chip, self.weight_bytes + kv_bytes)
         raise CannotRunError(
             f"weights of {self.weight_bytes / 1e9:,.3g} GB and a cache of {kv_bytes / 1e9:,.3g} GB do not fit "
@@ -106,8 +106,8 @@ class ServingReplica(msgspec.Struct, frozen=True, kw_only=True):
         """Returns one step of generation; of experts, those that the batch reaches in the mean are read."""
         share: Any = 1.0
         if self.model and self.model.num_experts:
-            count, each = self.model.num_experts, self.model.experts_per_token
-            unread = 1 - serving.experts_read(batch_seqs, num_experts=count, active_experts=each) / count
+            count, active = self.model.num_experts, self.model.experts_per_token
+            unread = 1 - serving.experts_read(batch_seqs, num_experts=count, active_experts=active) / count
             share = 1 - params_by_part(self.model)["experts"] / num_params(self.model) * unread
         return serving.DecodeStep(
             batch_seqs=batch_seqs,
@@ -215,28 +215,28 @@ def tricks(
         if not name.startswith("one kv head") and name != "int8 weights":
             every = every.changed(*change)
     ways["all together*"] = every
-    base, found = None, []
+    base, rows = None, []
     for name, way in ways.items():
         row = {"trick": name, **_figures(way, prompt_len, output_len, acceptance, draft_cost)}
         rate = row["tokens_per_s_per_chip"]
         base = rate if name == "none of these" else base
-        found.append({**row, "times": rate / base if rate and base else None})
-    return found
+        rows.append({**row, "times": rate / base if rate and base else None})
+    return rows
 
 
 def _changes(model: Model) -> dict[str, tuple[Facts, Facts]]:
     """Returns what each trick changes: fields of the model, and of a `_Way`."""
-    found: dict[str, tuple[Facts, Facts]] = {}
+    changes: dict[str, tuple[Facts, Facts]] = {}
     if not model.latent_attention:
-        own = model.num_kv_heads if model.num_kv_heads < model.num_heads else max(1, model.num_heads // 8)
-        found[f"{own} kv head{'s' * (own > 1)}"] = {"num_kv_heads": own}, {}
-        if own > 1:
-            found["one kv head"] = {"num_kv_heads": 1}, {}
+        heads = model.num_kv_heads if model.num_kv_heads < model.num_heads else max(1, model.num_heads // 8)
+        changes[f"{heads} kv head{'s' * (heads > 1)}"] = {"num_kv_heads": heads}, {}
+        if heads > 1:
+            changes["one kv head"] = {"num_kv_heads": 1}, {}
     layers, window = model.sliding_layers, model.sliding_window
     if not layers or not window:
         layers, window = tuple(layer for layer in range(model.num_layers) if (layer + 1) % LOCAL_OF), WINDOW
-    found[f"window {window:,}, {len(layers)} layers"] = {"sliding_layers": layers, "sliding_window": window}, {}
-    return found | {
+    changes[f"window {window:,}, {len(layers)} layers"] = {"sliding_layers": layers, "sliding_window": window}, {}
+    return changes | {
         f"{SHARED_BY} layers a cache": ({}, {"layers_per_cache": SHARED_BY}),
         "int8 caches": ({}, {"kv": "int8"}),
         "int8 weights": ({}, {"weights": "int8"}),
@@ -251,11 +251,11 @@ def _figures(at: _Way, prompt_len: int, output_len: int, acceptance: float, draf
     longest = prompt_len + output_len
     # in the steady state a sequence has made half of its output, and its last page is half full
     kv_bytes = at.kv_bytes(prompt_len + output_len / 2 + PAGE_LEN / 2 if at.paged else longest)
-    found: Facts = {"kv_token_bytes": at.kv_bytes(longest) / longest, "largest_batch": 0, "drafts": 0}
+    row: Facts = {"kv_token_bytes": at.kv_bytes(longest) / longest, "largest_batch": 0, "drafts": 0}
     try:
         batch = at.batch_that_fits(kv_bytes)
     except CannotRunError:
-        return found | dict.fromkeys(FIGURES)
+        return row | dict.fromkeys(FIGURES)
     step = at.step(batch, kv_bytes)
     seconds, drafts = step.time_s, 0
     if at.drafts:
@@ -264,4 +264,4 @@ def _figures(at: _Way, prompt_len: int, output_len: int, acceptance: float, draf
         seconds = step.time_s / faster[drafts]
     rate = batch / seconds
     figures = (step.time_s, seconds, rate / at.cluster.num_chips, at.usd_per_million_tokens(rate))
-    return found | {"largest_batch": batch, "drafts": drafts} | dict(zip(FIGURES, figures, strict=True))
+    return row | {"largest_batch": batch, "drafts": drafts} | dict(zip(FIGURES, figures, strict=True))

@@ -30,9 +30,9 @@ def coordinates(mesh: Mesh, device: int) -> dict[str, int]:
 
 def _position(axes: Iterable[str], mesh: Mesh, device: int) -> int:
     """Returns the number of a device along several axes, major to minor."""
-    at, number = coordinates(mesh, device), 0
+    place, number = coordinates(mesh, device), 0
     for axis in axes:
-        number = number * mesh[axis] + at[axis]
+        number = number * mesh[axis] + place[axis]
     return number
 
 
@@ -43,10 +43,10 @@ def block_of(array: ShardedArray, mesh: Mesh, device: int) -> tuple[int, ...]:
 
 def holders(array: ShardedArray, mesh: Mesh) -> dict[tuple[int, ...], list[int]]:
     """Returns block index -> devices that hold this block (of an unreduced array: an addend of it)."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    devices_of: dict[tuple[int, ...], list[int]] = {}
     for device in range(num_devices(mesh)):
-        found.setdefault(block_of(array, mesh, device), []).append(device)
-    return dict(sorted(found.items()))
+        devices_of.setdefault(block_of(array, mesh, device), []).append(device)
+    return dict(sorted(devices_of.items()))
 
 
 def groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
@@ -68,8 +68,8 @@ def split(value: np.ndarray, array: ShardedArray, mesh: Mesh) -> list[np.ndarray
     out or done twice shows. Their factors are whole numbers with sum 1: whole numbers stay exact.
     """
     shape = local_shape(array, dict(zip(array.dims, value.shape, strict=True)), mesh)
-    others = range(2, product(mesh[a] for a in array.unreduced) + 1)
-    factors = [1 - sum(others), *others]
+    numbers = range(2, product(mesh[a] for a in array.unreduced) + 1)
+    factors = [1 - sum(numbers), *numbers]
     blocks = []
     for device in range(num_devices(mesh)):
         block = value[_region(block_of(array, mesh, device), shape)]
@@ -89,11 +89,11 @@ def join(blocks: BlockSet, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 
     first: dict[tuple[int, tuple[int, ...]], int] = {}
     for device in range(num_devices(mesh)):
         key = (_position(array.unreduced, mesh, device), block_of(array, mesh, device))
-        other = first.setdefault(key, device)
-        if other == device:
+        holder = first.setdefault(key, device)
+        if holder == device:
             addends[_region((key[0], *key[1]), (1, *blocks[device].shape))] = blocks[device]
-        elif np.any(np.abs(blocks[other] - blocks[device]) > rel_tol * np.abs(blocks[other]).max(initial=0)):
-            raise AssertionError(f"devices {other} and {device} differ in block {key[1]} of {array}")
+        elif np.any(np.abs(blocks[holder] - blocks[device]) > rel_tol * np.abs(blocks[holder]).max(initial=0)):
+            raise AssertionError(f"devices {holder} and {device} differ in block {key[1]} of {array}")
     return addends.sum(axis=0, dtype=addends.dtype)
 
 
@@ -104,22 +104,22 @@ def execute(
 
     Runs collectives, slices, and the local ops "einsum", "add" and "copy".
     """
-    made = dict(values)
+    blocks_of = dict(values)
     for step in steps:
-        missing = [str(a) for a in step.inputs if a not in made]
+        missing = [str(a) for a in step.inputs if a not in blocks_of]
         if missing:
             raise AssertionError(f"{step}: nothing has made {', '.join(missing)}")
-        inputs = [made[a] for a in step.inputs]
+        inputs = [blocks_of[a] for a in step.inputs]
         if step.only_moves:
             blocks = _exchange(step, inputs[0], mesh)
         elif step.op in _LOCAL:
-            blocks = [_LOCAL[step.op](step, [one[device] for one in inputs]) for device in range(num_devices(mesh))]
+            blocks = [_LOCAL[step.op](step, [value[device] for value in inputs]) for device in range(num_devices(mesh))]
         else:
             raise AssertionError(f"{step.op} is not executed on NumPy blocks")
         if step.accumulates:
-            blocks = [before + block for before, block in zip(made[step.result], blocks, strict=True)]
-        made[step.result] = blocks
-    return made
+            blocks = [before + block for before, block in zip(blocks_of[step.result], blocks, strict=True)]
+        blocks_of[step.result] = blocks
+    return blocks_of
 
 
 def _einsum(step: Step, blocks: list[np.ndarray]) -> np.ndarray:

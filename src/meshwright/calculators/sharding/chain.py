@@ -69,14 +69,14 @@ def shardings(array: ShardedArray, dims: Sizes, mesh: Mapping[str, int]) -> tupl
     An axis may split any one dim or none, and axes on one dim have any order: only the minor one can be gathered alone.
     """
     axes = [axis for axis, size in mesh.items() if size > 1]
-    found: list[ShardedArray] = []
+    layouts: list[ShardedArray] = []
     for places in itertools.product((None, *array.dims), repeat=len(axes)):
         groups = [[a for a, place in zip(axes, places, strict=True) if place == dim] for dim in array.dims]
         sizes = [product(mesh[axis] for axis in group) for group in groups]
         if any(dims[dim] % size for dim, size in zip(array.dims, sizes, strict=True)):
             continue
-        found.extend(array.replace(axes=orders) for orders in itertools.product(*map(itertools.permutations, groups)))
-    return tuple(found)
+        layouts.extend(array.replace(axes=orders) for orders in itertools.product(*map(itertools.permutations, groups)))
+    return tuple(layouts)
 
 
 def parse_chain(
@@ -95,9 +95,9 @@ def parse_chain(
     if (several := sum(size > 1 for size in mesh.values())) > MAX_AXES:
         raise InputError(f"the mesh has {several} axes above 1; a chain is searched on at most {MAX_AXES}. Merge some.")
     products: list[ChainProduct] = []
-    kept: dict[str, ShardedArray] = {}
+    pinned: dict[str, ShardedArray] = {}
     for text in texts:
-        products.append(_product(text, products[-1].out if products else None, kept, dtype))
+        products.append(_product(text, products[-1].out if products else None, pinned, dtype))
     names = [products[0].carried.name, *(a.name for p in products for a in (p.other, p.out))]
     for name in names:
         if names.count(name) > 1:
@@ -108,12 +108,12 @@ def parse_chain(
         if array.name not in arrays:
             raise InputError(f"--fixed {text} is no array of the chain.{nearest(array.name, arrays)}")
         _same_dims(array, arrays[array.name])
-        kept[array.name] = array
+        pinned[array.name] = array
     refuse_unknown_dims(dims, arrays.values())
-    for array in (*arrays.values(), *kept.values()):
+    for array in (*arrays.values(), *pinned.values()):
         check(array, dims, mesh)
-    choices = {name: (kept[name],) if name in kept else shardings(arrays[name], dims, mesh) for name in names}
-    return Chain(products=tuple(products), dims=dims, mesh=mesh, choices=choices, fixed=frozenset(kept))
+    choices = {name: (pinned[name],) if name in pinned else shardings(arrays[name], dims, mesh) for name in names}
+    return Chain(products=tuple(products), dims=dims, mesh=mesh, choices=choices, fixed=frozenset(pinned))
 
 
 def _product(text: str, before: ShardedArray | None, kept: dict[str, ShardedArray], dtype: str) -> ChainProduct:
@@ -234,12 +234,12 @@ class Graph:
 
     def _multiply(self, node: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
         """Yields the other operand moved to match, in every layout, and the blocks multiplied."""
-        one = self.chain.products[node.index]
+        chain_product = self.chain.products[node.index]
         held = 0.0 if node.stays else self.bytes(node.array)
-        for other in self._layouts(node.index)[node.array]:
-            lhs, rhs = one.operands(node.array, other)
-            step = Step(op="einsum", inputs=(lhs, rhs), result=local_product(lhs, rhs, one.out))
-            for moved in self._inputs(one, other):
+        for operand in self._layouts(node.index)[node.array]:
+            lhs, rhs = chain_product.operands(node.array, operand)
+            step = Step(op="einsum", inputs=(lhs, rhs), result=local_product(lhs, rhs, chain_product.out))
+            for moved in self._inputs(chain_product, operand):
                 both = held + moved.held_bytes + self.bytes(step.result)
                 part = Label(
                     time_s=moved.time_s + (self.price(step).time_s or 0.0),
@@ -255,13 +255,13 @@ class Graph:
 
         A mesh axis splits at most one dim of the product, alike in both operands.
         """
-        one = self.chain.products[index]
-        found: dict[ShardedArray, list[ShardedArray]] = {}
-        whole = ShardedArray("layout", one.dims, ((),) * len(one.dims))
+        chain_product = self.chain.products[index]
+        layouts: dict[ShardedArray, list[ShardedArray]] = {}
+        whole = ShardedArray("layout", chain_product.dims, ((),) * len(chain_product.dims))
         for layout in shardings(whole, self.chain.dims, self.chain.mesh):
             axes = dict(zip(layout.dims, layout.axes, strict=True))
-            found.setdefault(one.carried.resharded(axes), []).append(one.other.resharded(axes))
-        return found
+            layouts.setdefault(chain_product.carried.resharded(axes), []).append(chain_product.other.resharded(axes))
+        return layouts
 
     def _find_inputs(self, one: ChainProduct, target: ShardedArray) -> list[Label]:
         """Returns the paths of the other operand to a sharding, from each that it may be stored in."""

@@ -62,10 +62,10 @@ def search_chain(
     """
     graph = Graph(chain, rates)
     renamings = _renamings(chain, rates)
-    found: dict[frozenset[Signature], Assignment] = {}
+    assignments: dict[frozenset[Signature], Assignment] = {}
     for label in _labels(graph, memory_bytes, keep=top * len(renamings), objective=objective):
         alike = frozenset(_signature(label, renaming) for renaming in renamings)
-        one = Assignment(
+        assignment = Assignment(
             arrays=dict(zip(chain.choices, label.arrays, strict=True)),
             steps=label.steps,
             prices=tuple(map(graph.price, label.steps)),
@@ -73,10 +73,10 @@ def search_chain(
             input_bytes=label.input_bytes,
             memory_bytes=label.input_bytes + label.alive_bytes,
         )
-        found.setdefault(alike, one)
-        if len(found) == top:
-            return tuple(found.values())
-    if not found:
+        assignments.setdefault(alike, assignment)
+        if len(assignments) == top:
+            return tuple(assignments.values())
+    if not assignments:
         (least,) = search_chain(chain, rates, memory_bytes=float("inf"), objective="memory")
         # the least number of three digits that is enough
         unit = 10.0 ** max(0, math.floor(math.log10(least.memory_bytes)) - 2)
@@ -85,7 +85,7 @@ def search_chain(
             f"no shardings of the chain fit in {format_bytes(memory_bytes)} of a device: the least is {enough}. Give "
             f"--memory of that or more, or a larger mesh."
         )
-    return tuple(found.values())
+    return tuple(assignments.values())
 
 
 def _labels(graph: Graph, memory_bytes: float, *, keep: int, objective: Objective) -> Iterator[Label]:
@@ -107,7 +107,7 @@ def _labels(graph: Graph, memory_bytes: float, *, keep: int, objective: Objectiv
     while queue:
         _, _, node, label = heapq.heappop(queue)
         mine = _signature(label, {})
-        better = {signature for signature, other in settled.get(node, ()) if other.matches(label)}
+        better = {signature for signature, earlier in settled.get(node, ()) if earlier.matches(label)}
         if mine in better or len(better) >= keep:
             continue
         settled.setdefault(node, []).append((mine, label))

@@ -36,10 +36,10 @@ def all_ways(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> dict[st
     made whole and sliced.
     """
     rules = einsum_steps(lhs, rhs, out)
-    found = {steps for layout in _layouts(lhs, rhs, out) for steps in _steps(layout, lhs, rhs, out)} - {rules}
-    ways = {_name(steps): steps for steps in found}
-    others = sorted(ways.items(), key=lambda way: (sum(s.is_collective for s in way[1]), len(way[1]), way[0]))
-    return {_name(rules): rules, **dict(others)}
+    sequences = {steps for layout in _layouts(lhs, rhs, out) for steps in _steps(layout, lhs, rhs, out)} - {rules}
+    ways = {_name(steps): steps for steps in sequences}
+    ordered = sorted(ways.items(), key=lambda way: (sum(s.is_collective for s in way[1]), len(way[1]), way[0]))
+    return {_name(rules): rules, **dict(ordered)}
 
 
 def _layouts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Iterator[Layout]:

@@ -14,10 +14,9 @@ import numpy as np
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.layers import parse_block
 from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.steps import Step
-from meshwright.algebra.transformer import transformer
+from meshwright.algebra.transformer import parse_block, transformer
 from meshwright.calculators.sweeps.points import filled_mesh
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.arrays import select
@@ -149,9 +148,9 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> Facts:
         """Returns plain data; the meshes only where they differ."""
-        found = {**msgspec.structs.asdict(self), "axes": self.mesh, "total_s": self.total_s}
-        del found["tokens"], found["mesh"]
-        return found | {"meshes": None if self.mesh else self.meshes}
+        fields = {**msgspec.structs.asdict(self), "axes": self.mesh, "total_s": self.total_s}
+        del fields["tokens"], fields["mesh"]
+        return fields | {"meshes": None if self.mesh else self.meshes}
 
 
 # -- curves ---------------------------------------------------------------------------------------------
@@ -184,10 +183,10 @@ def scheme_curves(
             meshes = {name: mesh for name, mesh in meshes.items() if chips == 1 or mesh["tensor"] != chips}
             meshes |= {"tensor alone": {"tensor": chips}} if chips > 1 else {}
         meshes = {name: make_mesh(mesh) for name, mesh in meshes.items()}
-    found = _priced(work, clusters, list(meshes.values()), tokens, whole_axes, calibration)
-    own = {name: [one for one in found if one.mesh == mesh] for name, mesh in meshes.items()}
-    curves = [_best(name, meshes[name], laid) for name, laid in own.items() if laid]
-    return tuple(curves) if axes is not None else (*curves, _best("best mesh", None, found))
+    priced = _priced(work, clusters, list(meshes.values()), tokens, whole_axes, calibration)
+    by_name = {name: [curve for curve in priced if curve.mesh == mesh] for name, mesh in meshes.items()}
+    curves = [_best(name, meshes[name], laid) for name, laid in by_name.items() if laid]
+    return tuple(curves) if axes is not None else (*curves, _best("best mesh", None, priced))
 
 
 def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -> Facts:
@@ -196,14 +195,14 @@ def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -
     ``tokens`` is None if compute never or always takes longer within the batches of the curve. ``closed`` are the
     `closed_forms` by the name of their curve.
     """
-    gap, at = np.log(curve.ratio), np.log(curve.tokens)
+    gap, log_tokens = np.log(curve.ratio), np.log(curve.tokens)
     formula, value = closed.get(curve.name, ("", None))
     risen = np.flatnonzero((gap[:-1] < 0) & (gap[1:] >= 0))
     tokens = None
     if len(risen):
         last = risen[-1]
         share = -gap[last] / (gap[last + 1] - gap[last])
-        tokens = float(np.exp(at[last] + share * (at[last + 1] - at[last])))
+        tokens = float(np.exp(log_tokens[last] + share * (log_tokens[last + 1] - log_tokens[last])))
     return {"name": curve.name, "tokens": tokens, "formula": formula, "closed_form": value}
 
 
@@ -237,7 +236,7 @@ def _priced(
     calibration: Calibration | None,
 ) -> list[Curve]:
     """Returns every placement of every mesh on every shape, priced at every batch."""
-    found: list[Curve] = []
+    curves: list[Curve] = []
     groups = collective_groups(work.derived)
     for cluster in clusters:
         placements: list[Placement] = [
@@ -251,16 +250,16 @@ def _priced(
         rates = step_rates(cluster, placements, groups, Strategy(mesh={}), calibration=calibration)
         for number, placement in enumerate(placements):
             mesh = {axis: float(size) for axis, size in placement.mesh.items()}
-            sizes, own = work.sizes(tokens, mesh, cluster), select(rates, number)
+            sizes, placement_rates = work.sizes(tokens, mesh, cluster), select(rates, number)
             compute, flops, comms = np.zeros(len(tokens)), np.zeros(len(tokens)), dict[str, Array]()
             for step, count in work.steps():
-                cost = price_step(step, sizes, own, num_microbatches=1)
+                cost = price_step(step, sizes, placement_rates, num_microbatches=1)
                 if not step.is_collective:
                     compute, flops = compute + cost.local_s * count, flops + cost.math_s * count
                 elif axes := [axis for axis in step.axes if placement.mesh[axis] > 1]:
                     name = "+".join(axes)
                     comms[name] = comms.get(name, np.zeros(len(tokens))) + cost.network_s * count
-            found.append(
+            curves.append(
                 Curve(
                     name="",
                     mesh=placement.mesh,
@@ -272,14 +271,14 @@ def _priced(
                     shapes=[cluster.short_name] * len(tokens),
                 )
             )
-    if not found:
+    if not curves:
         raise CannotRunError(f"no mesh of {work.name} can be laid on {clusters[0].short_name}. Name another shape.")
-    return found
+    return curves
 
 
 def _best(name: str, mesh: dict[str, int] | None, found: Sequence[Curve]) -> Curve:
     """Returns the curve that at every batch is the one with the least communication."""
-    best = np.argmin([one.total_s for one in found], axis=0)
+    best = np.argmin([curve.total_s for curve in found], axis=0)
     spots = range(len(best))
     none = np.zeros(len(best))
 
@@ -287,15 +286,15 @@ def _best(name: str, mesh: dict[str, int] | None, found: Sequence[Curve]) -> Cur
         return np.stack(rows)[best, spots]
 
     comms = {
-        axis: picked([one.comms_s.get(axis, none) for one in found])
-        for axis in dict.fromkeys(axis for one in found for axis in one.comms_s)
+        axis: picked([curve.comms_s.get(axis, none) for curve in found])
+        for axis in dict.fromkeys(axis for curve in found for axis in curve.comms_s)
     }
     return Curve(
         name=name,
         mesh=mesh,
         tokens=found[0].tokens,
-        compute_s=picked([one.compute_s for one in found]),
-        flops_s=picked([one.flops_s for one in found]),
+        compute_s=picked([curve.compute_s for curve in found]),
+        flops_s=picked([curve.flops_s for curve in found]),
         comms_s={axis: seconds for axis, seconds in comms.items() if seconds.any()},
         meshes=[found[number].meshes[spot] for spot, number in zip(spots, best, strict=True)],
         shapes=[found[number].shapes[spot] for spot, number in zip(spots, best, strict=True)],

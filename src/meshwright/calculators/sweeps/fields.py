@@ -45,14 +45,14 @@ def read_fields(models: str, on: str, texts: Sequence[str], own: Sequence[str] =
     and, for training, unless exactly one of ``batch`` and ``micro`` is given.
     """
     known = {*own[2:], *SECTION_OF}
-    chosen = [model_or_size(one) for one in _listed(models)]
+    chosen = [model_or_size(name) for name in _listed(models)]
     clusters = sweep_clusters(on)
     # clusters are named by their chips, where these tell them apart
     counts = [f"{cluster.num_chips:,}" for cluster in clusters]
     plain = len({cluster.chip.name for cluster in clusters}) == 1 and len({*counts}) == len(counts)
     fields: SweptFields = {
-        "model": {one.name: one for one in chosen},
-        "on": dict(zip(counts if plain else (one.short_name for one in clusters), clusters, strict=True)),
+        "model": {model.name: model for model in chosen},
+        "on": dict(zip(counts if plain else (cluster.short_name for cluster in clusters), clusters, strict=True)),
     }
     for text in texts:
         name, sep, _ = text.partition("=")
@@ -80,11 +80,11 @@ def combinations(fields: SweptFields) -> list[tuple[dict[str, str], Facts]]:
     count = math.prod(map(len, fields.values()))
     if count > MAX_POINTS:
         raise InputError(f"{count:,} points are too many for one sweep. Give at most {MAX_POINTS}.")
-    found = []
+    pairs = []
     for chosen in itertools.product(*(values.items() for values in fields.values())):
         shown, values = zip(*chosen, strict=True)
-        found.append((dict(zip(fields, shown, strict=True)), dict(zip(fields, values, strict=True))))
-    return found
+        pairs.append((dict(zip(fields, shown, strict=True)), dict(zip(fields, values, strict=True))))
+    return pairs
 
 
 def _listed(text: str) -> list[str]:
@@ -140,7 +140,7 @@ def llama_like(size: str) -> Model:
     if not SMALLEST <= wanted <= LARGEST:
         raise InputError(f"size {size} is out of range. Give 500M to 100T parameters, such as 7B.")
     tied = wanted < TIED_BELOW
-    found = []
+    candidates = []
     for width in (*range(1024, 8192, 1024), *range(8192, 2**18, 2048)):
         of_layer = width * (2 * width + 2 * KV_HEADS * HEAD_DIM + 3 * FF_OVER_WIDTH * width + 2)
         layers = (wanted - (2 - tied) * VOCAB_SIZE * width) / of_layer
@@ -148,8 +148,8 @@ def llama_like(size: str) -> Model:
         if layers >= 1:
             # a model that is twice too wide is as far off as one that is twice too deep
             ratio = width / layers / WIDTH_OVER_LAYERS
-            found.append((max(ratio, 1 / ratio), width, layers))
-    _, width, layers = min(found)
+            candidates.append((max(ratio, 1 / ratio), width, layers))
+    _, width, layers = min(candidates)
     return Model(
         name=f"llama-{size}",
         family="llama",
@@ -183,17 +183,17 @@ def sweep_clusters(text: str) -> tuple[Cluster, ...]:
     A range doubles one size at a time: 8x1, 8x2, ... 8x512, and the shortest of a torus, the last of several: 4x4x4,
     4x4x8, 4x8x8, ... 16x16x16. Raises InputError for a range that is none, and for more than 64 clusters.
     """
-    found: list[Cluster] = []
+    clusters: list[Cluster] = []
     chip = ""
     for part in _listed(text):
         match = _RANGE.fullmatch(part)
         ends = match.groups() if match else (part, part)
         chip = ends[0].rpartition(":")[0].rpartition("*")[2].strip() or chip
-        first, last = (_named(one, chip) for one in ends)
-        found += _between(first, last) if match else [first]
-    if len(found) > MAX_VALUES:
-        raise InputError(f"{text} is {len(found)} clusters. Give at most {MAX_VALUES}.")
-    return tuple(sorted(found, key=lambda cluster: cluster.num_chips))
+        first, last = (_named(end, chip) for end in ends)
+        clusters += _between(first, last) if match else [first]
+    if len(clusters) > MAX_VALUES:
+        raise InputError(f"{text} is {len(clusters)} clusters. Give at most {MAX_VALUES}.")
+    return tuple(sorted(clusters, key=lambda cluster: cluster.num_chips))
 
 
 def require_links(text: str, clusters: Sequence[Cluster]) -> None:
@@ -220,16 +220,16 @@ def _between(first: Cluster, last: Cluster) -> list[Cluster]:
 
 def growing(cluster: Cluster) -> tuple[Cluster, ...]:
     """Returns clusters from two chips to all, each at most twice the one before."""
-    found = _grown(cluster, (1,) * len(cluster.shape), 1)
-    return (*found, cluster) if cluster.num_slices > 1 else tuple(found)
+    clusters = _grown(cluster, (1,) * len(cluster.shape), 1)
+    return (*clusters, cluster) if cluster.num_slices > 1 else tuple(clusters)
 
 
 def _grown(last: Cluster, shape: Sequence[int], num_slices: int) -> list[Cluster]:
     """Returns clusters larger than a shape up to the last; switches fill their domain first, a torus grows evenly."""
-    sizes, found = list(shape), []
+    sizes, clusters = list(shape), []
     while tuple(sizes) != last.shape:
         short = [i for i, most in enumerate(last.shape) if sizes[i] < most]
         number = min(short, key=lambda i: (sizes[i], -i)) if last.kind == "torus" else short[0]
         sizes[number] = min(2 * sizes[number], last.shape[number])
-        found.append(make_cluster(last.chip, tuple(sizes), num_slices=num_slices, levels=last.levels))
-    return found
+        clusters.append(make_cluster(last.chip, tuple(sizes), num_slices=num_slices, levels=last.levels))
+    return clusters

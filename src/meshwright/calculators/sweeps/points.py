@@ -52,9 +52,9 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> Facts:
         """Returns plain data: figures are None where nothing runs."""
-        found, job, cluster, limit = self.best, self.setting.job, self.setting.cluster, self.setting.memory_limit
-        at, strategy = found and found.estimate, found and found.strategy
-        parts = found and Breakdown(price_strategy(found.setting, found.strategy))
+        best, job, cluster, limit = self.best, self.setting.job, self.setting.cluster, self.setting.memory_limit
+        estimate, strategy = best and best.estimate, best and best.strategy
+        parts = best and Breakdown(price_strategy(best.setting, best.strategy))
         return {
             "label": ", ".join(f"{name} {value}" for name, value in self.values.items()),
             "values": dict(self.values),
@@ -70,11 +70,11 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
             "tokens_per_s": self.tokens_per_s,
             "exposed_share": parts and parts.exposed_share,
             "bubble_share": parts and parts.bubble_s / parts.step_s,
-            "usd_per_token": found and found.usd_per_token,
+            "usd_per_token": best and best.usd_per_token,
             "least_bytes": self.least_bytes,
             "limit_bytes": None if math.isinf(limit) else limit,
-            "fits": at and at.hbm_bytes_per_chip <= limit,
-            **{name: getattr(at, name, None) for name in _PREDICTED},
+            "fits": estimate and estimate.hbm_bytes_per_chip <= limit,
+            **{name: getattr(estimate, name, None) for name in _PREDICTED},
             "axes": strategy and dict(strategy.mesh),
             **{name: getattr(strategy, name, None) for name in _OF_STRATEGY},
         }
@@ -104,8 +104,8 @@ def sweep_points(
     """
     first = next(iter(fields["on"].values()))
     return tuple(
-        _point({name: shown[name] for name in varied}, at, rates, first if weak else at["on"])
-        for shown, at in combinations(fields)
+        _point({name: shown[name] for name in varied}, values, rates, first if weak else values["on"])
+        for shown, values in combinations(fields)
     )
 
 
@@ -114,11 +114,11 @@ def _point(
 ) -> SweepPoint:
     """Returns the point of one combination of values; the batch per chip is that of the ``first`` cluster."""
     cluster, seq_len = at["on"], parse_count(at["seq_len"], what="seq_len", least=1)
-    given = parse_fields([f"{name}={value}" for name, value in at.items() if name not in OWN], sections=PLANNED)
-    axes = take_axes(None, given["strategy"])
+    by_section = parse_fields([f"{name}={value}" for name, value in at.items() if name not in OWN], sections=PLANNED)
+    axes = take_axes(None, by_section["strategy"])
     strategy: Strategy | None = None
     if "micro" in at:
-        strategy = with_fields(Strategy(mesh=filled_mesh(cluster, axes)), "strategy", given["strategy"])
+        strategy = with_fields(Strategy(mesh=filled_mesh(cluster, axes)), "strategy", by_section["strategy"])
         replicas = int(product(strategy.mesh[axis] for axis in BATCH_AXES))
         batch_seqs = parse_count(at["micro"], what="micro", least=1) * replicas * strategy.num_microbatches
     else:
@@ -129,18 +129,18 @@ def _point(
                 f"{of_first} sequences on {first.num_chips} chips are no whole number on {cluster.num_chips} chips. "
                 f"Give a batch that is a multiple of {counted(first.num_chips, 'sequence')}."
             )
-    job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", given["job"])
+    job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", by_section["job"])
     require_training(job, "sweep")
     setting = Setting(
-        with_fields(at["model"], "model", given["model"]),
+        with_fields(at["model"], "model", by_section["model"]),
         cluster,
         job,
         rates.get(cluster.chip.name),
-        assumptions=with_fields(AS_RUN, "assumptions", given["assumptions"]),
+        assumptions=with_fields(AS_RUN, "assumptions", by_section["assumptions"]),
     )
     if strategy is None:
-        return _searched(values, setting, space_of(setting, axes, given["strategy"]))
-    reason = next((one.message for one in legal(setting, strategy) if one.rule != MEMORY_RULE), "")
+        return _searched(values, setting, space_of(setting, axes, by_section["strategy"]))
+    reason = next((refusal.message for refusal in legal(setting, strategy) if refusal.rule != MEMORY_RULE), "")
     if reason:
         return SweepPoint(values=values, setting=setting, best=None, reason=reason)
     best = planned(setting, job.batch_seqs, strategy)

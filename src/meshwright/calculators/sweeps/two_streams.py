@@ -59,8 +59,8 @@ def two_streams(
     priced = price_strategy(setting, strategy)
     lanes = _Passes(priced, way, bucket_bytes)
     most = max(priced.costs.layers, key=lambda block: block.steps.repeat)
-    own = {name for op in most.steps.block.ops for name in op.inputs}
-    update = [cost for cost in priced.costs.once if cost.step.result.name in own]
+    input_names = {name for op in most.steps.block.ops for name in op.inputs}
+    update = [cost for cost in priced.costs.once if cost.step.result.name in input_names]
     passes = [("forward", layer, most.forward) for layer in range(layers)]
     again, rest, segment = most.again, most.backward[len(most.again) :], strategy.segment
     for layer in reversed(range(layers)):
@@ -68,10 +68,10 @@ def two_streams(
         passes += [*(("recompute", before, again) for before in range(first, layer)), ("backward", layer, rest)]
     for number, (what, layer, costs) in enumerate(passes):
         ahead = passes[number + 1 : number + 2] if number else passes[:2]
-        for _, other, gathers in ahead:
-            for cost in (one for one in gathers if one.gathers_weights):
-                key = (id(gathers), other, cost.step.result)
-                lanes.gathered[key] = lanes.collective(cost, other, lanes.compute_end_s)
+        for _, next_layer, gathers in ahead:
+            for cost in (cost for cost in gathers if cost.gathers_weights):
+                key = (id(gathers), next_layer, cost.step.result)
+                lanes.gathered[key] = lanes.collective(cost, next_layer, lanes.compute_end_s)
         lanes.run(what, layer, costs)
     lanes.send_gradients()
     # the optimizer, and the gathers of the weights that it has updated
@@ -105,7 +105,7 @@ class _Passes(Lanes):
                 ready[step.result] = self.gathered[id(costs), layer, step.result]
             elif step.is_collective and cost.hides:
                 self.waiting.append((cost, layer, when))
-                full = sum(float(one.network_bytes) for one, _, _ in self.waiting) >= self.bucket_bytes
+                full = sum(float(queued.network_bytes) for queued, _, _ in self.waiting) >= self.bucket_bytes
                 if self.way.send == "each":
                     self.waiting.clear()
                     self.collective(cost, layer, when)

@@ -14,7 +14,7 @@ from meshwright.calculators.verbs.show_chip import product_dtype
 from meshwright.cli.verb import SEQ_NEEDED, Count, Options, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_count, format_params
-from meshwright.cost.formulas.limit_table import sparsity
+from meshwright.cost.formulas.letters import sparsity
 from meshwright.cost.formulas.limits import data_parallel_min_tokens_per_chip, ici_intensity
 from meshwright.cost.formulas.roofline import critical_batch, dtype_bytes
 from meshwright.cost.network.links import torus_width
@@ -51,15 +51,15 @@ def command(given: Given) -> Answer:
     """Solve: sequences a step = micro x accumulate x replicas. Give what is known, the rest is worked out."""
     length = given.seq_len
     cluster = parse_cluster(given.on) if given.on else None
-    found = solve_batch(
+    solutions = solve_batch(
         batch_seqs=parse_batch(given.batch, seq_len=length) if given.batch else None,
         microbatch_seqs=given.micro,
         accumulation=given.accumulate,
         data_parallel=given.replicas if cluster is None else _replicas(cluster, given),
     )
-    fitting = [one for one in found if given.max_micro is None or one["micro"] <= given.max_micro]
+    fitting = [solution for solution in solutions if given.max_micro is None or solution["micro"] <= given.max_micro]
     if not fitting:
-        least = min(one["micro"] for one in found)
+        least = min(solution["micro"] for solution in solutions)
         raise CannotRunError(f"all need microbatches of {least} or more. Give more replicas, or --max-micro.")
     if given.loss is not None and given.loss <= 0:
         raise InputError(f"--loss {given.loss:g} must be positive. Give nats per token, such as 2.2.")
@@ -71,23 +71,23 @@ def command(given: Given) -> Answer:
         "num_solutions": len(fitting),
         "critical_batch_tokens": given.loss and critical_batch_tokens(given.loss),
         "limits": limits,
-        "solutions": [_row(one, given, limits) for one in fitting[: given.top]],
+        "solutions": [_row(solution, given, limits) for solution in fitting[: given.top]],
     }
     return Answer(facts, _text(facts, limits, cluster))
 
 
 def _replicas(cluster: Cluster, given: Given) -> int:
     """Returns the replicas of a cluster. Raises InputError if they are no whole number, or not those given."""
-    each = given.chips_per_replica
-    if each < 1 or cluster.num_chips % each:
+    chips = given.chips_per_replica
+    if chips < 1 or cluster.num_chips % chips:
         raise InputError(
-            f"--chips-per-replica {each} does not divide the {cluster.num_chips:,} chips of {cluster.short_name}. "
+            f"--chips-per-replica {chips} does not divide the {cluster.num_chips:,} chips of {cluster.short_name}. "
             f"Use a divisor."
         )
-    count = cluster.num_chips // each
+    count = cluster.num_chips // chips
     if given.replicas not in (None, count):
         raise InputError(
-            f"--replicas {given.replicas} is not {cluster.num_chips:,} chips / {each} = {count}. Leave one out."
+            f"--replicas {given.replicas} is not {cluster.num_chips:,} chips / {chips} = {count}. Leave one out."
         )
     return count
 
@@ -119,7 +119,7 @@ def _row(one: dict[str, int], given: Given, limits: Facts | None) -> Facts:
         "tokens_per_chip": tokens / chips,
         "hbm_compute_bound": busy["hbm"],
         "fsdp_compute_bound": busy["links"],
-        "bound_by": limits and (", ".join(name for name, one in busy.items() if one is False) or "compute"),
+        "bound_by": limits and (", ".join(name for name, hides in busy.items() if hides is False) or "compute"),
     }
 
 
@@ -144,14 +144,14 @@ def solve_batch(
             raise InputError("the batch is unknown. Give one more of micro, accumulate and replicas, or the batch.")
         batch_seqs = math.prod(part or 1 for part in parts.values())
     tried = [[part] if part else divisors(batch_seqs) for part in parts.values()]
-    found = [
+    splits = [
         {"micro": micro, "accumulate": count, "replicas": batch_seqs // micro // count}
         for micro, count in itertools.product(*tried[:2])
         if batch_seqs % (micro * count) == 0 and batch_seqs // micro // count in tried[2]
     ]
-    if not found:
+    if not splits:
         raise CannotRunError(_nothing_divides(batch_seqs, {name: part for name, part in parts.items() if part}))
-    return sorted(found, key=lambda one: (one["accumulate"], -one["replicas"]))
+    return sorted(splits, key=lambda split: (split["accumulate"], -split["replicas"]))
 
 
 def _nothing_divides(batch: int, given: dict[str, int]) -> str:
@@ -161,8 +161,8 @@ def _nothing_divides(batch: int, given: dict[str, int]) -> str:
     near = f"{below:,} or {above:,}" if below else f"{above:,}"
     if len(given) == 3:
         return f"{words} = {product:,} sequences, not {batch:,}. Leave one of them out, or give --batch {product}seq."
-    made = words if len(given) == 1 else f"{words} = {product:,}"
-    return f"{made} does not divide {counted(batch, 'sequence')}. Use {near} sequences a step."
+    product_words = words if len(given) == 1 else f"{words} = {product:,}"
+    return f"{product_words} does not divide {counted(batch, 'sequence')}. Use {near} sequences a step."
 
 
 def compute_bound_tokens(cluster: Cluster, *, dtype: str, weight_bytes: float = 2, sparsity: float = 1.0) -> Facts:
@@ -212,9 +212,9 @@ def _text(facts: Facts, limits: Facts | None, cluster: Cluster | None) -> Iterat
     )
     rows = facts["solutions"]
     yield Table.of(rows, COLUMNS if limits is None else {**COLUMNS, "bound by": "bound_by"})
-    more = facts["num_solutions"] - len(rows)
-    if more:
-        yield f"and {more:,} more ways; --top lists more of them"
+    left = facts["num_solutions"] - len(rows)
+    if left:
+        yield f"and {left:,} more ways; --top lists more of them"
     if limits is not None and cluster is not None:
         if (hbm := limits["per_replica_hbm"]) is not None:
             yield Fact("weights", f"hide behind compute from {hbm:,.0f} tokens a microbatch on {cluster.chip.name}")

@@ -100,8 +100,8 @@ def command(given: Given) -> Answer:
     cluster = parse_cluster(given.on) if given.on else None
     failing = _failures(given, cluster)
     model = load_model(given.model_name) if given.model_name else None
-    asked = (given.flops, model, given.params_text, given.tokens_text, given.loss)
-    if failing is not None and all(one is None for one in asked):
+    fields = (given.flops, model, given.params_text, given.tokens_text, given.loss)
+    if failing is not None and all(value is None for value in fields):
         facts: Facts = {"flops": None, "failures": failing}
     else:
         flops, size, tokens = _budget(given, model, law)
@@ -130,7 +130,7 @@ def _budget(given: Given, model: Model | None, law: ScalingLaw) -> tuple[float, 
     if model is not None and given.params_text is not None:
         raise InputError("--model and --params both say the size. Leave one of them out.")
     size = float(num_active_params(model)) if model else _count(given.params_text, "--params")
-    each = token_flops(model) if model else training_flops(size, 1) if size else None
+    per_token = token_flops(model) if model else training_flops(size, 1) if size else None
     tokens, flops = _count(given.tokens_text, "--tokens"), _count(given.flops, "FLOPS")
     if given.loss is not None:
         if flops is not None or size is not None or tokens is not None:
@@ -139,8 +139,8 @@ def _budget(given: Given, model: Model | None, law: ScalingLaw) -> tuple[float, 
     if size is not None and tokens is not None:
         if flops is not None:
             raise InputError("FLOPS, a size and --tokens are one too many: 6 N D is the budget. Leave one of them out.")
-        assert each is not None
-        flops = each * tokens
+        assert per_token is not None
+        flops = per_token * tokens
     if flops is None:
         missing = "its --tokens, or FLOPS" if size else "a size too" if tokens else "FLOPS, such as 1e24"
         raise InputError(f"the budget is not known. Give {missing}.")
@@ -148,7 +148,7 @@ def _budget(given: Given, model: Model | None, law: ScalingLaw) -> tuple[float, 
         raise InputError(f"{flops:g} FLOPs are more than all machines will do. Give at most {MAX_FLOPS:g}.")
     if tokens is not None and size is None:
         size = flops / training_flops(1, tokens)
-    return flops, size, tokens if each is None else flops / each
+    return flops, size, tokens if per_token is None else flops / per_token
 
 
 def _count(text: str | None, what: str) -> float | None:
@@ -166,7 +166,7 @@ def _law_facts(flops: float, law: ScalingLaw, given: tuple[float | None, float |
         "law": law.name,
         "optimum": law.optimum(flops),
         "rule_of_20": fixed_ratio(flops, law=law),
-        "laws": [{"law": one.name, "source": one.source, **asdict(one.optimum(flops))} for one in laws],
+        "laws": [{"law": law.name, "source": law.source, **asdict(law.optimum(flops))} for law in laws],
         "spent": None,
         "loss_by_law": None,
         "optimal_flops_for_its_loss": None,
@@ -175,9 +175,9 @@ def _law_facts(flops: float, law: ScalingLaw, given: tuple[float | None, float |
         parts = params_by_part(model) if model else {}
         # Kaplan leaves embeddings out of N
         inner = size - parts.get("embedding", 0) - parts.get("unembedding", 0)
-        spent = {one.name: one.allocation(size if one.params_counted == "all" else inner, tokens) for one in laws}
+        spent = {law.name: law.allocation(size if law.params_counted == "all" else inner, tokens) for law in laws}
         facts["spent"] = spent[law.name]
-        facts["loss_by_law"] = {name: one.loss for name, one in spent.items()}
+        facts["loss_by_law"] = {name: allocation.loss for name, allocation in spent.items()}
         with suppress(InputError):
             facts["optimal_flops_for_its_loss"] = flops_for_loss(law, spent[law.name].loss)
     return facts
@@ -294,10 +294,10 @@ def _text(facts: Facts, law: ScalingLaw, model: Model | None) -> Iterator[Piece]
         if facts["spent"] is not None:
             yield from _spent_text(facts, law, model)
         if facts["utilisation"] is not None:
-            at = facts["utilisation"]
-            rate = f"{format_flops(at['peak_flops'])} {at['dtype']}"
-            told = f"{at['mfu']:.1%} of {rate} for {format_params(at['chip_hours'])} chip-hours of {at['chip']}"
-            yield Fact("utilisation", told)
+            used = facts["utilisation"]
+            rate = f"{format_flops(used['peak_flops'])} {used['dtype']}"
+            text = f"{used['mfu']:.1%} of {rate} for {format_params(used['chip_hours'])} chip-hours of {used['chip']}"
+            yield Fact("utilisation", text)
         if facts["run"] is not None:
             yield from _run_text(facts["run"])
         if facts["years"] is not None:
@@ -328,7 +328,7 @@ def _laws_text(facts: Facts, law: ScalingLaw) -> Iterator[Piece]:
     marked = {"best by": ("law", lambda name: f"{name} *" if name == law.name else name)}
     rule = {**asdict(facts["rule_of_20"]), "law": f"{TOKENS_PER_PARAM} tokens a parameter"}
     yield Table.of([*facts["laws"], rule], {**marked, **LAW_COLUMNS})
-    if max(one["loss"] for one in facts["laws"]) > GUESSED or (facts["spent"] and facts["spent"].loss > GUESSED):
+    if max(row["loss"] for row in facts["laws"]) > GUESSED or (facts["spent"] and facts["spent"].loss > GUESSED):
         yield f"a loss above {GUESSED:.3g}, that of a guess among 262,144 tokens: no law holds for a run so small"
     yield Fact("*", f"{law.name}: {law.source}", column=4)
     yield Fact("", "a loss is of its law's own data, so losses of two laws do not compare; Kaplan counts no "

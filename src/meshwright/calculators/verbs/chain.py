@@ -52,17 +52,17 @@ def command(given: Given) -> Answer:
     if not 0 < limit <= usable:
         most = format_bytes(usable)
         raise InputError(f"--memory {given.memory_text} must be more than 0 and at most the {most} of a device.")
-    found = search_chain(chain, rates, memory_bytes=limit, top=given.top)
+    assignments = search_chain(chain, rates, memory_bytes=limit, top=given.top)
     result: Facts = {
         "cluster": cluster.short_name,
         "memory_limit_bytes": limit,
         "placement": rates.laid.describe(),
-        "assignments": [_row(chain, one) for one in found],
+        "assignments": [_row(chain, assignment) for assignment in assignments],
     }
     every = list(enumerate(result["assignments"], 1))
-    arrays = [{"assignment": n, "array": k, **a} for n, one in every for k, a in one["arrays"].items()]
-    steps = [{"assignment": n, **step} for n, one in every for step in one["steps"]]
-    least = [{"assignment": n, **{k: v for k, v in one.items() if k not in ("arrays", "steps")}} for n, one in every]
+    arrays = [{"assignment": n, "array": k, **a} for n, row in every for k, a in row["arrays"].items()]
+    steps = [{"assignment": n, **step} for n, row in every for step in row["steps"]]
+    least = [{"assignment": n, **{k: v for k, v in row.items() if k not in ("arrays", "steps")}} for n, row in every]
     return Answer(result, _text(result), raw=[least, arrays, steps, [result]])
 
 
@@ -134,13 +134,13 @@ def _text(result: Mapping[str, Any]) -> Iterator[Piece]:
         "mesh": where,
     }
     yield from (Fact(label, text, column=COLUMN) for label, text in facts.items())
-    others = result["assignments"][1:]
-    if others:
+    next_best = result["assignments"][1:]
+    if next_best:
         yield ""
         # without spaces inside a name, a row breaks between arrays only
-        told = ["  ".join(a["sharding"].replace(", ", ",") for a in row["arrays"].values()) for row in others]
+        texts = ["  ".join(a["sharding"].replace(", ", ",") for a in row["arrays"].values()) for row in next_best]
         cells = [
             [text, format_seconds(row["time_s"]), format_bytes(row["memory_bytes"])]
-            for text, row in zip(told, others, strict=True)
+            for text, row in zip(texts, next_best, strict=True)
         ]
         yield Table(["next best", "time", "memory"], cells)

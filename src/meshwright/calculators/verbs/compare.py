@@ -18,7 +18,7 @@ from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas.accounting import kv_cache_bytes
-from meshwright.cost.formulas.limit_table import feed_forward_width
+from meshwright.cost.formulas.letters import feed_forward_width
 from meshwright.cost.work.ops import token_flops
 from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 from meshwright.spec.catalogue import models
@@ -30,7 +30,7 @@ from meshwright.spec.weights import num_active_params, num_params
 VIEWS = {"zero": zero_view, "by_state": bytes_view, "hold": hold_view, "activations": activations_view}
 FLAGS = {"by_state": "bytes"}
 ZERO, HOLD, BYTES, ACTIVATIONS = (
-    {one: f"--{FLAGS.get(one, one)}"} for one in ("zero", "hold", "by_state", "activations")
+    {view: f"--{FLAGS.get(view, view)}"} for view in ("zero", "hold", "by_state", "activations")
 )
 """The ``needs`` of options that belong to one view."""
 
@@ -83,7 +83,7 @@ def command(given: Given) -> Answer:
         raise InputError(f"--{first} and --{second} are two views. Ask for one at a time.")
     if views:
         return VIEWS[views[0]](chosen, given)
-    rows = [model_row(one, seq_len=given.seq_len) for one in chosen]
+    rows = [model_row(model, seq_len=given.seq_len) for model in chosen]
     return Answer({"seq_len": given.seq_len, "models": rows}, _text(rows, given.seq_len), raw=[rows])
 
 

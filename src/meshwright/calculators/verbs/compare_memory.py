@@ -85,7 +85,7 @@ def bytes_view(models: Sequence[Model], given: Any) -> Answer:
             largest,
             {
                 **MEMORY_COLUMNS,
-                **{f"{each:g} B": (f"max_params/{by_bytes[each]}", format_params) for each in sorted(by_bytes)},
+                **{f"{size:g} B": (f"max_params/{by_bytes[size]}", format_params) for size in sorted(by_bytes)},
             },
             "Largest model whose state alone fills a chip: memory / bytes a parameter",
         ),
@@ -108,7 +108,7 @@ def zero_view(models: Sequence[Model], given: Any) -> Answer:
     facts: list[Facts] = []
     tables = []
     for m in models:
-        found = {
+        bytes_by_state = {
             state: [
                 zero_bytes(num_params(m), state=state, stage=stage, num_shards=given.shards)  # type: ignore[arg-type]
                 + num_params(m) * averages / (given.shards if stage else 1)
@@ -116,10 +116,10 @@ def zero_view(models: Sequence[Model], given: Any) -> Answer:
             ]
             for state in ([given.state] if given.state else STATE_BYTES)
         }
-        facts.append({"name": m.name, "params": num_params(m), "bytes_per_device": found})
+        facts.append({"name": m.name, "params": num_params(m), "bytes_per_device": bytes_by_state})
         columns = [Heading(name, format_bytes, f"bytes_per_device.{name}") for name in STAGES]
         title = f"{m.name}: training state of one of {given.shards:,} data-parallel devices"
-        tables.append(Table(["state", *columns], [[state, *sizes] for state, sizes in found.items()], title))
+        tables.append(Table(["state", *columns], [[state, *sizes] for state, sizes in bytes_by_state.items()], title))
     note = "ZeRO-1 splits the optimizer, ZeRO-2 gradients too, ZeRO-3 (FSDP) weights too; gradients counted"
     note += f"; a running average in {given.average} is split as the optimizer is" if averages else ""
     return _noted({"shards": given.shards, "models": facts}, tables, note)
@@ -135,7 +135,7 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
     ``given.num_chips`` adds the bytes that one of that many chips holds, all shared evenly, and their share of it.
     """
     state, average, batch_tokens = given.state or DEFAULT_STATE, given.average, given.batch_tokens or 0
-    each = state_bytes_per_param(state, average=average)
+    per_param = state_bytes_per_param(state, average=average)
     needed = {
         m.name: training_bytes(
             m, state=state, average=average, batch_tokens=batch_tokens, results_per_layer=given.results_per_layer
@@ -147,13 +147,13 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
             "chip": unit.name,
             "memory_bytes": room,
             "min_chips": {name: room and min_chips(size, room) for name, size in needed.items()},
-            "max_params_one_chip": room and room / each,
+            "max_params_one_chip": room and room / per_param,
         }
-        for unit, room in ((one, one.memory_bytes) for one in _chips(given.on))
+        for unit, room in ((unit, unit.memory_bytes) for unit in _chips(given.on))
     ]
     facts = {
         "state": state,
-        "bytes_per_param": each,
+        "bytes_per_param": per_param,
         "batch_tokens": batch_tokens,
         "training_bytes": needed,
         "chips": chips,
@@ -164,14 +164,14 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
         shares = {name: size / given.num_chips for name, size in needed.items()}
         facts |= {"num_chips": given.num_chips, "bytes_per_chip": shares}
         rows = [
-            {**one, "shares": (room := one["memory_bytes"]) and {name: size / room for name, size in shares.items()}}
-            for one in chips
+            {**row, "shares": (room := row["memory_bytes"]) and {name: size / room for name, size in shares.items()}}
+            for row in chips
         ]
         columns = {**MEMORY_COLUMNS, **{name: (f"shares/{name}", "{:.1%}".format) for name in shares}}
         title = f"One of {counted(given.num_chips, 'chip')} holds {_sizes_words(shares)}; of its memory:"
         tables.append(Table.of(rows, columns, title))
     words = f" and {given.results_per_layer:g} results of width D a layer of {format_count(batch_tokens)} tokens"
-    note = f"{each:g} bytes a parameter ({state}){words if batch_tokens else ''}: {_sizes_words(needed)}"
+    note = f"{per_param:g} bytes a parameter ({state}){words if batch_tokens else ''}: {_sizes_words(needed)}"
     return _noted(facts, tables, note)
 
 
@@ -191,8 +191,8 @@ def training_bytes(
 
     Source: How to Scale Your Model, sections 5.1.1 and 6.3: 2 x 8192 x 80 x 4e6 x 4 for LLaMA-3 70B.
     """
-    kept = saved_bytes(batch_tokens, num_layers=model.num_layers, width=results_per_layer * model.d_model)
-    return float(num_params(model) * state_bytes_per_param(state, average=average) + kept)
+    saved = saved_bytes(batch_tokens, num_layers=model.num_layers, width=results_per_layer * model.d_model)
+    return float(num_params(model) * state_bytes_per_param(state, average=average) + saved)
 
 
 def state_bytes_per_param(state: str, *, average: str = "none") -> float:
@@ -233,15 +233,15 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
         facts.append({"name": m.name, "closed_form": closed, "derived_bytes_per_layer": derived})
         columns: TableColumns = {
             "recompute": "recompute",
-            "tensor": lambda one: f"{one['tensor']} + sequence" if one["sequence_parallel"] else f"{one['tensor']}",
+            "tensor": lambda row: f"{row['tensor']} + sequence" if row["sequence_parallel"] else f"{row['tensor']}",
             "s b h x": ("per_sbh", "{:.4g}".format),
             "a layer": ("num_bytes", format_bytes),
             "all layers": ("all_layers", format_bytes, "num_bytes.all_layers"),
             "derived, a layer": ("derived_bytes_per_layer", format_bytes),
         }
         rows = [
-            {**one, "all_layers": one["num_bytes"] * m.num_layers, "derived_bytes_per_layer": size}
-            for one, size in zip(closed, derived, strict=True)
+            {**row, "all_layers": row["num_bytes"] * m.num_layers, "derived_bytes_per_layer": size}
+            for row, size in zip(closed, derived, strict=True)
         ]
         sequences = f"{seqs} sequence{'s' if seqs > 1 else ''} of {seq_len:,}"
         tables.append(Table.of(rows, columns, f"{m.name}: activations that a device keeps of {sequences}"))
@@ -268,5 +268,5 @@ def layer_units(
     if recompute == "full":
         return 2 / tensor if sequence_parallel else 2
     whole = 10 / tensor if sequence_parallel else 10
-    kept = attention / tensor if recompute == "none" else 0
-    return whole + 24 / tensor + kept
+    scores = attention / tensor if recompute == "none" else 0
+    return whole + 24 / tensor + scores

@@ -46,16 +46,16 @@ def command(given: Given) -> Answer:
     scale = _number(given.scale, "--scale")
     if scale <= 0:
         raise InputError(f"--scale {given.scale} must be positive. Values are divided by it, stored, multiplied back.")
-    found: Facts = {
+    facts: Facts = {
         "formats": [format_facts(form) for form in forms],
         "values": [_stored(text, forms, scale) for text in given.values],
         "decoded": None if given.code is None else _decoded(given.code, forms),
         "dot_product": None if given.length is None else _dots(forms, given.length, given),
     }
-    stored = [{"given": one["value"], **way} for one in found["values"] for way in one["stored"]]
-    ways = [{"format": one["format"], **way} for one in found["dot_product"] or () for way in one["ways"]]
-    rows = [one for one in (stored, found["decoded"] and [found["decoded"]], ways) if one] or [found["formats"]]
-    return Answer(found, _text(given, found), raw=rows)
+    stored = [{"given": row["value"], **way} for row in facts["values"] for way in row["stored"]]
+    ways = [{"format": row["format"], **way} for row in facts["dot_product"] or () for way in row["ways"]]
+    rows = [table for table in (stored, facts["decoded"] and [facts["decoded"]], ways) if table] or [facts["formats"]]
+    return Answer(facts, _text(given, facts), raw=rows)
 
 
 def _text(given: Given, found: Facts) -> Iterator[Piece]:
@@ -67,8 +67,8 @@ def _text(given: Given, found: Facts) -> Iterator[Piece]:
         of = "" if value["scale"] == 1 else f", stored as multiples of {value['scale']:g}"
         yield Table(["format", "stored", "error", "sign exponent mantissa"], rows, f"{text}{of}")
     if found["decoded"]:
-        one = found["decoded"]
-        yield Fact(one["format"], f"{one['bits']} is {_short(one['value'])}")
+        decoded = found["decoded"]
+        yield Fact(decoded["format"], f"{decoded['bits']} is {_short(decoded['value'])}")
     for dot in found["dot_product"] or ():
         moved = f"{dot['bytes']:,.0f} bytes, {dot['intensity']:.3g} FLOPs/byte"
         yield Table.of(dot["ways"], WAY_COLUMNS, f"{dot['format']}: {dot['flops']:,} FLOPs on {moved}")
@@ -127,14 +127,14 @@ FORMAT_COLUMNS: Facts = {
 def _stored(text: str, forms: Sequence[NumberFormat], scale: Fraction) -> Facts:
     value, stored = _number(text, "--value"), []
     for form in forms:
-        one = round_to(form, value / scale)
+        rounded = round_to(form, value / scale)
         stored.append(
             {
                 "format": form.name,
-                "value": one.value * float(scale),
-                "relative_error": one.relative_error,
-                "bits": bit_text(form, one.code),
-                "code": one.code,
+                "value": rounded.value * float(scale),
+                "relative_error": rounded.relative_error,
+                "bits": bit_text(form, rounded.code),
+                "code": rounded.code,
             }
         )
     return {"value": float(value), "scale": float(scale), "stored": stored}
@@ -180,7 +180,7 @@ def _dots(forms: Sequence[NumberFormat], length: int, given: Given) -> list[Fact
             "intensity": work.intensity,
             "ways": dot_product_ways(form, length, load_cycles=given.load_cycles, vector_bits=given.vector_bits),
         }
-        for form, work in ((one, dot_product_work(one, length)) for one in forms)
+        for form, work in ((form, dot_product_work(form, length)) for form in forms)
     ]
 
 

@@ -7,7 +7,8 @@ from meshwright.cli.verbs.explain import legend, limit_tables
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted, format_count, format_seconds
 from meshwright.cost.formulas.accounting import state_bytes
-from meshwright.cost.formulas.limit_table import Letters, limits_at
+from meshwright.cost.formulas.letters import Letters
+from meshwright.cost.formulas.limit_table import limits_at
 from meshwright.cost.formulas.limits import MixedLayer, ici_intensity
 from meshwright.cost.network.links import torus_width
 from meshwright.plan.why.bounds import model_letters, shared_letters, switched_letters
@@ -47,7 +48,7 @@ def command(given: Given) -> Answer:
     cluster, job = parse_cluster(given.on), job_of(given.batch, given.seq_len, {})
     name, d_model, sizes = layer_letters(given.model, given.state)
     at = letters(sizes, cluster, job, given)
-    found = limits_at(at)
+    limits = limits_at(at)
     heading = (
         f"{name} on {cluster.short_name} ({counted(cluster.num_chips, 'chip')}), {format_count(job.tokens_per_step)} "
         f"tokens a step = {counted(job.batch_seqs, 'sequence')} of {job.seq_len:,}"
@@ -60,15 +61,15 @@ def command(given: Given) -> Answer:
         rate, axes = at.peak_flops / at.mixed_alpha, {"fsdp_axes": at.fsdp_axes, "tensor_axes": at.tensor_axes}
         layer = {"math_s": mixed.math_s(at.peak_flops), "comms_s": mixed.comms_s(rate, **axes)}
     return Answer(
-        {"model": name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": found, "layer": layer},
+        {"model": name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": limits, "layer": layer},
         [
             heading,
-            *limit_tables(found).values(),
-            *(f"{limit.name}: {limit.note}" for limit in found if limit.note),
+            *limit_tables(limits).values(),
+            *(f"{limit.name}: {limit.note}" for limit in limits if limit.note),
             *([LAYER.format(*map(format_seconds, layer.values()))] if layer else []),
             legend(at, "chips / tensor"),
         ],
-        raw=[found],
+        raw=[limits],
     )
 
 

@@ -59,16 +59,16 @@ def command(given: Given) -> Answer:
         arrays = example_data(rule, length=given.seq_len, heads=given.num_heads)
         counted, mask = counted_table(rule.make(*arrays), **sizes), (rule.make, arrays, rule.terms)
     facts = {**_facts(given, counted), **(_measured(given, mask, score) if given.run else {"measured": None})}
-    rows = [{"source": one, **row} for one in ("predicted", "measured") for row in facts[one] or ()]
+    rows = [{"source": source, **row} for source in ("predicted", "measured") for row in facts[source] or ()]
     pictures = {given.png: lambda: mask_figure(counted, title=f"Attention mask {given.name}")}
     return Answer(facts, _text(facts, counted), pictures, [rows, [facts]])
 
 
 def _catalogue() -> Answer:
     rows = [
-        {"kind": kind, "name": name, "usage": usage(name, one.parameters), "arrays": one.data, "is": one.summary}
+        {"kind": kind, "name": name, "usage": usage(name, entry.parameters), "arrays": entry.data, "is": entry.summary}
         for kind, entries in (("mask", MASKS), ("score", SCORES))
-        for name, one in entries.items()
+        for name, entry in entries.items()
     ]
     columns: Any = {"name": "usage", "reads": ("arrays", " ".join), "": "is"}
     titles = {"mask": "masks, joined by & and |", "score": "score rules, joined by + from left to right"}
@@ -81,7 +81,7 @@ def _facts(given: Given, counted: CountedTable) -> Facts:
     pairs and over those in existing blocks."""
     table, chip, all_pairs = counted.table, given.on, given.seq_len**2
     dtype = compute_dtype(chip, "bf16")
-    at = chip_rates(chip, fitted_calibration(chip) or datasheet_calibration(chip), dtype=dtype, state_dtype=dtype)
+    rates = chip_rates(chip, fitted_calibration(chip) or datasheet_calibration(chip), dtype=dtype, state_dtype=dtype)
     sizes = {"length": given.seq_len, "heads": given.num_heads, "head_dim": given.head_dim}
     return {
         "mask": given.name,
@@ -93,10 +93,11 @@ def _facts(given: Given, counted: CountedTable) -> Facts:
         "pairs": all_pairs,
         "table_s": counted.table_s,
         "chip": chip.name,
-        "attention_flops_per_s": float(at.attention_flops_per_s / (1 + at.efficiency.head_half / given.head_dim)),
-        "kernel_s": float(at.efficiency.kernel_s),
+        "attention_flops_per_s": float(rates.attention_flops_per_s / (1 + rates.efficiency.head_half / given.head_dim)),
+        "kernel_s": float(rates.efficiency.kernel_s),
         "predicted": [
-            _row(run, *(float(_seconds(at, run, pairs=n, **sizes)) for n in (all_pairs, table.pairs()))) for run in RUNS
+            _row(run, *(float(_seconds(rates, run, pairs=n, **sizes)) for n in (all_pairs, table.pairs())))
+            for run in RUNS
         ],
     }
 
@@ -109,12 +110,12 @@ def _seconds(rates: ChipRates, run: str, *, length: int, pairs: Number, heads: i
     results and their cotangents. What a partial block's mask costs is not counted.
     """
     work = attention_work(queries=length, keys=length, heads=heads, kv_heads=heads, head_dim=head_dim)
-    work_s, at = 4.0 * pairs * heads * head_dim / rates.attention_flops_per_s, rates.efficiency
+    work_s, fitted = 4.0 * pairs * heads * head_dim / rates.attention_flops_per_s, rates.efficiency
     seconds: Number = 0.0
     for phase in run.split(" + "):
-        math_s = work_s * PASSES[phase] * (1 + at.head_half / head_dim)
+        math_s = work_s * PASSES[phase] * (1 + fitted.head_half / head_dim)
         moved = work.num_bytes * (2 if phase == "backward" else 1)
-        seconds = seconds + partly_hidden(math_s, moved / rates.hbm_bytes_per_s, at.overlap) + at.kernel_s
+        seconds = seconds + partly_hidden(math_s, moved / rates.hbm_bytes_per_s, fitted.overlap) + fitted.kernel_s
     return seconds
 
 
@@ -150,13 +151,13 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> Facts:
     programs = {(run, name): program(call, run) for run in RUNS for name, call in calls.items()}
     # a user's module may print, while the answer goes to standard output
     with redirect_stdout(sys.stderr):
-        found, why_not = time_together(programs, budget_of(60.0), max_repeats=5)
+        timings, why_not = time_together(programs, budget_of(60.0), max_repeats=5)
     if why_not:
         hint = (
             "a smaller --seq or fewer --heads" if NO_TIME in why_not.values() else "operators and jax.numpy in a mask"
         )
         raise CannotRunError(f"not measured: {next(iter(why_not.values()))}. Use {hint}.")
-    rows = [_row(run, *(found[run, name].median_s for name in calls)) for run in RUNS]
+    rows = [_row(run, *(timings[run, name].median_s for name in calls)) for run in RUNS]
     blocks = [block_size(length, most) for most in (ROWS, LISTED)]
     share = 1 - calls["blocks_s"].placed(length, length).blocks(1, heads, *blocks).sparsity()
     return {"measured": rows, "kernel_blocks": blocks, "kernel_share": share, "device": jax.devices()[0].device_kind}

@@ -38,23 +38,23 @@ def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> 
         raise InputError(f"--sweep {', '.join(sweep[0])}: attention is swept over T. Write T=128..1Mi.")
     model, dtype = load_model(name), compute_dtype(unit, "bf16")
     lengths = LENGTHS if sweep is None else [sizes["T"] for sizes in sweep]
-    at = critical_intensity(peak(unit, dtype), channel_rate(unit, "hbm"))
+    critical = critical_intensity(peak(unit, dtype), channel_rate(unit, "hbm"))
     phases = {"prefill": [(n, 1) for n in lengths], "generation": [(1, given.batch_seqs)] * len(lengths)}
     facts = {
         "model": model.name,
         "chip": unit.name,
         "compute_dtype": dtype,
-        "critical_intensity": at,
+        "critical_intensity": critical,
         "queries_per_kv_head": model.num_heads // model.num_kv_heads,
-        "compute_bound_len": compute_bound_len(model, at),
+        "compute_bound_len": compute_bound_len(model, critical),
         "equal_flops_len": attention_equal_len(model),
         "batch_seqs": given.batch_seqs,
         **{
             phase: [
                 block_times(model, unit, keys=keys, queries=queries, batch_seqs=seqs, dtype=dtype)
-                for keys, (queries, seqs) in zip(lengths, each, strict=True)
+                for keys, (queries, seqs) in zip(lengths, shapes, strict=True)
             ]
-            for phase, each in phases.items()
+            for phase, shapes in phases.items()
         },
     }
     rows = [{"phase": phase, **row} for phase in phases for row in facts[phase]]
@@ -102,8 +102,8 @@ def _ffw_s(model: Model, chip: Chip, tokens: int, dtype: str) -> float:
     x, w, h = (Operand(dims, "bf16") for dims in (("B", "D"), ("D", "F"), ("B", "F")))
     seconds = []
     for copies, rows, hidden in products:
-        one = einsum_work((x, w), h, {"B": rows, "D": model.d_model, "F": hidden})
-        work = Work(flops=copies * one.flops, num_bytes=copies * one.num_bytes)
+        matrix = einsum_work((x, w), h, {"B": rows, "D": model.d_model, "F": hidden})
+        work = Work(flops=copies * matrix.flops, num_bytes=copies * matrix.num_bytes)
         seconds.append(float(chip_roofline(work, chip, dtype=dtype).lower_s) if hidden else 0.0)
     return sum(seconds * (3 if model.gated else 2))
 
@@ -121,15 +121,15 @@ def _text(facts: Facts) -> Iterator[Piece]:
         f"Attention of one layer of {facts['model']} on {facts['chip']}: FLOPs/byte, and its time over that of the "
         f"feed-forward block",
     )
-    group, at = facts["queries_per_kv_head"], facts["critical_intensity"]
+    group, critical = facts["queries_per_kv_head"], facts["critical_intensity"]
     yield Fact(
         "prefill",
         f"compute-bound from {four_digits(facts['compute_bound_len'])} positions: T G / (G + 1) > "
-        f"{four_digits(at)} FLOPs/byte, G = {group}",
+        f"{four_digits(critical)} FLOPs/byte, G = {group}",
         COLUMN,
     )
     count = facts["batch_seqs"]
-    never = "never compute-bound" if group <= at else "compute-bound"
+    never = "never compute-bound" if group <= critical else "compute-bound"
     yield Fact(
         "generation",
         f"near G = {group} FLOPs/byte: {never}; {count:,} sequence{'s' if count > 1 else ''} at once",

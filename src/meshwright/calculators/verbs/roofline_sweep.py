@@ -54,11 +54,11 @@ def sweep_points(
     count = math.prod(map(len, sweeps))
     if count > MAX_POINTS:
         raise InputError(f"{count:,} combinations are too many to read. Give at most {MAX_POINTS}.")
-    found = []
+    lines = []
     for chosen in itertools.product(*reversed(sweeps)):
-        given = {dim: size for one in reversed(chosen) for dim, size in one.items()}
-        found.append((given, price(given)))
-    return found
+        point = {dim: size for part in reversed(chosen) for dim, size in part.items()}
+        lines.append((point, price(point)))
+    return lines
 
 
 def with_knees(price: Callable[[SweptSizes], Roofline], points: SweptLines, along: Sweep) -> SweptLines:
@@ -131,10 +131,10 @@ def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: SweptLines)
     from meshwright.report.marks import ReferenceLine
     from meshwright.report.sweeps import curves_figure
 
-    along, *others = sweeps
+    along, *further = sweeps
     curves: dict[str, list[tuple[float, float]]] = {}
     for sizes, line in points:
-        name = ", ".join(f"{' = '.join(sweep[0])} = {sizes[next(iter(sweep[0]))]:,}" for sweep in others) or unit.name
+        name = ", ".join(f"{' = '.join(sweep[0])} = {sizes[next(iter(sweep[0]))]:,}" for sweep in further) or unit.name
         curves.setdefault(name, []).append((float(sizes[next(iter(along[0]))]), float(line.reached_flops_per_s)))
     top = points[0][1].peak_flops
     return curves_figure(

@@ -65,7 +65,7 @@ def command(given: Given) -> Answer:
     stash = {"peak stash": ("peak_stash", "{:.4g}".format)}
     if given.compare:
         sizes = _sizes(given, "--compare")
-        result["compare"] = [_compared(one, sizes, given.chunks, times) for one in schedule_names()]
+        result["compare"] = [_compared(name, sizes, given.chunks, times) for name in schedule_names()]
         columns = {
             "schedule": "schedule",
             "chunks": "chunks",
@@ -88,7 +88,7 @@ def command(given: Given) -> Answer:
         write_text_whole(given.out, format_schedule(schedule))
         say(f"wrote {given.out}")
     of_devices = {name: result[name] for name in ("busy", "idle", "peak_stash") if schedule}
-    devices = [dict(zip(of_devices, one, strict=True)) for one in zip(*of_devices.values(), strict=True)]
+    devices = [dict(zip(of_devices, row, strict=True)) for row in zip(*of_devices.values(), strict=True)]
     tables = (devices, result.get("compare", ()), result.get("sweep", ()), [result])
     raw = [[{**row, "unit": times.unit} for row in rows] for rows in tables]
     return Answer(result, text, pictures, raw)
@@ -137,7 +137,7 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
     def _seconds(self, schedule: Schedule) -> Facts:
         """Returns times by virtual stage: forward, backward without weight gradients, weight gradients; and a send."""
         forward, whole, weight = (_spread(name, getattr(self, name), schedule) for name in PASSES)
-        backward = [one - part for one, part in zip(whole, weight, strict=True)]
+        backward = [both - part for both, part in zip(whole, weight, strict=True)]
         return {"forward_s": forward, "backward_s": backward, "weight_s": weight, "send_s": self.send}
 
     def show(self, time: float) -> str:
@@ -169,8 +169,8 @@ def read_times(*, forward: str, backward: str | None, weight: str | None, send: 
     """
     units: set[str] = set()
     forwards, sends = _read("--forward", forward, units), _read("--send", send, units)
-    backwards = _read("--backward", backward, units) if backward else tuple(2 * one for one in forwards)
-    weights = _read("--weight", weight, units) if weight else tuple(0.5 * one for one in backwards)
+    backwards = _read("--backward", backward, units) if backward else tuple(2 * time for time in forwards)
+    weights = _read("--weight", weight, units) if weight else tuple(0.5 * time for time in backwards)
     if units >= {UNITS, "s"}:
         raise InputError("some times have a unit and some have none. Write all of them as 1.2ms or all as 1.2.")
     if len(sends) > 1:
@@ -178,19 +178,19 @@ def read_times(*, forward: str, backward: str | None, weight: str | None, send: 
     if min(forwards + backwards) <= 0:
         raise InputError("--forward and --backward must be more than 0.")
     longest = max(len(backwards), len(weights))
-    wholes, parts = (given * longest if len(given) == 1 else given for given in (backwards, weights))
+    wholes, parts = (values * longest if len(values) == 1 else values for values in (backwards, weights))
     unit = "s" if "s" in units else UNITS
     times = Times(forward=forwards, backward=backwards, weight=weights, send=sends[0], unit=unit)
     for whole, part in zip(wholes, parts, strict=False):
         if part > whole:
-            given = f"--weight {times.cell(part)} is more than --backward {times.cell(whole)}"
-            raise InputError(f"{given}, of which it is a part.")
+            problem = f"--weight {times.cell(part)} is more than --backward {times.cell(whole)}"
+            raise InputError(f"{problem}, of which it is a part.")
     return times
 
 
 def _read(option: str, text: str, units: set[str]) -> tuple[float, ...]:
     """Returns the times of a text such as ``1.2ms`` or ``1,1,1.5``; adds their unit to ``units``, none for a bare 0."""
-    found = []
+    numbers = []
     for word in text.split(","):
         match = _TIME.fullmatch(word.strip())
         if match is None:
@@ -200,8 +200,8 @@ def _read(option: str, text: str, units: set[str]) -> tuple[float, ...]:
             raise InputError(f"{option} {word!r} is too long. Give at most {LARGEST:g}.")
         if unit or number:
             units.add("s" if unit else UNITS)
-        found.append(number * _SECONDS[unit])
-    return tuple(found)
+        numbers.append(number * _SECONDS[unit])
+    return tuple(numbers)
 
 
 def _schedule(given: Given) -> Schedule | None:
@@ -297,7 +297,7 @@ def _sweep(given: Given, times: Times) -> list[Facts]:
     stages, microbatches = _sizes(given, "--sweep-stages")
     if given.name is None or not times.per_device:
         raise InputError("--sweep-stages needs the name of a schedule, and one time for all devices.")
-    found = []
+    rows = []
     for swept in (2**power for power in range(1, MAX_SWEPT_STAGES.bit_length())):
         if microbatches * swept % stages:
             continue
@@ -305,12 +305,12 @@ def _sweep(given: Given, times: Times) -> list[Facts]:
         try:
             schedule = _build(given.name, (swept, row["microbatches"]), given.chunks)
         except InputError as error:
-            found.append({**row, "cannot": str(error)})
+            rows.append({**row, "cannot": str(error)})
             continue
         simulation = times.scaled(stages / swept).simulate(schedule)
         stash = max(simulation.peak_stash)
-        found.append({**row, **_step(simulation), "peak_stash": stash, "peak_stash_of_model": stash / swept})
-    return found
+        rows.append({**row, **_step(simulation), "peak_stash": stash, "peak_stash_of_model": stash / swept})
+    return rows
 
 
 # -- text and picture -----------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ def _sweep(given: Given, times: Times) -> list[Facts]:
 def _schedule_text(schedule: Schedule, simulation: Simulation, r: Facts, times: Times) -> Iterator[Piece]:
     yield _title(schedule)
     per = "device" if times.per_device else "virtual stage"
-    forward, backward, weight = (_listed(given, times) for given in (times.forward, times.backward, times.weight))
+    forward, backward, weight = (_listed(values, times) for values in (times.forward, times.backward, times.weight))
     yield Fact("passes", f"forward {forward}, backward {backward} (weight gradients {weight} of it), per {per} and "
                f"microbatch; send {times.show(times.send)}")  # fmt: skip
     yield Fact("step", f"{times.show(r['step'])}, of it work {times.show(max(r['busy']))}")
@@ -346,8 +346,8 @@ def _schedule_text(schedule: Schedule, simulation: Simulation, r: Facts, times: 
 
 def _title(schedule: Schedule) -> str:
     """Returns the schedule and its sizes, for the text and the picture."""
-    each = schedule.num_virtual_stages // schedule.num_devices
-    chunks = f" of {each} chunks" if each > 1 else ""
+    per_device = schedule.num_virtual_stages // schedule.num_devices
+    chunks = f" of {per_device} chunks" if per_device > 1 else ""
     devices, count = counted(schedule.num_devices, "device"), counted(schedule.num_microbatches, "microbatch")
     return f"{schedule.name}: {devices}{chunks}, {count}"
 

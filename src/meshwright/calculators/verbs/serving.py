@@ -80,38 +80,38 @@ def command(given: Given) -> Answer:
     Without MODEL give --params and --kv-per-token. Times are rooflines: all chips share weights and caches evenly,
     nothing is sent, and programs need no memory of their own.
     """
-    at = _replica(given)
+    replica = _replica(given)
     context = given.context or given.prompt + given.output
-    kv_bytes = at.kv_bytes(context)
-    largest = at.batch_that_fits(kv_bytes)
+    kv_bytes = replica.kv_bytes(context)
+    largest = replica.batch_that_fits(kv_bytes)
     doubling = (1 << power for power in range(largest.bit_length()))
     batches = _counts(given.batch, "--batch") or [*(batch for batch in doubling if batch < largest), largest]
-    steps = {name: column.tolist() for name, column in at.points(batches, kv_bytes).items()}
+    steps = {name: column.tolist() for name, column in replica.points(batches, kv_bytes).items()}
     facts: Facts = {
         **{name: getattr(given, name) for name in ("prompt", "output", "weights", "dtype", "mfu")},
         "kv": given.kv if given.counts_caches else None,
-        "model": at.model.name if at.model else None,
-        "cluster": at.cluster.short_name,
-        "num_chips": at.cluster.num_chips,
-        "params": at.num_params,
-        "active_params": at.active_params,
+        "model": replica.model.name if replica.model else None,
+        "cluster": replica.cluster.short_name,
+        "num_chips": replica.cluster.num_chips,
+        "params": replica.num_params,
+        "active_params": replica.active_params,
         "context": context,
-        "kv_bytes_per_token": at.kv_bytes(1),
-        "memory": _memory(at, kv_bytes, batches[-1]),
-        "free_bytes": at.free_bytes,
+        "kv_bytes_per_token": replica.kv_bytes(1),
+        "memory": _memory(replica, kv_bytes, batches[-1]),
+        "free_bytes": replica.free_bytes,
         "largest_batch": largest,
-        "critical_batch": at.critical_batch,
+        "critical_batch": replica.critical_batch,
         "steps": [dict(zip(steps, row, strict=True)) for row in zip(*steps.values(), strict=True)],
-        "requests": _requests(at, given, batches[-1], kv_bytes),
-        "slices": _slices(at, given, kv_bytes),
-        "sharding": at.sharding(batches[-1]),
-        "contexts": [_context(at, length) for length in _counts(given.contexts, "--contexts")],
-        "speculation": _speculation(given, at.step(batches[-1], kv_bytes)) if given.accept else None,
-        "prefixes": _prefixes(at, given) if given.prefixes else None,
+        "requests": _requests(replica, given, batches[-1], kv_bytes),
+        "slices": _slices(replica, given, kv_bytes),
+        "sharding": replica.sharding(batches[-1]),
+        "contexts": [_context(replica, length) for length in _counts(given.contexts, "--contexts")],
+        "speculation": _speculation(given, replica.step(batches[-1], kv_bytes)) if given.accept else None,
+        "prefixes": _prefixes(replica, given) if given.prefixes else None,
         "tricks": []
         if not given.tricks
         else tricks(
-            at,
+            replica,
             prompt_len=given.prompt,
             output_len=given.output,
             acceptance=given.accept or USUAL_ACCEPTANCE,
@@ -136,20 +136,20 @@ def _replica(given: Given) -> ServingReplica:
             raise InputError(f"{model.name} has an encoder, whose keys and values are not counted here.")
     whole = ":" in given.on or given.on.endswith(".toml")
     cluster = parse_cluster(given.on) if whole else serving.smallest_slice(chip(given.on), 1)
-    at = ServingReplica(
+    replica = ServingReplica(
         cluster=cluster, model=model, params=given.params, kv_token_bytes=given.kv_token_bytes,
         weights=given.weights, kv=given.kv, peak_flops=peak(cluster.chip, given.dtype), price_usd_per_hour=given.price,
     )  # fmt: skip
     if whole:
-        return at
+        return replica
     batch = max(_counts(given.batch, "--batch"), default=1)
-    num_bytes = at.weight_bytes + batch * at.kv_bytes(given.context or given.prompt + given.output)
-    return replace(at, cluster=serving.smallest_slice(cluster.chip, num_bytes))
+    num_bytes = replica.weight_bytes + batch * replica.kv_bytes(given.context or given.prompt + given.output)
+    return replace(replica, cluster=serving.smallest_slice(cluster.chip, num_bytes))
 
 
 def _counts(text: str | None, flag: str) -> list[int]:
-    found = split_values(f"={text}", what=flag, form="N,N or N..N") if text else ()
-    counts = sorted(parse_count(one, what=flag) for one in found)
+    words = split_values(f"={text}", what=flag, form="N,N or N..N") if text else ()
+    counts = sorted(parse_count(word, what=flag) for word in words)
     if counts and counts[0] < 1:
         raise InputError(f"{flag} {text}: each must be at least 1.")
     return counts
@@ -162,13 +162,13 @@ def _memory(at: ServingReplica, kv_bytes: float, batch: int) -> list[Facts]:
     """Returns bytes, chips that they fill, and the smallest slice on offer, None beyond a pod."""
     rows = {"weights": at.weight_bytes, counted(batch, "cache"): kv_bytes * batch,
             "both": at.weight_bytes + kv_bytes * batch, "another cache": kv_bytes}  # fmt: skip
-    found = []
+    facts = []
     for what, size in rows.items():
         row = {"what": what, "bytes": size, "chips": serving.fractional_chips(size, at.memory_bytes)}
-        found.append(row | {"smallest_slice": None})
+        facts.append(row | {"smallest_slice": None})
         with suppress(CannotRunError):
-            found[-1]["smallest_slice"] = times(serving.smallest_slice(at.cluster.chip, size).shape)
-    return found
+            facts[-1]["smallest_slice"] = times(serving.smallest_slice(at.cluster.chip, size).shape)
+    return facts
 
 
 def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> Facts:
@@ -202,19 +202,19 @@ def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> 
 
 def _slices(at: ServingReplica, given: Given, kv_bytes: float) -> list[Facts]:
     """Returns this cluster and, where it exists, one of twice the chips, each at the largest batch that fits."""
-    clusters, found = [at.cluster], []
+    clusters, rows = [at.cluster], []
     with suppress(CannotRunError):
         clusters.append(slice_shapes(at.cluster.chip, 2 * at.cluster.num_chips)[0])
-    for one in (replace(at, cluster=cluster) for cluster in clusters):
-        batch = one.batch_that_fits(kv_bytes)
-        asked = _requests(one, given, batch, kv_bytes)
+    for replica in (replace(at, cluster=cluster) for cluster in clusters):
+        batch = replica.batch_that_fits(kv_bytes)
+        requests = _requests(replica, given, batch, kv_bytes)
         names = (
             "ttft_s", "tpot_s", "finished_per_step", "tokens_per_s_per_chip", "per_s", "per_s_per_chip",
             "usd_per_million_input", "usd_per_million_output",
         )  # fmt: skip
-        found.append({"cluster": one.cluster.short_name, "free_bytes": one.free_bytes, "largest_batch": batch}
-                     | {name: asked[name] for name in names})  # fmt: skip
-    return found
+        rows.append({"cluster": replica.cluster.short_name, "free_bytes": replica.free_bytes, "largest_batch": batch}
+                     | {name: requests[name] for name in names})  # fmt: skip
+    return rows
 
 
 def _context(at: ServingReplica, num_positions: int) -> Facts:
@@ -303,19 +303,19 @@ def _text(facts: Facts) -> Iterator[Piece]:
     if not facts["requests"]["fits"]:
         yield Fact("does not fit", f"a batch of {facts['requests']['batch']:,}: what follows is as if it did", WIDE)
     yield from _requests_text(facts["requests"], facts["mfu"])
-    if at := facts["sharding"]:
-        yield Table.of(at["bounds"], BOUNDS)
-        links, memory, flops = map(SECONDS, at["product"].values())
+    if laid := facts["sharding"]:
+        yield Table.of(laid["bounds"], BOUNDS)
+        links, memory, flops = map(SECONDS, laid["product"].values())
         yield Fact("a product", f"over all chips: links {links}, memory {memory}, FLOPs {flops}", WIDE)
-        tensor, two = map(SECONDS, at["layer"].values())
+        tensor, two = map(SECONDS, laid["layer"].values())
         yield Fact("a layer", f"its collectives: {tensor} with tensor, {two} with weights over D and F", WIDE)
-        letters = {**at["letters"], "W": format_rate(at["letters"]["W"]), "hop": SECONDS(at["letters"]["hop"])}
-        yield Fact("latency", f"binds gathers of less than {BYTES(at['latency_bound_bytes'])} over all chips", WIDE)
+        letters = {**laid["letters"], "W": format_rate(laid["letters"]["W"]), "hop": SECONDS(laid["letters"]["hop"])}
+        yield Fact("latency", f"binds gathers of less than {BYTES(laid['latency_bound_bytes'])} over all chips", WIDE)
         yield Fact("letters", LETTERS.format(**letters), WIDE)
     slices = facts["slices"]
-    cells = {name: [one[field] for one in slices] for name, (field, _) in SLICES.items()}
+    cells = {name: [row[field] for row in slices] for name, (field, _) in SLICES.items()}
     rows = [[name, *(None if v is None else Quantity(v, SLICES[name][1]) for v in row)] for name, row in cells.items()]
-    columns = [Heading(one["cluster"], name=name) for one, name in zip(slices, ("value", "doubled"), strict=False)]
+    columns = [Heading(row["cluster"], name=name) for row, name in zip(slices, ("value", "doubled"), strict=False)]
     yield Table([Heading("with its largest batch", name="figure"), *columns], [r for r in rows if r[1] is not None])
     if facts["contexts"]:
         yield Table.of(facts["contexts"], CONTEXTS, "Latency against throughput: batch 1, and the largest that fits")
@@ -332,10 +332,10 @@ def _text(facts: Facts) -> Iterator[Piece]:
         )
         gain = f"{counted(spec['best'], 'draft')}: {gain}"
         yield Fact("speculation", f"best with {gain}, TPOT {SECONDS(spec['tpot_s'])}", WIDE)
-    if kept := facts["prefixes"]:
-        found = f"{kept['hit_share']:.1%} of prompts found, {three_digits(kept['room'])} fit into"
-        left = f"{BYTES(kept['cache_bytes'])}; {kept['prefill_left']:.1%} of prefill is left"
-        yield Fact("prefix cache", f"{found} {left}", WIDE)
+    if prefixes := facts["prefixes"]:
+        hits = f"{prefixes['hit_share']:.1%} of prompts found, {three_digits(prefixes['room'])} fit into"
+        left = f"{BYTES(prefixes['cache_bytes'])}; {prefixes['prefill_left']:.1%} of prefill is left"
+        yield Fact("prefix cache", f"{hits} {left}", WIDE)
 
 
 def _requests_text(at: Facts, mfu: float) -> Iterator[Piece]:
@@ -361,10 +361,10 @@ def _figure(facts: Facts) -> Any:
     title = f"{facts['model'] or 'A model'} on {facts['cluster']}, weights in {facts['weights']}"
     if facts["contexts"]:
         curves = {
-            f"{one['context']:,} positions": list(
-                zip(one["points"]["time_s"] * 1e3, one["points"]["tokens_per_s_per_chip"], strict=True)
+            f"{row['context']:,} positions": list(
+                zip(row["points"]["time_s"] * 1e3, row["points"]["tokens_per_s_per_chip"], strict=True)
             )
-            for one in facts["contexts"]
+            for row in facts["contexts"]
         }
         return curves_figure(curves, x_title="time per token (ms)", y_title="tokens/s per chip", title=title)
     rows = facts["steps"]

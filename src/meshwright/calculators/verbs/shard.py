@@ -83,32 +83,32 @@ def command(given: Given) -> Answer:
     PRODUCT may be one array, "A[I_XY,J]", or an array that moves to another sharding, "A[B_X,D]{U_Z} -> A[B_XZ,D]".
     """
     cluster = parse_cluster(given.on) if given.on else None
-    asked = parse_asked(given.product, dtype="fp32" if cluster is not None and cluster.kind == "host" else "bf16")
+    question = parse_asked(given.product, dtype="fp32" if cluster is not None and cluster.kind == "host" else "bf16")
     mesh, dims = given.mesh, given.dims
-    refuse_unknown_dims(dims, asked.arrays)
-    for array in asked.arrays:
+    refuse_unknown_dims(dims, question.arrays)
+    for array in question.arrays:
         check(array, dims, mesh)
-    _refuse(asked, given, dims, mesh)
+    _refuse(question, given, dims, mesh)
     if cluster is None and given.calibration is not None:
         raise InputError(f"--calibration {given.calibration} needs the cluster it is for: give --on.")
     rates = einsum_rates(cluster, mesh, calibration=rates_for(cluster, given.calibration)) if cluster else None
-    result = _result(asked, dims, mesh, rates)
-    ways = {"": asked.steps}
+    result = _result(question, dims, mesh, rates)
+    ways = {"": question.steps}
     # measured rates may lack those of ways that nobody asked for
-    if given.every or (asked.factors and cluster is not None and cluster.kind != "host"):
-        lhs, rhs = asked.factors
-        every = all_ways(lhs, rhs, asked.result)
+    if given.every or (question.factors and cluster is not None and cluster.kind != "host"):
+        lhs, rhs = question.factors
+        every = all_ways(lhs, rhs, question.result)
         rows = _ways(every, dims, mesh, rates)
         result["cheapest"] = {key: rows[0][key] for key in result["cheapest"]}
     if given.every:
         ways, result["ways"] = every, rows
-        result["slice_and_sum"] = _slice_and_sum(asked, dims, rates)
+        result["slice_and_sum"] = _slice_and_sum(question, dims, rates)
     if given.execute:
-        result["run"] = run_ways(asked, list(ways.values()), dims, mesh)
-    title = f"{asked.title} on {given.on}" if given.on else asked.title
+        result["run"] = run_ways(question, list(ways.values()), dims, mesh)
+    title = f"{question.title} on {given.on}" if given.on else question.title
     arrays = [{"array": name, **{key: result[key][name] for key in OF_ARRAYS}} for name in result["local_shapes"]]
     raw = [result["steps"], arrays, result.get("ways"), [result]]
-    return Answer(result, _text(title, result), {given.png: lambda: _figure(asked, dims, mesh)}, raw)
+    return Answer(result, _text(title, result), {given.png: lambda: _figure(question, dims, mesh)}, raw)
 
 
 def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict[str, int]) -> None:
@@ -270,8 +270,8 @@ def _inputs(
         name=f"{array.name}_terms", dims=(*array.dims, terms), axes=(*array.axes, array.unreduced), unreduced=()
     )
     ones = ShardedArray(f"{array.name}_factors", (terms,), (array.unreduced,), (), array.dtype)
-    made = Step(op="einsum", inputs=(split_terms, ones), result=array)
-    return (made,), made.inputs, dims | {terms: product(mesh[axis] for axis in array.unreduced)}
+    step = Step(op="einsum", inputs=(split_terms, ones), result=array)
+    return (step,), step.inputs, dims | {terms: product(mesh[axis] for axis in array.unreduced)}
 
 
 def run_steps(
@@ -309,12 +309,12 @@ def _text(title: str, result: Facts) -> Iterator[Piece]:
     ]  # fmt: skip
     yield Table(["array", "block of a device", "bytes", "in all", "copies"], rows, "" if result["steps"] else title)
     if result["flops_unsharded"]:
-        each, total, own = (format_flop_count(result[f"flops_{key}"]) for key in ("per_device", "total", "unsharded"))
+        local, total, full = (format_flop_count(result[f"flops_{key}"]) for key in ("per_device", "total", "unsharded"))
         times = result["flops_total"] / result["flops_unsharded"]
-        more = f"{four_digits(times)} times" if times != 1 else "as many as"
-        yield Fact("FLOPs per device", each, column=COLUMN)
-        told = f"{total} on {counted(result['devices'], 'device')}, {more} the unsharded product's {own}"
-        yield Fact("FLOPs in all", told, column=COLUMN)
+        factor = f"{four_digits(times)} times" if times != 1 else "as many as"
+        yield Fact("FLOPs per device", local, column=COLUMN)
+        text = f"{total} on {counted(result['devices'], 'device')}, {factor} the unsharded product's {full}"
+        yield Fact("FLOPs in all", text, column=COLUMN)
     if result["time_s"] is not None and result["placement"]:
         where = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
         time = f"{format_seconds(result['time_s'])}, one step after the other ({where})"
@@ -332,29 +332,29 @@ def _text(title: str, result: Facts) -> Iterator[Piece]:
         yield ""
         yield Table.of(result["ways"], WAYS)
         if result["slice_and_sum"]:
-            at = result["slice_and_sum"]
-            most = f"compute-bound below {at['dim']} / (2 alpha) = {at['max_shards']:.3g} devices"
+            sliced = result["slice_and_sum"]
+            most = f"compute-bound below {sliced['dim']} / (2 alpha) = {sliced['max_shards']:.3g} devices"
             yield Fact(
                 "slice and sum",
-                f"over one ICI axis beats the whole product on each device from {at['dim']} = 2 alpha = "
-                f"{at['min_size']:,.0f} (here {at['size']:,}; W {at['width']}); "
-                f"{'never compute-bound' if at['max_shards'] < 1 else most}",
+                f"over one ICI axis beats the whole product on each device from {sliced['dim']} = 2 alpha = "
+                f"{sliced['min_size']:,.0f} (here {sliced['size']:,}; W {sliced['width']}); "
+                f"{'never compute-bound' if sliced['max_shards'] < 1 else most}",
                 column=COLUMN,
             )
     if "run" in result:
         run, what = result["run"], "product" if result["flops_unsharded"] else "array"
         ways = f"all {run['ways']} ways" if run["ways"] > 1 else "steps"
         equal = "equal to" if run["equal"] else "DIFFERENT from"
-        told = f"{ways} on {run['devices']} emulated devices {equal} the unsharded {what}"
-        yield Fact("run", f"{told}: largest error {run['largest_error']:.1e} of the largest entry", column=COLUMN)
+        text = f"{ways} on {run['devices']} emulated devices {equal} the unsharded {what}"
+        yield Fact("run", f"{text}: largest error {run['largest_error']:.1e} of the largest entry", column=COLUMN)
 
 
 def _figure(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) -> Any:
     from meshwright.report.arrays.sharding import sharding_figure
 
     # what was given, then the array that each step leaves
-    given = asked.arrays[:-1] if asked.steps else asked.arrays
-    panels = [panel(array, dims, mesh) for array in given]
+    arrays = asked.arrays[:-1] if asked.steps else asked.arrays
+    panels = [panel(array, dims, mesh) for array in arrays]
     panels += [panel(step.result, dims, mesh, by=_step_words(step)) for step in asked.steps]
     axes = ", ".join(f"{a}={n}" for a, n in mesh.items())
     when = " Arrays as given and after each step;" if asked.steps else ""

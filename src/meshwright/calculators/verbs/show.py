@@ -55,9 +55,9 @@ def command(given: Given) -> Answer:
         params = 2 * layer.dims["D"] * layer.d_ff
         flops = {"forward": 2 * params, "training": 6 * params}
         facts = {"name": thing, "d_model": layer.dims["D"], "d_ff": layer.d_ff, "params": params, "token_flops": flops}
-        said = f"{thing}: Win[D,F] and Wout[F,D], {format_params(params)} parameters"
+        heading = f"{thing}: Win[D,F] and Wout[F,D], {format_params(params)} parameters"
         words = " a token forward, ".join(map(format_flop_count, flops.values()))
-        return Answer(facts, [said, Fact("FLOPs", f"{words} in training")])
+        return Answer(facts, [heading, Fact("FLOPs", f"{words} in training")])
     if ":" in thing or thing.endswith(".toml"):
         return clusters_answer(parse_clusters(thing))
     if thing.lower() in _chip_names():

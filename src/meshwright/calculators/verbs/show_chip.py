@@ -27,8 +27,8 @@ def _text(c: Chip, facts: Facts) -> Iterator[Piece]:
     yield from _figures_text(c)
     rows = _derived_rows(c, facts)
     if c.mxu_dim and c.mxus_per_core and c.num_cores and c.clock_hz:
-        each = anatomy.mxu_flops_per_cycle(c.mxu_dim) * c.clock_hz
-        rows.append(["one MXU", format_flops(each), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
+        rate = anatomy.mxu_flops_per_cycle(c.mxu_dim) * c.clock_hz
+        rows.append(["one MXU", format_flops(rate), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
         what = f"{counted(c.num_cores, 'core')} x {counted(c.mxus_per_core, 'MXU')}"
         rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), what])
     if rows:
@@ -239,9 +239,9 @@ def _gpu_text(c: Chip, g: Facts, dtype: str | None) -> Iterator[Piece]:
     yield ""
     yield Table(["", c.name, *([f"whole {die.name}"] if die else [])], rows, title)
     if sold.tensor_flops_per_sm_cycle:
-        each, lanes = sold.tensor_flops_per_sm_cycle, sold.fp32_flops_per_sm_cycle
-        more = f"{g['tensor_over_fp32_a_cycle']:.3g} times as many"
-        yield Fact("an SM, a cycle", f"{each:,} FLOPs in its tensor cores, {lanes:,} in its FP32 lanes: {more}")
+        cores, lanes = sold.tensor_flops_per_sm_cycle, sold.fp32_flops_per_sm_cycle
+        ratio = f"{g['tensor_over_fp32_a_cycle']:.3g} times as many"
+        yield Fact("an SM, a cycle", f"{cores:,} FLOPs in its tensor cores, {lanes:,} in its FP32 lanes: {ratio}")
     yield from _peak_text("peak from these", g["peak_flops_from_anatomy"], c.peak_flops.get(dtype or ""), c.clock_hz)
     yield from _peak_text("FP32 from these", g["fp32_flops_from_anatomy"], c.peak_flops.get("fp32"), c.clock_hz)
     if g["tensor_over_fp32_peak"]:
@@ -255,7 +255,7 @@ def _gpu_text(c: Chip, g: Facts, dtype: str | None) -> Iterator[Piece]:
 def _peak_text(label: str, derived: float | None, listed: float | None, clock_hz: float | None) -> Iterator[Fact]:
     """Yields a peak that follows from units and clock beside the data sheet's, and the difference if it shows."""
     if derived and listed and clock_hz:
-        more = listed / derived - 1
-        off = f" ({more:+.1%})" if abs(more) >= 5e-4 else ""
+        difference = listed / derived - 1
+        off = f" ({difference:+.1%})" if abs(difference) >= 5e-4 else ""
         sheet = f"the data sheet says {format_flops(listed)}{off}"
         yield Fact(label, f"{format_flops(derived)} at {clock_hz / 1e9:.3g} GHz; {sheet}")

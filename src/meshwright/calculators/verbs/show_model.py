@@ -135,7 +135,7 @@ def _folder_facts(m: Model, folder: Path) -> Facts:
 def _flops(m: Model, seq_len: int) -> Facts:
     """Returns FLOPs of one sequence of training by part, with and without the causal discount of scores."""
     full, causal = (accounting.forward_flops(m, seq_len, causal=discount) for discount in (False, True))
-    shares = [{part: flops / sum(one.values()) for part, flops in one.items()} for one in (full, causal)]
+    shares = [{part: flops / sum(parts.values()) for part, flops in parts.items()} for parts in (full, causal)]
     rows = [
         {"part": part, "forward_flops": flops, "backward_flops": 2 * flops, "total_flops": 3 * flops,
          "share": shares[0][part], "total_causal_flops": 3 * causal[part], "share_causal": shares[1][part]}
@@ -173,13 +173,13 @@ def cache_designs(m: Model) -> list[Facts]:
         sizes[f"GQA, {groups} heads"] = groups * head
     full, *narrower = sizes
     sizes["MQA, 1 head"] = head
-    own = narrower[0] if narrower else full if groups == heads else "MQA, 1 head"
+    model_design = narrower[0] if narrower else full if groups == heads else "MQA, 1 head"
     windows: Facts = {"window": m.sliding_window, "num_local": len(m.sliding_layers)} if m.sliding_layers else {}
     designs = [(name, size, windows, 1) for name, size in sizes.items()]
-    designs.append((f"{own}, {SHARED_LAYERS} layers share", sizes[own], windows, SHARED_LAYERS))
+    designs.append((f"{model_design}, {SHARED_LAYERS} layers share", sizes[model_design], windows, SHARED_LAYERS))
     if windows:
-        designs.append((f"{own}, no windows", sizes[own], {}, 1))
-    found = []
+        designs.append((f"{model_design}, no windows", sizes[model_design], {}, 1))
+    rows = []
     for name, size, near, layers in designs:
         token, sequence = (
             accounting.cached_elements(
@@ -187,17 +187,17 @@ def cache_designs(m: Model) -> list[Facts]:
             )
             for positions in (1, CACHE_POSITIONS)
         )
-        found.append(
+        rows.append(
             {
                 "design": name,
-                "own": name == own,
+                "own": name == model_design,
                 "elements_per_layer": size,
                 "layers_per_cache": layers,
                 "bytes_per_token": {dtype: token * DTYPE_BYTES[dtype] for dtype in CACHE_DTYPES},
                 "sequence": {"positions": CACHE_POSITIONS, "bytes": sequence * DTYPE_BYTES[CACHE_DTYPES[0]]},
             }
         )
-    return found
+    return rows
 
 
 def _saved(m: Model) -> Facts:
@@ -205,11 +205,11 @@ def _saved(m: Model) -> Facts:
     widths = {remat: accounting.saved_widths(m, remat) for remat in REMATS}
     return {
         remat: {
-            "results": list(kept),
-            "elements_per_layer": sum(kept.values()),
-            "bytes": accounting.saved_bytes(1, num_layers=m.num_layers, width=sum(kept.values())),
+            "results": list(results),
+            "elements_per_layer": sum(results.values()),
+            "bytes": accounting.saved_bytes(1, num_layers=m.num_layers, width=sum(results.values())),
         }
-        for remat, kept in widths.items()
+        for remat, results in widths.items()
     }
 
 
@@ -220,15 +220,15 @@ def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
     published, active = facts["published_params"], facts["active_params"]
     if published and published.isdigit():
         published = f"{int(published):,}"
-    said = f", published as {published}" if published else ""
-    yield Fact("parameters", f"{facts['params']:,} ({format_params(facts['params'])}{said})")
+    suffix = f", published as {published}" if published else ""
+    yield Fact("parameters", f"{facts['params']:,} ({format_params(facts['params'])}{suffix})")
     shares = {part: count / facts["params"] for part, count in facts["params_by_part"].items()}
-    told = [f"{part.replace('_', ' ')} {share:.1%}" for part, share in shares.items() if share >= MIN_SHARE]
-    yield Fact("", f"{', '.join(told)}; vocabulary {facts['vocabulary_params'] / facts['params']:.1%}")
+    share_words = [f"{part.replace('_', ' ')} {share:.1%}" for part, share in shares.items() if share >= MIN_SHARE]
+    yield Fact("", f"{', '.join(share_words)}; vocabulary {facts['vocabulary_params'] / facts['params']:.1%}")
     if active != facts["params"]:
         yield Fact("active per token", f"{active:,} ({format_params(active)})")
-    if more := facts["mtp_params"]:
-        yield Fact("besides", f"{more:,} ({format_params(more)}) that predict the token after the next (mtp_weight)")
+    if extra := facts["mtp_params"]:
+        yield Fact("besides", f"{extra:,} ({format_params(extra)}) that predict the token after the next (mtp_weight)")
     yield Fact(
         "training",
         f"{format_flop_count(facts['train_flops_per_token'])} a token (6 N, N without the look-up)",
@@ -319,7 +319,7 @@ def _cache_text(m: Model, rows: list[Facts]) -> Iterator[Piece]:
 
 def _zero_text(zero: Facts) -> Iterator[Piece]:
     parts = STATE_BYTES[zero["state"]]
-    each = ", ".join(f"{part} {parts[part]:g}" for part in ("weights", "gradients", "optimizer"))
+    words = ", ".join(f"{part} {parts[part]:g}" for part in ("weights", "gradients", "optimizer"))
     rows = [
         [f"ZeRO-{stage}{' (FSDP)' if stage == '3' else ''}",
          ", ".join(accounting.ZERO_SHARDS[int(stage)]) or "nothing", *map(format_bytes, sizes)]
@@ -328,7 +328,7 @@ def _zero_text(zero: Facts) -> Iterator[Piece]:
     yield Table(
         ["", "split over the devices", *(f"{n:,} devices" for n in zero["num_devices"])],
         rows,
-        f"Training state of a device, {zero['state']} (bytes a parameter: {each}); a plan of one microbatch scatters "
+        f"Training state of a device, {zero['state']} (bytes a parameter: {words}); a plan of one microbatch scatters "
         f"gradients as they are made: there ZeRO-1 holds as few as ZeRO-2",
     )
 

@@ -58,17 +58,17 @@ def command(given: Given) -> Answer:
     if loop.vmem_bytes > memory:
         need, has = format_bytes(loop.vmem_bytes), f"{unit.name} has {format_bytes(memory)}"
         raise CannotRunError(f"tiles of {block} need {need} of VMEM, {has}. Use a smaller --block.")
-    for other in BLOCKS:
+    for size in BLOCKS:
         with suppress(InputError):
-            loops[other] = tiled_loop(name, **sizes, block=other, causal=given.causal)
+            loops[size] = tiled_loop(name, **sizes, block=size, causal=given.causal)
     facts = {
         **{"loop": name, "chip": unit.name, **sizes, "causal": given.causal, "num_steps": loop.num_steps},
         "critical_intensity": critical_intensity(peak(unit, "bf16"), channel_rate(unit, "hbm")),
         **_totals(loop, block, unit),
-        "arrays_bytes": sum(math.prod(one.shape) * one.itemsize for one in (*loop.operands, *loop.results)),
+        "arrays_bytes": sum(math.prod(array.shape) * array.itemsize for array in (*loop.operands, *loop.results)),
         "untiled": None if name == "matmul" else _bounds(*untiled_attention(name, **sizes), unit),
         "steps": _steps(loop, unit, shown(loop.num_steps, ROWS, 2)),
-        "blocks": [_totals(one, other, unit) for other, one in sorted(loops.items()) if one.vmem_bytes <= memory],
+        "blocks": [_totals(tiled, size, unit) for size, tiled in sorted(loops.items()) if tiled.vmem_bytes <= memory],
     }
     tiles = f"tiles of {block}{', causal' * given.causal}"
     title = f"{name} of {given.seq_len:,} x {sizes['width']:,} in bf16, {tiles}, on {unit.name}"
@@ -85,8 +85,8 @@ def _bounds(num_bytes: int, flops: int, unit: Chip) -> Facts:
 def _totals(loop: TiledLoop, block: int, unit: Chip) -> Facts:
     ends, _ = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
     moved = int(loop.moved_bytes((*loop.operands, *loop.results)).sum())
-    found = _bounds(moved, loop.flops_per_step * loop.num_steps, unit)
-    return {"block": block, **found, "vmem_bytes": loop.vmem_bytes, "time_s": float(ends[-1])}
+    bounds = _bounds(moved, loop.flops_per_step * loop.num_steps, unit)
+    return {"block": block, **bounds, "vmem_bytes": loop.vmem_bytes, "time_s": float(ends[-1])}
 
 
 def _steps(loop: TiledLoop, unit: Chip, numbers: Iterable[int | None]) -> list[Facts]:
@@ -164,8 +164,8 @@ def _frame(loop: TiledLoop, row: Facts) -> StreamFrame:
     step, arrays = row["step"] - 1, (*loop.operands, *loop.results)
     written = [loop.titles(loop.results, before, moving=True) for before in range(-1, step)]
     in_use, here = loop.titles(loop.operands, step), loop.titles(arrays, step)
-    arriving = [one for one in loop.titles(loop.operands, step + 1, moving=True) if one not in in_use]
-    sums = [*loop.titles(loop.results, step), *(one for one in loop.sums if one not in loop.moves)]
+    arriving = [name for name in loop.titles(loop.operands, step + 1, moving=True) if name not in in_use]
+    sums = [*loop.titles(loop.results, step), *(name for name in loop.sums if name not in loop.moves)]
     states = {"in use": in_use, "arriving": arriving, "leaving": written[-1], "in HBM": chain(*written[:-1])}
     in_hbm = {name: state for state, names in states.items() for name in names}
     known_as = {name: (title, in_hbm.get(title, SUM)) for name, title in zip(loop.moves, here, strict=True)}
@@ -179,7 +179,7 @@ def _frame(loop: TiledLoop, row: Facts) -> StreamFrame:
     return StreamFrame(
         title=f"step {row['step']:,} of {loop.num_steps:,}",
         note=f"{moved}, {done}, {end}: {row['bound_by']}",
-        hbm={one.name: grid(one) for one in arrays},
+        hbm={array.name: grid(array) for array in arrays},
         vmem=[(name, in_hbm.get(name, SUM)) for name in (*in_use, *arriving, *sums, *written[-1])],
-        products=[[known_as.get(name, (name, "in registers alone")) for name in one] for one in loop.products],
+        products=[[known_as.get(name, (name, "in registers alone")) for name in product] for product in loop.products],
     )

@@ -33,8 +33,8 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Show bytes that every chip receives per second in each collective over all chips of a growing cluster."""
-    found = sweep_clusters(given.on)
-    clusters = (growing(found[0]) or found) if len(found) == 1 else found
+    named = sweep_clusters(given.on)
+    clusters = (growing(named[0]) or named) if len(named) == 1 else named
     num_bytes = parse_bytes(given.size)
     if not 1 <= num_bytes <= 1e18:
         raise InputError(f"--bytes {given.size} must be between 1 B and 1 EB.")
@@ -46,7 +46,7 @@ def command(given: Given) -> Answer:
     def picture() -> Figure:
         return bandwidth_figure(
             [point["num_chips"] for point in points if point["collective"] == SWEPT[0]],
-            {name: [one["bytes_per_s"] for one in points if one["collective"] == kind] for kind, name in NAMES.items()},
+            {name: [row["bytes_per_s"] for row in points if row["collective"] == kind] for kind, name in NAMES.items()},
             title=f"Collectives on {chip}: bandwidth against chips",
             subtitle=f"Bytes that every chip receives per second, in collectives of {size}.",
         )
@@ -76,17 +76,17 @@ def bandwidth_sweep(
     ``num_bytes`` is the size of the result, or for an all-to-all of one chip's buffer. ``bytes_per_s`` is what every
     chip receives per second: for an all-reduce, which receives everything twice, the "bus bandwidth" of benchmarks.
     """
-    found = []
-    for cluster in (one for one in clusters if one.num_chips > 1):
+    points = []
+    for cluster in (cluster for cluster in clusters if cluster.num_chips > 1):
         size = cluster.num_chips
         groups = [group_rates(laid, ["data"], calibration) for laid in place_axes(cluster, {"data": size})]
         for kind in SWEPT:
             # rates count the whole array on the group: an all-to-all's is the buffers of all chips together
             whole = num_bytes * size if kind == "all_to_all" else num_bytes
             seconds, group = min(
-                ((float(collective_time(kind, whole, one)), one) for one in groups), key=lambda at: at[0]
+                ((float(collective_time(kind, whole, group)), group) for group in groups), key=lambda pair: pair[0]
             )
-            found.append(
+            points.append(
                 {
                     "cluster": cluster.short_name,
                     "num_chips": size,
@@ -96,7 +96,7 @@ def bandwidth_sweep(
                     "bound_by": collective_bound_by(kind, whole, group),
                 }
             )
-    return found
+    return points
 
 
 def _rows(points: Sequence[Facts]) -> Iterator[Facts]:

@@ -70,25 +70,25 @@ def command(given: Given) -> Answer:
     tokens = _tokens(given.batches, clusters[0].num_chips)
     curves = scheme_curves(work, clusters, tokens, axes=given.axes, whole_axes=given.whole_axes, calibration=rates)
     closed = closed_forms(work, clusters[0], rates)
-    found = [crossing(one, closed) for one in curves]
+    crossings = [crossing(curve, closed) for curve in curves]
     facts = {
         "model": work.name,
         "cluster": given.on,
         "pass": "step" if work.whole else "forward",
         "seq_len": work.seq_len,
         "tokens": tokens,
-        "curves": [one.to_json() for one in curves],
-        "crossings": found,
+        "curves": [curve.to_json() for curve in curves],
+        "crossings": crossings,
     }
     title = f"{work.name} on {given.on}"
-    pictures = {given.png: lambda: _figure(title, _what(work), curves, found)}
+    pictures = {given.png: lambda: _figure(title, _what(work), curves, crossings)}
     points = [
-        {"name": one.name, "tokens": batch, "compute_s": one.compute_s[n], "total_s": one.total_s[n],
-         "axes": one.meshes[n], **{f"comms_s.{k}": s[n] for k, s in one.comms_s.items()}}
-        for one in curves for n, batch in enumerate(tokens)
+        {"name": curve.name, "tokens": batch, "compute_s": curve.compute_s[n], "total_s": curve.total_s[n],
+         "axes": curve.meshes[n], **{f"comms_s.{k}": s[n] for k, s in curve.comms_s.items()}}
+        for curve in curves for n, batch in enumerate(tokens)
     ]  # fmt: skip
-    said = f"times rest on {(rates or datasheet_calibration(clusters[0].chip)).describe()}"
-    return Answer(facts, [*_text(work, given.on, curves, found), said], pictures, [points, found])
+    basis = f"times rest on {(rates or datasheet_calibration(clusters[0].chip)).describe()}"
+    return Answer(facts, [*_text(work, given.on, curves, crossings), basis], pictures, [points, crossings])
 
 
 def _tokens(batches: str | None, num_chips: int) -> np.ndarray:
@@ -124,14 +124,14 @@ def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Fac
         columns |= {"which": last.meshes, "shape": last.shapes}
     heads = [Heading("tokens", format_count), *(Heading(name, SHOWS.get(name, format_seconds)) for name in columns)]
     yield Table(heads, list(zip(map(round, last.tokens), *columns.values(), strict=True))[::STEPS_PER_OCTAVE])
-    for one in found:
-        at, form = "no crossing here", ""
-        if one["tokens"] is not None:
-            at = f"compute-bound from {format_params(one['tokens'])} tokens"
-        if one["closed_form"] is not None:
-            form = f"; in closed form {one['formula']} = {format_params(one['closed_form'])}"
-        yield f"{one['name']}: {at}{form}"
-    if any(one["closed_form"] for one in found):
+    for row in found:
+        bound, form = "no crossing here", ""
+        if row["tokens"] is not None:
+            bound = f"compute-bound from {format_params(row['tokens'])} tokens"
+        if row["closed_form"] is not None:
+            form = f"; in closed form {row['formula']} = {format_params(row['closed_form'])}"
+        yield f"{row['name']}: {bound}{form}"
+    if any(row["closed_form"] for row in found):
         yield "closed forms: How to Scale Your Model, section 5.1.4; N chips, F the width of the layer"
     if work.model is not None:
         yield "batches are cut freely: below a sequence per data shard a plan needs the axis context"
@@ -142,23 +142,23 @@ def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Fac
 
 def _figure(title: str, what: str, curves: Sequence[Curve], found: Sequence[Facts]) -> Figure:
     drawn: list[CommsCurve] = []
-    for one, met in zip(curves, found, strict=True):
-        lines = {one.name: one.total_s}
-        if len(curves) == 1 and len(one.comms_s) > 1:
-            lines = {**{f"over {axis}": seconds for axis, seconds in one.comms_s.items()}, **lines}
+    for curve, met in zip(curves, found, strict=True):
+        lines = {curve.name: curve.total_s}
+        if len(curves) == 1 and len(curve.comms_s) > 1:
+            lines = {**{f"over {axis}": seconds for axis, seconds in curve.comms_s.items()}, **lines}
         for name, seconds in lines.items():
-            whole = name == one.name
+            whole = name == curve.name
             drawn.append(
                 CommsCurve(
                     name=name,
                     seconds=seconds.tolist(),
-                    compute_s=one.compute_s.tolist(),
-                    memory_bound=one.memory_bound,
+                    compute_s=curve.compute_s.tolist(),
+                    memory_bound=curve.memory_bound,
                     crossing=met["tokens"] if whole else None,
-                    strong=whole and one is curves[-1],
+                    strong=whole and curve is curves[-1],
                 )
             )
-    crossed = {one["name"]: one["tokens"] for one in (found[0], found[-1]) if one["tokens"] is not None}
+    crossed = {row["name"]: row["tokens"] for row in (found[0], found[-1]) if row["tokens"] is not None}
     where = ", ".join(f"{name} {format_params(batch)} tokens" for name, batch in crossed.items())
     return comm_compute_figure(
         curves[0].tokens.tolist(),

@@ -49,13 +49,13 @@ def refusals(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         if row["reason"]:
             kinds.setdefault(row["reason"].partition(":")[0], []).append(row)
-    said = []
-    for kind, found in kinds.items():
-        nearest = min(found, key=lambda row: row["least_bytes"] or 0)
+    texts = []
+    for kind, refused in kinds.items():
+        nearest = min(refused, key=lambda row: row["least_bytes"] or 0)
         word = "such as" if nearest["least_bytes"] is None else "nearest"
         why = nearest["reason"].removeprefix(kind).rstrip(".")
-        said.append(f"{kind} ({len(found)}, {word} {nearest['label']}{why})")
-    return f"{sum(map(len, kinds.values()))} of {len(rows)} points do not run: {'; '.join(said)}" if said else ""
+        texts.append(f"{kind} ({len(refused)}, {word} {nearest['label']}{why})")
+    return f"{sum(map(len, kinds.values()))} of {len(rows)} points do not run: {'; '.join(texts)}" if texts else ""
 
 
 PERCENT = "{:.0%}".format
@@ -137,8 +137,10 @@ def command(given: Given) -> Answer:
     rows = records(points)
     if all(row["axes"] is None for row in rows):
         raise CannotRunError(f"{', '.join(fields['model'])}: {refusals(rows)}. Change them, or take more chips.")
-    best = [(one.setting, one.best.strategy) for one in points if one.best]
-    notes = dict.fromkeys(note for at, one in best for note in (*assumption_notes(at), *slots_note(at, one)))
+    best = [(point.setting, point.best.strategy) for point in points if point.best]
+    notes = dict.fromkeys(
+        note for setting, strategy in best for note in (*assumption_notes(setting), *slots_note(setting, strategy))
+    )
     figure = "hbm_bytes_per_chip" if len(varied) > 1 and given.figure == "memory" else given.figure
     swept = Swept(rows=rows, varied=varied, figure=figure, weak=given.weak, held="micro" in fields)
     models = [{"name": name, "params": num_params(model)} for name, model in fields["model"].items()]
@@ -180,8 +182,8 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
 
     def same(self, name: str) -> Any:
         """Returns the value of a figure that all points which have it share, else None."""
-        found = [row[name] for row in self.rows if row[name] is not None]
-        return found[0] if found and all(one == found[0] for one in found) else None
+        values = [row[name] for row in self.rows if row[name] is not None]
+        return values[0] if values and all(value == values[0] for value in values) else None
 
     # -- text -------------------------------------------------------------------------------------------
 
@@ -215,13 +217,13 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
             return ""
         ran = [row for row in self.rows if row["axes"] is not None]
         meshes = {short_mesh({axis: n for axis, n in row["axes"].items() if axis not in self.varied}) for row in ran}
-        found = [words for words, name in CHANGING.items() if len({str(row[name]) for row in ran}) > 1]
-        found = [words for words in ("axes", *found) if words not in self.varied][len(meshes) < 2 :]
+        changed = [words for words, name in CHANGING.items() if len({str(row[name]) for row in ran}) > 1]
+        changed = [words for words in ("axes", *changed) if words not in self.varied][len(meshes) < 2 :]
         if self.held:
             filled = len({row["axes"].get("fsdp") for row in ran}) > 1
             return "fsdp takes the chips that are left; with fsdp=1 data takes them" if filled else ""
         best = "each value has its own best plan, with other"
-        return f"{best} {', '.join(found)}; micro=1 in place of a batch holds them" if found else ""
+        return f"{best} {', '.join(changed)}; micro=1 in place of a batch holds them" if changed else ""
 
     def text(self) -> Iterator[Piece]:
         """Yields the figures as a table or a grid, and why a point does not run."""
@@ -270,7 +272,7 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         per_table = max(1, (width() - max(map(len, (*down, second))) - 2) // CELL_WIDTH)
         for start in range(0, len(across), per_table):
             names = across[start : start + per_table]
-            yield Table([self.header(second), *names], [[one, *(cells[name, one] for name in names)] for one in down])
+            yield Table([self.header(second), *names], [[row, *(cells[name, row] for name in names)] for row in down])
         large = f"{TOO_LARGE} does not fit; " * any(TOO_LARGE in text for text in cells.values())
         yield f"columns are values of {self.header(first)}; {self.meanings}; {large}{refusals(self.rows) or 'all run'}"
 
@@ -291,8 +293,8 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
     def picture(self) -> Figure:
         """Returns curves over one field, bars of memory, or the heatmap of two fields."""
         ran = [row for row in self.rows if row["axes"] is not None]
-        said = [self.shared, self.changing, FULLEST if self.figure == "memory" else ""]
-        words, limit = {"title": self.title, "subtitle": "; ".join(filter(None, said))}, self.same("limit_bytes")
+        texts = [self.shared, self.changing, FULLEST if self.figure == "memory" else ""]
+        words, limit = {"title": self.title, "subtitle": "; ".join(filter(None, texts))}, self.same("limit_bytes")
         if len(self.varied) > 1:
             return self.heatmap()
         if self.figure == "memory":
@@ -306,8 +308,8 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         cells = []
         for row in self.rows:
             value = None if row[self.figure] is None else row[self.figure] * shown.times
-            at, fits = (row["values"][first], row["values"][second]), row.get("fits") is not False
-            cells.append(HeatCell(*at, value, self.lines(row), fits or value is None))
+            place, fits = (row["values"][first], row["values"][second]), row.get("fits") is not False
+            cells.append(HeatCell(*place, value, self.lines(row), fits or value is None))
         return heatmap_figure(
             cells,
             axes=[self.header(name) for name in self.varied],

@@ -86,8 +86,8 @@ def command(given: Given) -> Answer:
         if name not in fields:
             raise InputError(f"a sweep of services needs {name}. Write {name}=512, or several values.")
     varied, points = varied_fields(fields), combinations(fields)
-    rates = {at.chip.name: rates_for(at, given.calibration, fitted=True) for at in fields["on"].values()}
-    rows = [_point(shown, at, varied, rates) for shown, at in points]
+    rates = {cluster.chip.name: rates_for(cluster, given.calibration, fitted=True) for cluster in fields["on"].values()}
+    rows = [_point(shown, values, varied, rates) for shown, values in points]
     if all(row["axes"] is None for row in rows):
         raise CannotRunError(f"{', '.join(fields['model'])}: {refusals(rows)}. Change them, or take more chips.")
     swept = SweptServices(rows=rows, varied=varied, figure=given.figure)
@@ -128,14 +128,14 @@ class SweptServices(Swept, frozen=True, kw_only=True):
 
 def _point(shown: dict[str, str], at: Facts, varied: list[str], rates: Mapping[str, Calibration | None]) -> Facts:
     """Returns the best service of one combination of values, or why there is none."""
-    given = parse_fields(
+    by_section = parse_fields(
         [f"{name}={value}" for name, value in at.items() if name not in OWN], sections=("model", "strategy")
     )
-    axes = take_axes(None, given["strategy"])
-    for name in given["strategy"]:
+    axes = take_axes(None, by_section["strategy"])
+    for name in by_section["strategy"]:
         raise InputError(f"{name} is no field of a service. Sweep {', '.join(SERVED)}, weights, kv, tensor or expert.")
     service = Service(**{of: read(at[name], what=name) for name, (of, read) in SERVED.items() if name in at})
-    cluster, model = at["on"], with_fields(at["model"], "model", given["model"])
+    cluster, model = at["on"], with_fields(at["model"], "model", by_section["model"])
     values = {name: shown[name] for name in varied}
     row: Facts = {
         "label": ", ".join(f"{name} {value}" for name, value in values.items()),
@@ -155,13 +155,13 @@ def _point(shown: dict[str, str], at: Facts, varied: list[str], rates: Mapping[s
     except (CannotRunError, InputError) as error:
         kind = next((kind for kind, words in REFUSED.items() if words in str(error)), "no engine")
         return {**row, "reason": f"{kind}: {error}"}
-    own, other = best.generate, best.prefill
+    generate, prefill = best.generate, best.prefill
     return {
         **row,
         **{name: getattr(best, name) for name in OF_PLAN},
         "kv": best.cache,
-        "batch_seqs": own.batch_seqs,
-        "axes": dict(own.strategy.mesh),
-        "engines": own.words,
-        "prefill_engines": other.words if best.has_pools else "same",
+        "batch_seqs": generate.batch_seqs,
+        "axes": dict(generate.strategy.mesh),
+        "engines": generate.words,
+        "prefill_engines": prefill.words if best.has_pools else "same",
     }

@@ -57,24 +57,24 @@ def command(given: Given) -> Answer:
             f"Use --batch {max(1, job.batch_seqs // cluster.num_chips) * cluster.num_chips}seq, or another cluster."
         )
     setting = Setting(load_model(given.model), cluster, job, rates_for(cluster, given.calibration))
-    found = [
+    timelines = [
         two_streams(setting, way, layers=given.layers, remat=given.remat, bucket_bytes=parse_bytes(given.bucket))
         for way in WAYS
         if given.zero is None or way.zero == int(given.zero)
     ]
-    each = job.batch_seqs // cluster.num_chips
+    sequences = job.batch_seqs // cluster.num_chips
     words = (
-        f"{given.layers} layer{'s' if given.layers > 1 else ''}, one microbatch of {each} "
-        f"sequence{'s' if each > 1 else ''} of {format_count(job.seq_len)} tokens per chip"
+        f"{given.layers} layer{'s' if given.layers > 1 else ''}, one microbatch of {sequences} "
+        f"sequence{'s' if sequences > 1 else ''} of {format_count(job.seq_len)} tokens per chip"
     )
     ways = [
-        {"name": one.name, **{name: getattr(one, name) for name, _ in SECONDS.values()}, "boxes": one.slices}
-        for one in found
+        {"name": lanes.name, **{name: getattr(lanes, name) for name, _ in SECONDS.values()}, "boxes": lanes.slices}
+        for lanes in timelines
     ]
     where = f"{given.model} on {cluster.short_name}"
     text: list[Piece] = [
         f"{where}, data parallel: {words}",
-        Table.of(found, {"way": "name", **SECONDS}),
+        Table.of(timelines, {"way": "name", **SECONDS}),
         f"exposed: the chip waits for the links; buckets of {format_bytes(parse_bytes(given.bucket))}; weights are "
         f"gathered one pass ahead; the optimizer waits for all gradients; embedding and head are left out"
         f"{slice_turns_text(cluster)}; times rest on {setting.rates.describe()}",
@@ -82,7 +82,7 @@ def command(given: Given) -> Answer:
 
     def picture() -> Figure:
         return two_streams_figure(
-            found,
+            timelines,
             title=f"{where}: data parallelism on two streams",
             subtitle=f"{words}; F and B are forward and backward passes over a layer, R forward passes again.",
         )

@@ -47,7 +47,7 @@ def command(given: Given) -> Answer:
     rows, cols = array = _array_shape(given.shape, given.on)
     depth, width = _shape(given.weights_shape, "--weights") if given.weights_shape else array
     counted = systolic_cycles(given.num_inputs, depth, width, rows=rows, cols=cols)
-    found: Facts = {
+    facts: Facts = {
         "rows": rows,
         "cols": cols,
         "inputs": given.num_inputs,
@@ -62,12 +62,12 @@ def command(given: Given) -> Answer:
     if max(counted.total * rows * cols, given.num_inputs * depth * width) <= MAX_CELL_UPDATES:
         inputs, weights = _matrices(given, depth, width)
         product, busy = simulate(inputs, weights, rows=rows, cols=cols)
-        found |= {"simulated_cycles": len(busy), "busy_cells": busy}
-        found["product_is_right"] = bool((product == inputs @ weights).all())
+        facts |= {"simulated_cycles": len(busy), "busy_cells": busy}
+        facts["product_is_right"] = bool((product == inputs @ weights).all())
     if given.png or given.folder:
-        found["files"] = _draw(given, _matrices(given, depth, width, low=1), counted, array)
-    plain = {name: value for name, value in found.items() if name != "busy_cells"}
-    return Answer(found, _text(found, counted), raw=[[plain]])
+        facts["files"] = _draw(given, _matrices(given, depth, width, low=1), counted, array)
+    plain = {name: value for name, value in facts.items() if name != "busy_cells"}
+    return Answer(facts, _text(facts, counted), raw=[[plain]])
 
 
 def _array_shape(shape: str | None, on: str | None) -> tuple[int, int]:
@@ -145,8 +145,8 @@ def _draw(given: Given, matrices: tuple[Matrix, Matrix], counted: SystolicCycles
     written = []
     if given.png:
         chosen = frames(*matrices, rows=rows, cols=cols, cycles=telling_cycles(counted))
-        told = f"{counted.total} cycles in all, {counted.useful_share:.0%} of cells x cycles multiply"
-        written.append(save(systolic_figure(chosen, title=title, subtitle=told), given.png))
+        note = f"{counted.total} cycles in all, {counted.useful_share:.0%} of cells x cycles multiply"
+        written.append(save(systolic_figure(chosen, title=title, subtitle=note), given.png))
     if given.folder:
         for frame in frames(*matrices, rows=rows, cols=cols):
             spec = systolic_figure([frame], title=title)
@@ -162,7 +162,7 @@ def telling_cycles(counted: SystolicCycles) -> tuple[int, ...]:
     far = load + counted.drain
     wanted = [load, far, last, load // 2, load + counted.fill // 2, entered + counted.drain // 2, (entered + far) // 2]
     evenly = [round(last * part / MAX_PANELS) for part in range(1, MAX_PANELS)]
-    chosen = dict.fromkeys(min(last, at) for at in (*wanted, load - 1, *evenly, *range(last)))
+    chosen = dict.fromkeys(min(last, cycle) for cycle in (*wanted, load - 1, *evenly, *range(last)))
     return tuple(sorted(list(chosen)[:MAX_PANELS]))
 
 
@@ -171,7 +171,7 @@ def frames(
 ) -> tuple[SystolicFrame, ...]:
     """Returns the array in these cycles, or in all of them; cycle 0 is the first in which a weight enters."""
     array = SystolicArray(inputs, weights, rows=rows, cols=cols)
-    found: list[SystolicFrame] = []
+    drawn: list[SystolicFrame] = []
     left: list[tuple[int, int, int]] = []
     for cycle in range(array.last_cycle):
         array.step()
@@ -180,7 +180,7 @@ def frames(
             # a cell has had a weight once the diagonal front of the weights has passed it
             arrived = busy | (np.add.outer(np.arange(rows), np.arange(cols)) <= cycle)
             near = range(cycle + 1, cycle + REACH + 1)
-            found.append(
+            drawn.append(
                 SystolicFrame(
                     cycle=cycle,
                     weights=_cells(np.where(busy, array.held, array.moving), arrived),
@@ -188,14 +188,14 @@ def frames(
                     inputs=_outside(list(map(array.inputs_at, near))),
                     coming=_outside(list(map(array.weights_at, near))),
                     results=tuple(
-                        BoundaryValue(lane=col, distance=cycle - at, value=value)
-                        for at, col, value in left
-                        if cycle - at <= REACH
+                        BoundaryValue(lane=col, distance=cycle - exit_cycle, value=value)
+                        for exit_cycle, col, value in left
+                        if cycle - exit_cycle <= REACH
                     ),
                 )
             )
         left += [(cycle, col, int(array.sums[-1, col])) for col in range(cols) if array.tag[-1, col] >= 0]
-    return tuple(found)
+    return tuple(drawn)
 
 
 def _cells(values: Matrix, shown: NDArray[np.bool_]) -> tuple[tuple[int | None, ...], ...]:

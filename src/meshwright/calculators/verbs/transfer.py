@@ -96,11 +96,11 @@ def command(given: Given) -> Answer:
         source, target = (parse_place(text, cluster) for text in (given.source, given.target))
         legs += route(cluster, source, target, num_bytes, via=given.via)
     legs += [parse_leg(text, cluster.chip, num_bytes=num_bytes, dtype=given.dtype) for text in given.extra]
-    found = transfer_times(legs)
+    times = transfer_times(legs)
     units = ["FLOP" if leg.channel == "compute" else "bytes" for leg in legs]
     rows = [{**asdict(leg), "unit": unit, "send_s": leg.send_s} for leg, unit in zip(legs, units, strict=True)]
-    facts = {"cluster": cluster.short_name, "bytes": num_bytes, "legs": rows, **found}
-    text = _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, found)
+    facts = {"cluster": cluster.short_name, "bytes": num_bytes, "legs": rows, **times}
+    text = _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, times)
     return Answer(facts, text, raw=[rows, [facts]])
 
 
@@ -152,7 +152,7 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
     if rates.size == 1:
         raise InputError(f"axis {','.join(axes)} of {cluster.short_name} has one chip: there is nothing to send.")
     priced = []
-    for kind in (one for one in COLLECTIVES if one in rates.kinds and given.collective in (None, one)):
+    for kind in (kind for kind in COLLECTIVES if kind in rates.kinds and given.collective in (None, kind)):
         rate, time_s = rates[kind], collective_time(kind, num_bytes, rates)
         priced.append(
             {
@@ -166,7 +166,7 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
                 "link_bytes": link_bytes(kind, num_bytes, legs, two_way=two_way),
             }
         )
-    found: Facts = {
+    facts: Facts = {
         "cluster": cluster.short_name,
         "axes": axes,
         "group_size": rates.size,
@@ -178,8 +178,8 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
         "collectives": priced,
     }
     if given.frames is not None:
-        found["frames"] = _draw_frames(given.frames, given.collective, legs, cluster.short_name, two_way=two_way)
-    return Answer(found, _collectives_text(found))
+        facts["frames"] = _draw_frames(given.frames, given.collective, legs, cluster.short_name, two_way=two_way)
+    return Answer(facts, _collectives_text(facts))
 
 
 def _rates_text(cluster: Cluster, legs: tuple[Leg, ...], measured: Calibration | None) -> str:
@@ -208,16 +208,16 @@ def one_way_rates(legs: tuple[Leg, ...], calibration: Calibration | None = None)
     leg, share, hop_s = legs[0], 1.0, legs[0].hop_s
     if calibration is not None:
         share, hop_s = calibration.efficiency.ici, calibration.hop_s.get("ici", hop_s)
-    each, floor = leg.sharing / (leg.bytes_per_s * share), ring_hops(leg.size) * hop_s
-    once = KindRate(each, floor, level="ici")
+    per_byte, floor = leg.sharing / (leg.bytes_per_s * share), ring_hops(leg.size) * hop_s
+    once = KindRate(per_byte, floor, level="ici")
     return GroupRates(
         size=leg.size,
         kinds={
             "all_gather": once,
             "reduce_scatter": once,
-            "all_reduce": KindRate(2 * each, 2 * floor, level="ici"),
-            "all_to_all": KindRate(each / 2, floor, level="ici"),
-            "permute": KindRate(each, hop_s, level="ici"),
+            "all_reduce": KindRate(2 * per_byte, 2 * floor, level="ici"),
+            "all_to_all": KindRate(per_byte / 2, floor, level="ici"),
+            "permute": KindRate(per_byte, hop_s, level="ici"),
         },
     )
 
@@ -244,10 +244,10 @@ def _collectives_text(found: Facts) -> Iterator[Piece]:
         f"{format_bytes(found['bytes'])} (the whole array) over {','.join(found['axes'])} of {found['cluster']}: "
         f"{counted(found['group_size'], 'chip')}{'' if found['two_way'] else ', one way round'}"
     )
-    kinds = [one["kind"] for one in found["collectives"]]
-    on_a_ring = any(one["link_bytes"] is not None for one in found["collectives"])
-    more = {"over a link": ("link_bytes", format_bytes)} if on_a_ring else {}
-    yield Table.of(found["collectives"], {**COLUMNS, **more}, title)
+    kinds = [row["kind"] for row in found["collectives"]]
+    on_a_ring = any(row["link_bytes"] is not None for row in found["collectives"])
+    link_column = {"over a link": ("link_bytes", format_bytes)} if on_a_ring else {}
+    yield Table.of(found["collectives"], {**COLUMNS, **link_column}, title)
     if on_a_ring:
         ways = (
             "both directions of the ring are used, and this is their mean"
@@ -279,7 +279,7 @@ def _draw_frames(
     from meshwright.report.arrays.ring import MAX_DEVICES, Numbers, ring_figure
     from meshwright.report.figure import PICTURES, save
 
-    chosen = next((one for one in DRAWN_KINDS if one == kind), None)
+    chosen = next((drawn for drawn in DRAWN_KINDS if drawn == kind), None)
     if chosen is None:
         kinds = f"{', '.join(DRAWN_KINDS[:-1])} or {DRAWN_KINDS[-1]}"
         raise InputError(f"--frames draws one collective: give --collective {kinds}.")
@@ -305,4 +305,4 @@ def _draw_frames(
             for frame in frames
         ]
     say(f"wrote {written[0]}" if len(written) == 1 else f"wrote {len(written)} pictures to {path}")
-    return [str(one) for one in written]
+    return [str(file) for file in written]

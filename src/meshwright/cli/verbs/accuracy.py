@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -22,9 +22,6 @@ from meshwright.core.units import format_seconds
 from meshwright.report.answer import Answer, Piece, Table, TableColumns, as_markdown
 from meshwright.spec.efficiency import FittedNumbers, fitted_numbers
 from meshwright.spec.weights import has_frozen_matrices
-
-if TYPE_CHECKING:
-    pass
 
 KERNELS = Path("benchmarks/data/kernels")
 PUBLISHED = Path("benchmarks/data/published_training.jsonl")
@@ -72,15 +69,15 @@ def command(given: Given) -> Answer:
         return _served(given, chosen)
     if given.cross_validate or given.out or given.page:
         return _fitted(chosen, out=given.out, page=given.page)
-    found = accuracy(chosen, datasheet=given.datasheet)
+    result = accuracy(chosen, datasheet=given.datasheet)
     how = "data-sheet rates" if given.datasheet else "fitted numbers"
-    listed = Table.of(found.predictions, RECORDS)
-    text = [*_accuracy_text(found, title=how)]
+    listed = Table.of(result.predictions, RECORDS)
+    text = [*_accuracy_text(result, title=how)]
     if given.worst:
-        worst = sorted(found.predictions, key=lambda one: -abs(one.error))[: given.worst]
+        worst = sorted(result.predictions, key=lambda prediction: -abs(prediction.error))[: given.worst]
         text.append(Table.of(worst, {"worst": "id", **{name: RECORDS[name] for name in SHOWN_OF_WORST}}))
     text += [listed] if given.every else []
-    return Answer(found.to_json(), text, {given.png: lambda: _figure(found, how)}, [listed, _summaries(found)])
+    return Answer(result.to_json(), text, {given.png: lambda: _figure(result, how)}, [listed, _summaries(result)])
 
 
 RECORDS: TableColumns = {
@@ -98,10 +95,10 @@ SHOWN_OF_WORST = ("measured", "predicted", "error")
 def _figure(found: Accuracy, how: str) -> Any:
     from meshwright.report.plans.measured import accuracy_figure
 
-    at = found.summary()
-    if not at.n:
+    summary = found.summary()
+    if not summary.n:
         raise InputError("no record is predicted, so there is nothing to draw. Leave out --png, or name another file.")
-    subtitle = f"{at.n:,} published training steps, {how}; grey: within 20%"
+    subtitle = f"{summary.n:,} published training steps, {how}; grey: within 20%"
     return accuracy_figure(found.predictions, title="Predicted against measured", subtitle=subtitle)
 
 
@@ -114,13 +111,13 @@ def _accuracy_text(found: Accuracy, *, title: str) -> Iterator[Piece]:
             f"the pick: of the configurations measured for one job, the one predicted fastest takes {pick.regret:.1%} "
             f"longer than the fastest ({pick.num_jobs} jobs, right in {pick.right:.0%}); a random one {pick.random:.0%}"
         )
-    whole = [one for one in found.predictions if not one.adapters]
+    whole = [prediction for prediction in found.predictions if not prediction.adapters]
     if whole and (rest := len(found.predictions) - len(whole)):
         mape = summarise(whole).mape
         yield f"all: {rest:,} train adapters and are in no fit; the other {len(whole):,} have a MAPE of {mape:.1%}"
-    unfitted = [one for one in found.predictions if not one.fitted]
+    unfitted = [prediction for prediction in found.predictions if not prediction.fitted]
     if unfitted and len(unfitted) < len(found.predictions):
-        chips = ", ".join(dict.fromkeys(one.chip for one in unfitted))
+        chips = ", ".join(dict.fromkeys(prediction.chip for prediction in unfitted))
         yield f"by data-sheet rates: {len(unfitted):,}, nothing is fitted for {chips}"
     for reason, ids in found.reasons().items():
         named = ", ".join(ids[:MAX_NAMED]) if len(ids) <= MAX_NAMED else f"{ids[0]} and {len(ids) - 1:,} more"
@@ -130,12 +127,12 @@ def _accuracy_text(found: Accuracy, *, title: str) -> Iterator[Piece]:
 def _summaries(found: Accuracy, title: str = "") -> Table:
     """Returns one row per group with a prediction, then core training and everything."""
     rows = [(group or "no group", found.summary(group=group)) for group in found.groups]
-    rows = [(group, at) for group, at in rows if at.n]
+    rows = [(group, summary) for group, summary in rows if summary.n]
     if found.what == "decode":
-        kinds = {kind: [one for one in found.predictions if one.group.endswith(kind)] for kind in ("dense", "experts")}
-        rows += [(kind, summarise(some)) for kind, some in kinds.items() if some]
+        kinds = {kind: [row for row in found.predictions if row.group.endswith(kind)] for kind in ("dense", "experts")}
+        rows += [(kind, summarise(predictions)) for kind, predictions in kinds.items() if predictions]
     core = "core training" if found.what == "train" else f"core {found.what}"
-    rows += [(f"{core}{' of ' * bool(date)}{date}", one) for date, one in found.cores.items()]
+    rows += [(f"{core}{' of ' * bool(date)}{date}", summary) for date, summary in found.cores.items()]
     rows += [("all", found.summary())]
     size, sign, share = "{:.1%}".format, "{:+.1%}".format, "{:.0%}".format
     columns: TableColumns = {
@@ -146,7 +143,7 @@ def _summaries(found: Accuracy, title: str = "") -> Table:
         "bias": ("bias", sign),
         "interval holds": ("coverage", share),
     }
-    return Table.of(({"group": name, **msgspec.structs.asdict(at)} for name, at in rows), columns, title)
+    return Table.of(({"group": name, **msgspec.structs.asdict(summary)} for name, summary in rows), columns, title)
 
 
 # -- kernels ---------------------------------------------------------------------------------------------
@@ -163,7 +160,7 @@ def _kernels(given: Given) -> Answer:
     if given.page:
         _with_tables(given.page, {"kernels": ""})
     groups, left = kernels.read_kernels(folder)
-    rows = sum(len(one.measured_s) for one in groups)
+    rows = sum(len(group.measured_s) for group in groups)
     stored = (
         kernels.kernel_numbers()
         if not given.out
@@ -176,22 +173,22 @@ def _kernels(given: Given) -> Answer:
     if given.out:
         write_text_whole(given.out, dump_toml(stored))
         say(f"wrote {given.out}")
-    found = kernels.kernel_errors(groups, stored.numbers)
-    table = Table.of(found, KERNEL_COLUMNS, f"kernels, on shapes held out in {NUM_FOLDS} folds")
+    errors = kernels.kernel_errors(groups, stored.numbers)
+    table = Table.of(errors, KERNEL_COLUMNS, f"kernels, on shapes held out in {NUM_FOLDS} folds")
     if given.page:
         write_text_whole(
-            given.page, _with_tables(given.page, {"kernels": as_markdown(Table.of(found, KERNEL_COLUMNS))})
+            given.page, _with_tables(given.page, {"kernels": as_markdown(Table.of(errors, KERNEL_COLUMNS))})
         )
         say(f"wrote {given.page}")
-    due = [one for one in found if one.goal]
+    due = [row for row in errors if row.goal]
     text: list[Piece] = [
         table,
-        f"{sum(one.goal == 'yes' for one in due)} of {len(due)} chips and operations with {kernels.FEWEST_ROWS} rows "
+        f"{sum(row.goal == 'yes' for row in due)} of {len(due)} chips and operations with {kernels.FEWEST_ROWS} rows "
         f"or more reach their goal: a median of {kernels.GOAL:.0%}, in token generation {kernels.GENERATION_GOAL:.0%}",
         f"{len(stored.numbers)} numbers, {stored.source}, {stored.date}",
         *(f"left out: {count:,}, {reason}" for reason, count in left.items()),
     ]
-    facts = {"kernels": [msgspec.structs.asdict(one) for one in found], "left_out": left, "numbers": stored.numbers}
+    facts = {"kernels": [msgspec.structs.asdict(row) for row in errors], "left_out": left, "numbers": stored.numbers}
     return Answer(facts, text)
 
 
@@ -229,8 +226,8 @@ def _served(given: Given, records: tuple[Record, ...]) -> Answer:
     if not (given.cross_validate or given.out or given.page):
         if given.datasheet or given.png or given.every or given.worst:
             raise InputError("a FILE of serving goes with --group, -o, --page, --cross-validate and --json alone.")
-        found = served_accuracy(records)
-        return Answer(found.to_json(), [*_accuracy_text(found, title="fitted numbers")], {}, [_summaries(found)])
+        result = served_accuracy(records)
+        return Answer(result.to_json(), [*_accuracy_text(result, title="fitted numbers")], {}, [_summaries(result)])
     if given.page:
         _with_tables(given.page, dict.fromkeys(SERVED, ""))
     fitted = fit_served(records)
@@ -246,11 +243,11 @@ def _served(given: Given, records: tuple[Record, ...]) -> Answer:
         fitted_numbers.cache_clear()
         say(f"wrote {given.out}")
     if given.page:
-        tables = {name: as_markdown(_summaries(one)) for name, one in by_heading.items()}
+        tables = {name: as_markdown(_summaries(errors)) for name, errors in by_heading.items()}
         write_text_whole(given.page, _with_tables(given.page, tables))
         say(f"wrote {given.page}")
-    text = [piece for name, one in by_heading.items() for piece in _accuracy_text(one, title=SERVED[name])]
-    facts = {name: one.to_json() for name, one in by_heading.items()} | {"numbers": numbers}
+    text = [piece for name, errors in by_heading.items() for piece in _accuracy_text(errors, title=SERVED[name])]
+    facts = {name: errors.to_json() for name, errors in by_heading.items()} | {"numbers": numbers}
     return Answer(facts, [*text, Table(["number", "value"], [*numbers.items()])])
 
 
@@ -269,7 +266,7 @@ def _fitted(records: tuple[Record, ...], *, out: Path | None, page: Path | None)
         _with_tables(page, dict.fromkeys(HEADINGS, ""))
     left = f"; left out: {len(every) - len(cases):,} that train adapters" if len(cases) < len(every) else ""
     say(f"fitting on {len(cases):,} records{left}")
-    numbers, found = _fit_anew(cases, unpredicted, with_groups=bool(page or not out))
+    numbers, errors = _fit_anew(cases, unpredicted, with_groups=bool(page or not out))
     if out:
         source = f"fitted on {len(cases):,} published training steps, see docs/accuracy.md"
         stored = FittedNumbers(date=date.today().isoformat(), source=source, numbers=numbers)
@@ -277,10 +274,10 @@ def _fitted(records: tuple[Record, ...], *, out: Path | None, page: Path | None)
         fitted_numbers.cache_clear()
         say(f"wrote {out}")
     if page:
-        write_text_whole(page, _with_tables(page, {name: as_markdown(_summaries(one)) for name, one in found.items()}))
+        write_text_whole(page, _with_tables(page, {name: as_markdown(_summaries(fit)) for name, fit in errors.items()}))
         say(f"wrote {page}")
-    text = [piece for name, one in found.items() for piece in _accuracy_text(one, title=HEADINGS[name])]
-    facts = {name: one.to_json() for name, one in found.items()} | {"numbers": numbers}
+    text = [piece for name, fit in errors.items() for piece in _accuracy_text(fit, title=HEADINGS[name])]
+    facts = {name: fit.to_json() for name, fit in errors.items()} | {"numbers": numbers}
     return Answer(facts, [*text, Table(["number", "value"], [*numbers.items()])])
 
 

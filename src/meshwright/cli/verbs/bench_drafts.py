@@ -51,18 +51,18 @@ def command(given: Given) -> Answer:
 
     sampling = Sampling(temperature=given.temperature)
     usual = msgspec.structs.replace(USUAL, max_tokens=given.max_tokens, sampling=sampling)
-    found = []
+    results = []
     for count in [*counts, 0]:
-        asked = Given(**vars(given) | ({"num_drafts": count} if count else {"draft": None}))
-        opened = open_given(asked, in_background=False)
+        varied = Given(**vars(given) | ({"num_drafts": count} if count else {"draft": None}))
+        opened = open_given(varied, in_background=False)
         requests = [
             request for _, request in read_prompts(opened.source, opened.engine.check, given.prompts, usual).values()
         ]
-        found.append(measure_drafts(opened.engine, requests))
-        say(f"{counted(count, 'draft')}: {three_digits(found[-1].tokens_per_s)} tokens/s")
-    found = [found[-1], *found[:-1]]
-    predicted = predicted_speedups(found)
-    speedups = [one.tokens_per_s / found[0].tokens_per_s for one in found]
+        results.append(measure_drafts(opened.engine, requests))
+        say(f"{counted(count, 'draft')}: {three_digits(results[-1].tokens_per_s)} tokens/s")
+    results = [results[-1], *results[:-1]]
+    predicted = predicted_speedups(results)
+    speedups = [result.tokens_per_s / results[0].tokens_per_s for result in results]
     columns: list[str | Heading] = [
         "drafts",
         Heading("tokens/s", three_digits, "tokens_per_s"),
@@ -73,16 +73,16 @@ def command(given: Given) -> Answer:
         Heading("time of a step", format_seconds, "step_s"),
     ]
     cells = [
-        [one.num_drafts, one.tokens_per_s, faster, should, one.accepted, one.step_tokens, one.step_s]
-        for one, faster, should in zip(found, speedups, predicted, strict=True)
+        [result.num_drafts, result.tokens_per_s, faster, should, result.accepted, result.step_tokens, result.step_s]
+        for result, faster, should in zip(results, speedups, predicted, strict=True)
     ]
-    rows = [msgspec.to_builtins(one) | {"speedup": faster} for one, faster in zip(found, speedups, strict=True)]
-    numbers = [one.num_drafts for one in found]
-    drafting = found[1:]
+    rows = [msgspec.to_builtins(result) | {"speedup": faster} for result, faster in zip(results, speedups, strict=True)]
+    numbers = [result.num_drafts for result in results]
+    drafting = results[1:]
     panels = {
         "speed-up": ("", list(zip(numbers, predicted, strict=True)), list(zip(numbers, speedups, strict=True))),
-        "drafts accepted (%)": ("", [], [(one.num_drafts, 100 * one.accepted) for one in drafting]),
-        "time of a step ({})": ("s", [], [(one.num_drafts, one.step_s) for one in found]),
+        "drafts accepted (%)": ("", [], [(result.num_drafts, 100 * result.accepted) for result in drafting]),
+        "time of a step ({})": ("s", [], [(result.num_drafts, result.step_s) for result in results]),
     }
     title = f"Drafts by {given.draft} for {given.what.name}"
     text: list[Piece] = [Fact("prompts", f"{len(requests)} of {given.prompts}, temperature {given.temperature:g}"), ""]

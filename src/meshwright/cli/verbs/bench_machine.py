@@ -97,22 +97,22 @@ def _calibration(report: results.BenchReport, output: Path) -> Calibration:
     """Returns the calibration; for emulated devices with rates inside a step, if no other rate of a step is missing."""
     from meshwright.bench.calibration import calibration_of
 
-    found = calibration_of(report)
-    if not (found.matmul_flops_per_s or found.attention_flops_per_s or found.memory_bytes_per_s or found.collectives):
+    rates = calibration_of(report)
+    if not (rates.matmul_flops_per_s or rates.attention_flops_per_s or rates.memory_bytes_per_s or rates.collectives):
         raise CannotRunError(f"{output} is not written: no rate was measured. Give more --seconds.")
-    if found.chip != "cpu":
-        return found
-    rates = (("matmul", found.matmul_flops_per_s), ("copy", found.memory_bytes_per_s))
-    kinds = {rate.kind for rate in found.collectives if rate.group_size == report.num_devices}
+    if rates.chip != "cpu":
+        return rates
+    pairs = (("matmul", rates.matmul_flops_per_s), ("copy", rates.memory_bytes_per_s))
+    kinds = {rate.kind for rate in rates.collectives if rate.group_size == report.num_devices}
     needed = COLLECTIVES if report.num_devices > 1 else ()
-    missing = [*(name for name, value in rates if not value), *(kind for kind in needed if kind not in kinds)]
+    missing = [*(name for name, value in pairs if not value), *(kind for kind in needed if kind not in kinds)]
     if missing:
         say(f"plan needs rates that {output} lacks: {', '.join(missing)}. Give more --seconds, or more parts.")
-        return found
+        return rates
     from meshwright.bench.machine import with_host_rates
 
     say("training steps under the profiler, about a minute more: emulated devices are slower inside a step")
-    return with_host_rates(found, lambda line: say(f"  {line}"))
+    return with_host_rates(rates, lambda line: say(f"  {line}"))
 
 
 # -- what is printed: a table for each part, and what was not measured ------------------------------------
@@ -151,8 +151,8 @@ def left_out_lines(lines: Sequence[str]) -> list[str]:
 
 def _table(title: str, rows: Sequence[Any], columns: TableColumns) -> Table | str:
     """Returns a table without columns of unknown values; without rows its title alone."""
-    found = Table.of(rows, columns, title).known()
-    return found if found.columns else title
+    table = Table.of(rows, columns, title).known()
+    return table if table.columns else title
 
 
 def _matmul_text(part: results.MatmulPart) -> Iterator[Piece]:
@@ -195,16 +195,16 @@ def _mlp_text(part: results.MlpPart) -> Iterator[Piece]:
 
 
 def _elementwise_text(part: results.ElementwisePart) -> Iterator[Piece]:
-    fused, eager = ({c.repeats: c for c in part.chains if c.fused == one} for one in (True, False))
+    fused, eager = ({c.repeats: c for c in part.chains if c.fused == is_fused} for is_fused in (True, False))
     pairs = [(repeats, fused.get(repeats), eager.get(repeats)) for repeats in sorted(fused | eager)]
     rows = [
         [
             repeats,
-            *((one.seconds.median_s, one.bytes_per_s, one.flops_per_s) if one else (None, None, None)),
-            other.seconds.median_s if other else None,
-            other.seconds.median_s / one.seconds.median_s if one and other else None,
+            *((kernel.seconds.median_s, kernel.bytes_per_s, kernel.flops_per_s) if kernel else (None, None, None)),
+            separate.seconds.median_s if separate else None,
+            separate.seconds.median_s / kernel.seconds.median_s if kernel and separate else None,
         ]
-        for repeats, one, other in pairs
+        for repeats, kernel, separate in pairs
     ]
     cache = f", cache {format_bytes(part.cache_bytes)}" if part.cache_bytes else ""
     title = f"Multiply-adds on an array of {format_bytes(part.elements * results.ELEMENT_BYTES)} a device{cache}"
@@ -236,7 +236,7 @@ def _distance_text(part: results.DistancePart) -> Iterator[Piece]:
         "x matmul, predicted": ("predicted_ratio", number),
     }
     yield _table("Combinations of two matrices beside their product, fp32", part.distances, columns)
-    if any(one.predicted_s for one in part.distances):
+    if any(row.predicted_s for row in part.distances):
         yield "predicted: the arithmetic alone, at the vector rate with operands in registers; loads come on top"
 
 
@@ -260,13 +260,13 @@ def _batch_text(part: results.BatchPart) -> Iterator[Piece]:
 def _collectives_text(part: results.CollectivesPart) -> Iterator[Piece]:
     columns: TableColumns = {
         "kind": "kind",
-        "group": lambda one: f"{one.group.axis}={one.group.size}",
+        "group": lambda row: f"{row.group.axis}={row.group.size}",
         "latency": ("rate.latency_s", format_seconds),
         "received": ("rate.bytes_per_s", format_rate),
         "off": ("fit_error", percent),
-        "largest": (lambda one: one.times[-1].seconds.median_s, format_seconds, "time_s"),
-        "fitted": (lambda one: one.times[-1].fitted_s, format_seconds, "fitted_s"),
-        "data sheet": (lambda one: one.times[-1].datasheet_s, format_seconds, "datasheet_s"),
+        "largest": (lambda row: row.times[-1].seconds.median_s, format_seconds, "time_s"),
+        "fitted": (lambda row: row.times[-1].fitted_s, format_seconds, "fitted_s"),
+        "data sheet": (lambda row: row.times[-1].datasheet_s, format_seconds, "datasheet_s"),
     }
     yield _table("Collectives: lines through every size", part.collectives, columns)
     if not part.collectives:

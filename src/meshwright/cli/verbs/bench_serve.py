@@ -70,7 +70,7 @@ def command(given: Given) -> Answer:
     """
     if given.what is None and given.url is None:
         raise InputError("there is nothing to measure. Name a FOLDER, or give the --url of a server.")
-    rates = [parse_load(one, what="--rate") for one in given.rate.split(",")] if given.rate else []
+    rates = [parse_load(text, what="--rate") for text in given.rate.split(",")] if given.rate else []
     if given.what is None and not rates and given.trace is None:
         raise InputError("without a FOLDER no capacity is known. Give --rate, such as 5/s, or a --trace.")
     if given.seconds == 0 or given.burstiness == 0:
@@ -80,8 +80,8 @@ def command(given: Given) -> Answer:
     with ExitStack() as stack:
         server = _started(given, stack) if given.what is not None else None
         url = given.url or (server.url if server else "")
-        found = asyncio.run(_measured(given, url, server, rates, traced))
-    return found.answer()
+        measured = asyncio.run(_measured(given, url, server, rates, traced))
+    return measured.answer()
 
 
 def _started(given: Given, stack: ExitStack) -> "BenchedServer":
@@ -128,13 +128,13 @@ async def _measured(
     loads = [at(rate) for rate in rates or ([share * capacity for share in SHARES] if capacity and not traced else [])]
     targets = LatencyTargets(ttft_s=given.ttft or np.inf, tpot_s=given.tpot or np.inf)
     rows = [await compare(client, load, targets, server, say) for load in (loads or [sample])]
-    found = LoadAnswer(given, facts.name, rows, server, capacity)
+    answer = LoadAnswer(given, facts.name, rows, server, capacity)
     if server is not None and given.png is not None:
-        found.between = [
+        answer.between = [
             (rate, simulate_engine(at(rate), server.limits, server.clock).summary(targets))
             for rate in (math.sqrt(a.rate_per_s * b.rate_per_s) for a, b in pairwise(rows))
         ]
-    return found
+    return answer
 
 
 class LoadAnswer:
@@ -216,14 +216,14 @@ class LoadAnswer:
         from meshwright.report.machine.serving import load_figure
 
         def points(of: Callable[[ServingSummary], float], which: str) -> Sequence[tuple[float, float]]:
-            found = sorted((row.rate_per_s, getattr(row, which)) for row in self.rows if getattr(row, which))
-            return [(rate, of(one)) for rate, one in found]
+            summaries = sorted((row.rate_per_s, getattr(row, which)) for row in self.rows if getattr(row, which))
+            return [(rate, of(summary)) for rate, summary in summaries]
 
         titles = ("output tokens/s", "median TTFT ({})", "median TPOT ({})")
         panels: Facts = {}
         for name, title, unit in zip(CURVES, titles, ("", "s", "s"), strict=True):
             of = FIGURES[name][0]
-            between = [(rate, of(one)) for rate, one in self.between]
+            between = [(rate, of(summary)) for rate, summary in self.between]
             panels[title] = unit, sorted([*points(of, "predicted"), *between]), points(of, "measured")
         lengths = f"prompts {self.given.prompt}, outputs {self.given.output} tokens; dashed: simulated capacity"
         return load_figure(panels, capacity=self.capacity, title=f"{self.name} under load", subtitle=lengths)
@@ -231,17 +231,17 @@ class LoadAnswer:
 
 Read = Callable[[ServingSummary], float]
 FIGURES: dict[str, tuple[Read, Show]] = {
-    "requests/s": (lambda one: one.requests_per_s, three_digits),
-    "tokens/s": (lambda one: one.output_tokens_per_s, three_digits),
-    "TTFT p50": (lambda one: one.ttft.p50, format_seconds),
-    "TTFT p90": (lambda one: one.ttft.p90, format_seconds),
-    "TTFT p99": (lambda one: one.ttft.p99, format_seconds),
-    "TPOT p50": (lambda one: one.tpot.p50, format_seconds),
-    "TPOT p90": (lambda one: one.tpot.p90, format_seconds),
-    "ITL p50": (lambda one: one.itl.p50, format_seconds),
-    "ITL p99": (lambda one: one.itl.p99, format_seconds),
-    "latency p50": (lambda one: one.latency.p50, format_seconds),
-    "goodput/s": (lambda one: one.goodput_per_s, three_digits),
+    "requests/s": (lambda summary: summary.requests_per_s, three_digits),
+    "tokens/s": (lambda summary: summary.output_tokens_per_s, three_digits),
+    "TTFT p50": (lambda summary: summary.ttft.p50, format_seconds),
+    "TTFT p90": (lambda summary: summary.ttft.p90, format_seconds),
+    "TTFT p99": (lambda summary: summary.ttft.p99, format_seconds),
+    "TPOT p50": (lambda summary: summary.tpot.p50, format_seconds),
+    "TPOT p90": (lambda summary: summary.tpot.p90, format_seconds),
+    "ITL p50": (lambda summary: summary.itl.p50, format_seconds),
+    "ITL p99": (lambda summary: summary.itl.p99, format_seconds),
+    "latency p50": (lambda summary: summary.latency.p50, format_seconds),
+    "goodput/s": (lambda summary: summary.goodput_per_s, three_digits),
 }
 """Figures of one load -> how they are read and shown."""
 CURVES = ("tokens/s", "TTFT p50", "TPOT p50")

@@ -28,5 +28,5 @@ def command(given: Given) -> None:
         )
     opened = open_given(given, in_background=False)
     stores = [engine.packed.programs for engine in opened.engine.engines]
-    compiled, loaded = (sum(getattr(one, name) for one in stores) for name in ("num_compiled", "num_loaded"))
-    say(f"{counted(compiled, 'program')} compiled, {loaded} were there: {', '.join(str(one.folder) for one in stores)}")
+    new, loaded = (sum(getattr(store, name) for store in stores) for name in ("num_compiled", "num_loaded"))
+    say(f"{counted(new, 'program')} compiled, {loaded} were there: {', '.join(str(store.folder) for store in stores)}")

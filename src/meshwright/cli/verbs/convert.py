@@ -95,23 +95,23 @@ def _convert(given: Given, source: Path) -> tuple[Model, int | None, list[Path]]
         raise InputError(
             f"{source} has neither config.json with *.safetensors nor checkpoints. Give a run or a Hugging Face model."
         )
-    with open_run_checkpoint(source, given.step) as found:
-        _require_adapter(given, found.model)
-        options["config"] = end_of_text(found.model, source)
-        if found.model.lora is None:
-            return found.model, found.step, write_hf(found.model, found.fetch, found.dtypes, folder, **options)
+    with open_run_checkpoint(source, given.step) as saved:
+        _require_adapter(given, saved.model)
+        options["config"] = end_of_text(saved.model, source)
+        if saved.model.lora is None:
+            return saved.model, saved.step, write_hf(saved.model, saved.fetch, saved.dtypes, folder, **options)
         if not given.merge:
-            named = str(found.base.resolve())
-            files = save_adapter(found.model, found.fetch, found.dtypes, folder, base=named, dtype=dtype)
-            return found.model, found.step, files
-        model = frozen_base(found.model)
-        with open_source(model, found.base) as (of_base, dtypes):
+            named = str(saved.base.resolve())
+            files = save_adapter(saved.model, saved.fetch, saved.dtypes, folder, base=named, dtype=dtype)
+            return saved.model, saved.step, files
+        model = frozen_base(saved.model)
+        with open_source(model, saved.base) as (of_base, dtypes):
 
             def fetch(name: str, index: tuple[int, ...]) -> Any:
-                return (found.fetch if name in found.dtypes else of_base)(name, index)
+                return (saved.fetch if name in saved.dtypes else of_base)(name, index)
 
-            files = write_hf(model, merged(found.model, fetch), dtypes, folder, **options)
-        return model, found.step, files
+            files = write_hf(model, merged(saved.model, fetch), dtypes, folder, **options)
+        return model, saved.step, files
 
 
 def _require_adapter(given: Given, model: Model | None) -> None:

@@ -48,23 +48,23 @@ def command(given: PlanOptions) -> Answer:
     steps of both phases, and its figures as formulas."""
     if file := service_of(given):
         return service_explanation(file, given.what)
-    asked = resolve(given, read_fields(given.pairs), verb="explain")
-    require_training(check_tokens(asked.setting.job), "explain")
-    told = explain(asked.plan())
-    predicted = asked.predicted or told.estimate
-    stored, now = format_seconds(predicted.step_s), format_seconds(told.estimate.step_s)
+    resolved = resolve(given, read_fields(given.pairs), verb="explain")
+    require_training(check_tokens(resolved.setting.job), "explain")
+    explanation = explain(resolved.plan())
+    predicted = resolved.predicted or explanation.estimate
+    stored, now = format_seconds(predicted.step_s), format_seconds(explanation.estimate.step_s)
     if stored != now:
         say(
             f"{given.what} predicts {stored} a step and its own rates now give {now}: it was changed by hand, or "
             f"written by another version."
         )
-    parts = [part for block in told.blocks for part in (block.forward, block.backward)]
-    parts += [told.between.sends, told.once] if told.between else [told.once]
+    parts = [part for block in explanation.blocks for part in (block.forward, block.backward)]
+    parts += [explanation.between.sends, explanation.once] if explanation.between else [explanation.once]
     lines = [{"title": part.title, **asdict(line)} for part in parts for line in part.lines]
-    facts = _facts(told)
-    estimate = {name: value for name, value in asdict(told.estimate).items() if not isinstance(value, dict)}
-    row = {**facts, "estimate": estimate, "memory_bytes": told.estimate.memory}
-    return Answer(facts, _text(told), raw=[lines, told.terms, told.limits, [row]])
+    facts = _facts(explanation)
+    estimate = {name: value for name, value in asdict(explanation.estimate).items() if not isinstance(value, dict)}
+    row = {**facts, "estimate": estimate, "memory_bytes": explanation.estimate.memory}
+    return Answer(facts, _text(explanation), raw=[lines, explanation.terms, explanation.limits, [row]])
 
 
 def _facts(told: Explanation) -> Facts:
@@ -90,15 +90,15 @@ def _text(told: Explanation) -> Iterator[Piece]:
     plan = told.plan
     state = f"state {plan.strategy.state}{optimizer_words(plan.job)}"
     choices = (words(plan.strategy) for words in (sharding_words, remat_words, collective_matmul_words))
-    said = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), *choices, state)))
-    yield f"{plan.model.name} on {plan.cluster.short_name}: {said}"
-    at, job = told.batch, plan.job
+    summary = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), *choices, state)))
+    yield f"{plan.model.name} on {plan.cluster.short_name}: {summary}"
+    batch, job = told.batch, plan.job
     replicas = mesh_words({axis: plan.strategy.mesh.get(axis, 1) for axis in BATCH_AXES}, alone="one replica")
     yield Fact(
         "batch",
-        f"{format_count(job.tokens_per_step)} tokens a step = {at.sequences:,.0f} sequences of {job.seq_len:,} = "
-        f"{at.sequences_per_microbatch:,.0f} x {at.data_parallel:,} ({replicas}) x {microbatch_words(plan.strategy)}; "
-        f"{at.positions_per_device:,.0f} positions of a sequence on a device",
+        f"{format_count(job.tokens_per_step)} tokens a step = {batch.sequences:,.0f} sequences of {job.seq_len:,} = "
+        f"{batch.sequences_per_microbatch:,.0f} x {batch.data_parallel:,} ({replicas}) x "
+        f"{microbatch_words(plan.strategy)}; {batch.positions_per_device:,.0f} positions of a sequence on a device",
     )
     yield Fact("placement", placement_words(plan.strategy.placement))
     if again := rerun_words(plan.strategy, plan.model.num_layers):
@@ -160,15 +160,15 @@ _TITLES = {"speed": "When communication hides behind compute, in closed form", "
 def limit_tables(limits: Sequence[Limit]) -> dict[str, Table]:
     """Returns kind of limit -> its table, for the kinds that ``limits`` has."""
     rows: dict[str, list[list[Any]]] = {kind: [] for kind in _TITLES}
-    for one in limits:
-        rows[one.kind].append([one.name, one.formula, *limit_amounts(one), _VERDICTS[one.holds]])
+    for limit in limits:
+        rows[limit.kind].append([limit.name, limit.formula, *limit_amounts(limit), _VERDICTS[limit.holds]])
     return {kind: Table(["", "formula", "bound", "here", ""], rows[kind], _TITLES[kind]) for kind in rows if rows[kind]}
 
 
 def _limits_text(told: Explanation) -> Iterator[Piece]:
-    for kind, found in limit_tables(told.limits).items():
+    for kind, table in limit_tables(told.limits).items():
         yield ""
-        yield found
+        yield table
         if kind == "speed":
             yield legend(told.symbols)
         yield from (f"{limit.name}: {limit.note}" for limit in told.limits if limit.kind == kind and limit.note)
@@ -177,19 +177,19 @@ def _limits_text(told: Explanation) -> Iterator[Piece]:
 def legend(at: Letters, split: str = "data x fsdp x context") -> str:
     """Returns what the letters of the formulas stand for; ``split`` is X in words."""
     slices, micro = " of each slice" * (at.num_slices > 1), " of a microbatch" * (at.num_microbatches > 1)
-    said = [
+    words = [
         f"B = {format_count(at.batch_tokens)} tokens{slices}{micro}",
         f"N = {counted(at.num_chips, 'chip')}{slices}",
     ]
-    said += [f"F = {at.d_ff:,}", f"C = {format_flops(at.peak_flops)}"]
+    words += [f"F = {at.d_ff:,}", f"C = {format_flops(at.peak_flops)}"]
     if at.alpha is not None:
         sheet = f", {at.sheet_alpha:,.4g} by the data sheet" if at.sheet_alpha not in (None, at.alpha) else ""
-        said.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte{sheet} with W {at.width}")
-        said.append(f"X = {split} on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes")
-        said.append("root = square root of the discriminant")
+        words.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte{sheet} with W {at.width}")
+        words.append(f"X = {split} on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes")
+        words.append("root = square root of the discriminant")
     elif at.link:
-        said.append("W one way: of a chip in its domain (nvlink), of a domain's cards (node), of one card (W alone)")
-    return ", ".join(said)
+        words.append("W one way: of a chip in its domain (nvlink), of a domain's cards (node), of one card (W alone)")
+    return ", ".join(words)
 
 
 # -- what is said first ---------------------------------------------------------------------------------
@@ -211,8 +211,8 @@ def _lead_text(told: Explanation) -> Iterator[Piece]:
 def _nearest_limit(told: Explanation, said: Sequence[Limit | None]) -> Limit | None:
     """Returns the limit of a term that the plan is nearest to, on either side, and not in ``said``; None if far."""
     of_terms = [limit_of_term(term, told.limits) for term in told.terms]
-    open_ones = [one for one in of_terms if one is not None and one not in said]
-    near = [one for one in open_ones if min(one.limit, one.here) > 0 and _distance(one) <= math.log(NEAR)]
+    open_limits = [limit for limit in of_terms if limit is not None and limit not in said]
+    near = [limit for limit in open_limits if min(limit.limit, limit.here) > 0 and _distance(limit) <= math.log(NEAR)]
     return min(near, key=_distance, default=None)
 
 
@@ -221,18 +221,18 @@ def _distance(limit: Limit) -> float:
 
 
 def _term_words(term: Term, told: Explanation) -> str:
-    said = f"{term.words}: {format_seconds(term.added_s)}, {term.share:.0%} of the step"
+    words = f"{term.words}: {format_seconds(term.added_s)}, {term.share:.0%} of the step"
     if term.alone_s > 1.1 * term.added_s:
-        said += f" ({format_seconds(term.alone_s)} by themselves, the rest hides)"
+        words += f" ({format_seconds(term.alone_s)} by themselves, the rest hides)"
     limit = limit_of_term(term, told.limits)
     if limit is not None:
-        return f"{said}; {limit_words(limit)}"
+        return f"{words}; {limit_words(limit)}"
     if term.name in ("elementwise", "optimizer"):
-        return f"{said}; at the memory rate of {told.plan.cluster.chip.name}"
+        return f"{words}; at the memory rate of {told.plan.cluster.chip.name}"
     if term.name in ("matmul", "attention", "loss_head"):
         again = f", {told.recomputed:.0%} of all FLOPs recomputed" if told.recomputed > 0.005 else ""
-        return f"{said}; at the rates of {told.plan.cluster.chip.name}{again}"
-    return said
+        return f"{words}; at the rates of {told.plan.cluster.chip.name}{again}"
+    return words
 
 
 def limit_amounts(limit: Limit) -> tuple[Quantity, Quantity]:
@@ -251,12 +251,12 @@ def limit_words(limit: Limit) -> str:
     """Returns ``"tokens/chip, weights hide: > 850, here 1,024: 1.2 times above"``."""
     bound, here = limit_amounts(limit)
     sign = f"{limit.formula[0]} " if limit.formula[0] in "<>" and not _below_one(limit) else ""
-    said = f"{limit.name}: {sign}{bound}, here {here}"
+    words = f"{limit.name}: {sign}{bound}, here {here}"
     if min(limit.limit, limit.here) <= 0:
-        return said
+        return words
     side = "above" if limit.here > limit.limit else "below"
     times = math.exp(_distance(limit))
-    return f"{said}: {times:.3g} times {side}{'' if limit.holds is not False else ', not met'}"
+    return f"{words}: {times:.3g} times {side}{'' if limit.holds is not False else ', not met'}"
 
 
 def _change_words(told: Explanation) -> str:

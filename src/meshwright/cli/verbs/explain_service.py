@@ -18,12 +18,12 @@ from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Tabl
 
 def service_explanation(file: ServiceFile, name: str) -> Answer:
     """Returns the explanation of a service; ``name`` is that of its file."""
-    told = explain_service(file)
+    explained = explain_service(file)
     changed = [
         f"{what} {format_seconds(old)}, now {format_seconds(new)}"
         for what, old, new in (
-            ("TTFT", file.predicted.ttft_s, told.value("TTFT")),
-            ("TPOT", file.predicted.tpot_s, told.value("TPOT")),
+            ("TTFT", file.predicted.ttft_s, explained.value("TTFT")),
+            ("TPOT", file.predicted.tpot_s, explained.value("TPOT")),
         )
         if format_seconds(old) != format_seconds(new)
     ]
@@ -31,7 +31,7 @@ def service_explanation(file: ServiceFile, name: str) -> Answer:
         say(f"{name} predicts {', '.join(changed)}: it was changed by hand, or written by another version.")
     lines = [
         {"title": part.title, **msgspec.structs.asdict(line)}
-        for phase in told.phases
+        for phase in explained.phases
         for part in phase.blocks
         for line in part.lines
     ]
@@ -40,10 +40,10 @@ def service_explanation(file: ServiceFile, name: str) -> Answer:
         "cluster": file.cluster.short_name,
         "service": file.service,
         "plan": file.plan.to_json(),
-        **{one.phase: {**msgspec.structs.asdict(one), "pool": one.pool.to_json()} for one in told.phases},
-        "formulas": told.formulas,
+        **{phase.phase: {**msgspec.structs.asdict(phase), "pool": phase.pool.to_json()} for phase in explained.phases},
+        "formulas": explained.formulas,
     }
-    return Answer(facts, _text(told), raw=[lines, told.formulas])
+    return Answer(facts, _text(explained), raw=[lines, explained.formulas])
 
 
 def _text(told: ServiceExplanation) -> Iterator[Piece]:
@@ -77,9 +77,9 @@ def _text(told: ServiceExplanation) -> Iterator[Piece]:
     yield ""
     prefilling = ", P engines that only prefill" if file.has_pools else ""
     yield f"The figures of the service, with G engines that generate, B sequences in each{prefilling}"
-    for one in told.formulas:
-        yield Fact(f"  {one.name}", one.text, 20)
-        yield Fact("", f"= {one.numbers} = {one.shown}" if " " in one.numbers[:-2] else f"= {one.shown}", 20)
+    for row in told.formulas:
+        yield Fact(f"  {row.name}", row.text, 20)
+        yield Fact("", f"= {row.numbers} = {row.shown}" if " " in row.numbers[:-2] else f"= {row.shown}", 20)
     yield from service_notes(file.setting, service, (file.stored,))
 
 
@@ -105,9 +105,9 @@ def _phase_text(told: PhaseExplanation) -> Iterator[Piece]:
 
 def _sum_words(told: PhaseExplanation) -> str:
     """Returns the step as the sum of its listings, and what it takes beside them or hides of them."""
-    each = [(repeat, part.alone_s) for part, repeat in zip(told.blocks, told.repeats, strict=True)]
-    runs = " + ".join(f"{repeat} x " * (repeat > 1) + format_seconds(seconds) for repeat, seconds in each)
-    rest = told.step_s - sum(repeat * seconds for repeat, seconds in each)
+    listed = [(repeat, part.alone_s) for part, repeat in zip(told.blocks, told.repeats, strict=True)]
+    runs = " + ".join(f"{repeat} x " * (repeat > 1) + format_seconds(seconds) for repeat, seconds in listed)
+    rest = told.step_s - sum(repeat * seconds for repeat, seconds in listed)
     if rest < 0:
         return f"{format_seconds(told.step_s)} = {runs} - {format_seconds(-rest)}, which overlaps"
     beside = f" + {format_seconds(rest)} of the host" * (rest > 1e-6 * told.step_s)

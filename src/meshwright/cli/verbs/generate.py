@@ -51,7 +51,7 @@ def command(given: Given) -> Answer:
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
     live = len(prompts) == 1 and given.form == "text"
     ahead = iter(prompts)
-    found = generate_text(
+    generated = generate_text(
         given.what,
         prompts,
         TextOptions(**asdict(options), max_tokens=given.max_tokens, sampling=sampling),
@@ -60,7 +60,7 @@ def command(given: Given) -> Answer:
     )
     if live:
         click.echo(next(ahead, ""))
-    return answer(found, prompts, sampling, live=live)
+    return answer(generated, prompts, sampling, live=live)
 
 
 def bulk(given: Given) -> Answer:
@@ -73,7 +73,7 @@ def bulk(given: Given) -> Answer:
     from meshwright.serve.request import RequestBounds
 
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
-    usual, said, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out
+    usual, tenths, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out
     assert out is not None
     # what cannot be read or run is said before anything compiles
     devices_of(given.on, given.axes)
@@ -83,13 +83,13 @@ def bulk(given: Given) -> Answer:
     opened = open_given(given, source)
 
     def tell(done: int, all: int) -> None:
-        if (tenth := 10 * done // all) not in said:
-            said.add(tenth)
+        if (tenth := 10 * done // all) not in tenths:
+            tenths.add(tenth)
             say(f"{done:,} of {all:,} lines")
 
     done = generate_file(opened.source, opened.engine, (given.prompt_file, out), usual, tell)
-    found = {"out": str(out), "written": done.written, "there": done.there}
-    return Answer(found, [Paragraph(f"{done.written:,} lines written to {out}, {done.there:,} were there", None)])
+    facts = {"out": str(out), "written": done.written, "there": done.there}
+    return Answer(facts, [Paragraph(f"{done.written:,} lines written to {out}, {done.there:,} were there", None)])
 
 
 def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *, live: bool) -> Answer:
@@ -99,10 +99,10 @@ def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *
     opened, first = format_seconds(found.opened_s), format_seconds(pace.first_token_s)
     say(f"loaded and compiled in {opened}; first token after {first}{rate}; {pace.num_tokens} tokens")
     completions = [
-        {"prompt": prompt, "text": text, "tokens": one.tokens, "finish": one.finish}
-        for prompt, text, one in zip(prompts, found.texts, found.generated.completions, strict=True)
+        {"prompt": prompt, "text": text, "tokens": completion.tokens, "finish": completion.finish}
+        for prompt, text, completion in zip(prompts, found.texts, found.generated.completions, strict=True)
     ]
-    lines = [Paragraph(f"[{number}] {one['prompt']}{one['text']}", None) for number, one in enumerate(completions, 1)]
+    lines = [Paragraph(f"[{number}] {row['prompt']}{row['text']}", None) for number, row in enumerate(completions, 1)]
     return Answer(
         {
             "model": found.model,

@@ -50,13 +50,13 @@ def command(given: Given) -> Answer:
     if given.op:
         return _explained(read, given.op, given.png)
     if read.entry == LINES:
-        names = [one.name for one in read if one.opcode != "parameter"]
-        told = [_explained(read, name, None) for name in names[: given.top]]
-        return Answer({"instructions": [one.facts for one in told]}, [piece for one in told for piece in one.pieces])
+        names = [instruction.name for instruction in read if instruction.opcode != "parameter"]
+        rows = [_explained(read, name, None) for name in names[: given.top]]
+        return Answer({"instructions": [row.facts for row in rows]}, [piece for row in rows for piece in row.pieces])
     if given.png:
         return _drawn(read, given)
-    found = {**_summary(read, given.mesh or {}), "whole": has_entry(path.read_text())}
-    return Answer({"file": path, **found}, _summary_text(found, given.top), raw=[found[name] for name in RAW])
+    summary = {**_summary(read, given.mesh or {}), "whole": has_entry(path.read_text())}
+    return Answer({"file": path, **summary}, _summary_text(summary, given.top), raw=[summary[name] for name in RAW])
 
 
 def _stable(path: Path, read: StableHlo) -> Answer:
@@ -65,29 +65,29 @@ def _stable(path: Path, read: StableHlo) -> Answer:
     names = ("num_partitions", "num_functions", "mesh", "collectives")
     facts = {"file": path, "format": "stablehlo", "module": read.name, **{name: getattr(read, name) for name in names}}
     what = f"StableHLO for {read.num_partitions} partitions{mesh}, {read.num_functions} functions"
-    said = f"{kinds} written in the program; the compiler has added none yet"
-    return Answer(facts, [Fact(read.name, what), Fact("collectives", said)])
+    note = f"{kinds} written in the program; the compiler has added none yet"
+    return Answer(facts, [Fact(read.name, what), Fact("collectives", note)])
 
 
 def _explained(module: Module, name: str, png: Path | None) -> Answer:
-    one = module.find(name)
-    if one is None:
+    instruction = module.find(name)
+    if instruction is None:
         raise InputError(f"{module.name} has no instruction {name!r}.{nearest(name, (i.name for i in module))}")
-    told = explain_instruction(module, one)
+    explained = explain_instruction(module, instruction)
     facts: Facts = {
-        "name": one.name,
-        "opcode": one.opcode,
-        "computation": one.computation,
-        "op_name": one.op_name or None,
-        "step": str(one.label) if one.label else None,
-        "source": [str(frame) for frame in module.source(one)],
-        "operands": list(one.operands),
-        "shapes": [{name.removeprefix("num_"): getattr(shape, name) for name in SHAPE} for shape in one.shapes],
-        "facts": [list(fact) for fact in told],
+        "name": instruction.name,
+        "opcode": instruction.opcode,
+        "computation": instruction.computation,
+        "op_name": instruction.op_name or None,
+        "step": str(instruction.label) if instruction.label else None,
+        "source": [str(frame) for frame in module.source(instruction)],
+        "operands": list(instruction.operands),
+        "shapes": [{name.removeprefix("num_"): getattr(shape, name) for name in SHAPE} for shape in instruction.shapes],
+        "facts": [list(fact) for fact in explained],
     }
-    text = [Paragraph(one.name, None), *(_place_text(f"  {what}", said) for what, said in told)]
-    drawn = {png: lambda: tiling_figure(_one_shape(one), name=one.name)}
-    return Answer(facts, text, drawn, [Table(["fact", "text"], told)])
+    text = [Paragraph(instruction.name, None), *(_place_text(f"  {what}", words) for what, words in explained)]
+    drawn = {png: lambda: tiling_figure(_one_shape(instruction), name=instruction.name)}
+    return Answer(facts, text, drawn, [Table(["fact", "text"], explained)])
 
 
 SHAPE = ("dtype", "dims", "minor_to_major", "tiles", "memory_space", "num_bytes", "padded_bytes")
@@ -148,9 +148,9 @@ def _summary(module: Module, mesh: Mapping[str, int]) -> Facts:
         "collectives": rows,
         "why": why,
         "loops": loops(module),
-        "largest": [_labelled(one) for one in largest_arrays(module)],
-        "relayouts": [_labelled(one, "total_bytes") for one in relayouts(module)],
-        "paddings": [_labelled(one, "wasted_share") for one in paddings(module)],
+        "largest": [_labelled(row) for row in largest_arrays(module)],
+        "relayouts": [_labelled(row, "total_bytes") for row in relayouts(module)],
+        "paddings": [_labelled(row, "wasted_share") for row in paddings(module)],
     }
 
 
@@ -211,8 +211,8 @@ def _steps(steps: Sequence[str]) -> str:
     for step in steps[:_MAX_STEPS]:
         where, _, result = step.replace("near ", "~").rpartition(":")
         passes.setdefault(where.replace(":", " "), []).append(result)
-    more = f" +{len(steps) - _MAX_STEPS}" if len(steps) > _MAX_STEPS else ""
-    return "; ".join(f"{where} {', '.join(results)}" for where, results in passes.items()) + more
+    rest = f" +{len(steps) - _MAX_STEPS}" if len(steps) > _MAX_STEPS else ""
+    return "; ".join(f"{where} {', '.join(results)}" for where, results in passes.items()) + rest
 
 
 def _mb(num_bytes: int) -> str:
@@ -223,27 +223,27 @@ def _mb(num_bytes: int) -> str:
 
 
 LOOPS: TableColumns = {
-    "loop": lambda one: "  " * one.depth + one.name,
-    "trips": lambda one: "by data" if one.trips is None else one.trips,
-    "in all": lambda one: "by data" if one.total_trips is None else one.total_trips,
+    "loop": lambda loop: "  " * loop.depth + loop.name,
+    "trips": lambda loop: "by data" if loop.trips is None else loop.trips,
+    "in all": lambda loop: "by data" if loop.total_trips is None else loop.total_trips,
     "body": ("body", lambda body: _name(body, MAX_BODY)),
 }
 ARRAYS: TableColumns = {
-    "array": lambda one: _stacked(_name(one["name"]), _step(one["label"])),
+    "array": lambda row: _stacked(_name(row["name"]), _step(row["label"])),
     "shape": ("shape", lambda shape: shape.split("{")[0]),
     "MB": ("padded_bytes", _mb),
     "arrays": "arrays",
-    "in": (lambda one: one["memory_space"] or None, "S({})".format),
+    "in": (lambda row: row["memory_space"] or None, "S({})".format),
     "times": "times",
 }
 COPIES: TableColumns = {
-    "copy": lambda one: _stacked(_name(one["name"]), "fused" if one["inside_fusion"] else "", _step(one["label"])),
-    "array": lambda one: f"{_layout(one['before'])}\n-> {_layout(one['after']).split(chr(10))[-1]}",
+    "copy": lambda row: _stacked(_name(row["name"]), "fused" if row["inside_fusion"] else "", _step(row["label"])),
+    "array": lambda row: f"{_layout(row['before'])}\n-> {_layout(row['after']).split(chr(10))[-1]}",
     "MB": ("num_bytes", _mb),
     "times": "times",
 }
 PADDED: TableColumns = {
-    "array": lambda one: _stacked(_name(one["name"]), _step(one["label"]), one["shape"].replace("{", " {", 1)),
+    "array": lambda row: _stacked(_name(row["name"]), _step(row["label"]), row["shape"].replace("{", " {", 1)),
     "MB": ("num_bytes", _mb),
     "MB padded": ("padded_bytes", _mb),
     "padding": ("wasted_share", "{:.0%}".format),
@@ -255,14 +255,14 @@ def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], Tabl
     """Yields title, rows and columns of the tables after the collectives."""
     yield "Loops", found["loops"], LOOPS
     alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for one in found["largest"]:
-        alike.setdefault((one["name"], one["shape"], one["memory_space"], one["times"]), []).append(one)
+    for row in found["largest"]:
+        alike.setdefault((row["name"], row["shape"], row["memory_space"], row["times"]), []).append(row)
     groups = [{**group[0], "arrays": len(group)} for group in alike.values()]
     yield "Arrays that it allocates or takes", groups, ARRAYS
-    total = sum(one["total_bytes"] for one in found["relayouts"] if not one["inside_fusion"])
+    total = sum(row["total_bytes"] for row in found["relayouts"] if not row["inside_fusion"])
     alone = f", {format_bytes(total)} by those not fused" if total else ""
     yield f"Copies to another layout{alone}", found["relayouts"], COPIES
-    padded = [one for one in found["paddings"] if one["padded_bytes"] >= MIN_PADDED_BYTES]
+    padded = [row for row in found["paddings"] if row["padded_bytes"] >= MIN_PADDED_BYTES]
     yield "Padding that tiles add, largest first", padded, PADDED
 
 
@@ -286,8 +286,8 @@ def _name(name: str, longest: int = MAX_NAME) -> str:
     """Returns the name of an instruction or a computation, broken once if it is long."""
     if len(name) <= longest:
         return name
-    at = max(name.rfind(mark, 0, longest) for mark in "-_.") + 1
-    return f"{name[:at]}\n{name[at:]}" if at else name
+    end = max(name.rfind(mark, 0, longest) for mark in "-_.") + 1
+    return f"{name[:end]}\n{name[end:]}" if end else name
 
 
 def _layout(shape: str) -> str:

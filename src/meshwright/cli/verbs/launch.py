@@ -81,12 +81,12 @@ async def _launch(program: Sequence[str], processes: int, devices: int | None) -
         children.append(child)
     lost: list[int] = []
     end = asyncio.create_task(_end(children, lost))
-    said: set[str] = set()
+    shown: set[str] = set()
     pumps = []
     for index, child in enumerate(children):
         numbered = _numbered(index, lost)
-        pumps += [_pass_on(child.stdout, numbered if index else click.echo, said)]
-        pumps += [_pass_on(child.stderr, numbered, said)]
+        pumps += [_pass_on(child.stdout, numbered if index else click.echo, shown)]
+        pumps += [_pass_on(child.stderr, numbered, shown)]
     await asyncio.gather(*pumps)
     code = await end
     return code if len(seen) < 2 else 128 + seen[1]
@@ -116,9 +116,9 @@ def child_environment(
         flags += f" {_DEVICES_FLAG}={devices}"
         env["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(index * devices + i) for i in range(devices))
     address = f"127.0.0.1:{port}"
-    own = {COORDINATOR: address, PROCESSES: str(processes), PROCESS: str(index)}
+    group = {COORDINATOR: address, PROCESSES: str(processes), PROCESS: str(index)}
     # Unbuffered: Python would otherwise write to the pipe only when its buffer is full.
-    return env | own | {"JAX_COORDINATOR_BIND_ADDRESS": address, "XLA_FLAGS": flags.strip(), "PYTHONUNBUFFERED": "1"}
+    return env | group | {"JAX_COORDINATOR_BIND_ADDRESS": address, "XLA_FLAGS": flags.strip(), "PYTHONUNBUFFERED": "1"}
 
 
 def free_port() -> int:

@@ -110,18 +110,18 @@ def command(given: Given) -> Answer:
     best = result.strategies[0]
     if given.price is not None:
         of_chip, usd = best.cluster.chip.price_usd_per_hour, best.usd_per_token or 0.0
-        said = f"${1e6 * usd:.3g} a million tokens with the best, at ${of_chip:,.2f} a chip-hour"
-        parts.append(Answer({"usd_per_token": usd}, [Fact("cost", said)]))
+        words = f"${1e6 * usd:.3g} a million tokens with the best, at ${of_chip:,.2f} a chip-hour"
+        parts.append(Answer({"usd_per_token": usd}, [Fact("cost", words)]))
     budget = run_budget(result.plan(), step_s=best.estimate.step_s)
     facts = {**result.to_json(), "training": budget}
     pictures: dict[Path | None, Any] = {}
     for part in parts:
         facts |= part.facts
         pictures |= part.pictures
-    more = [piece for part in parts for piece in part.pieces]
-    rows = [{**one["axes"], **one} for one in facts["strategies"]]
+    pieces = [piece for part in parts for piece in part.pieces]
+    rows = [{**row["axes"], **row} for row in facts["strategies"]]
     listed = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
-    return Answer(facts, [*plan_text(result), *more], pictures, [listed, *tables_of(more)])
+    return Answer(facts, [*plan_text(result), *pieces], pictures, [listed, *tables_of(pieces)])
 
 
 def _verified(result: PlanResult) -> tuple[PlanResult, list[Facts]]:
@@ -132,24 +132,24 @@ def _verified(result: PlanResult) -> tuple[PlanResult, list[Facts]]:
     from meshwright.api.proving import prove_strategy
     from meshwright.verify.targets import usable_target
 
-    kept: list[PlannedStrategy] = []
-    found: list[Facts] = []
-    for number, one in enumerate(result.strategies, 1):
-        proof = prove_strategy(msgspec.structs.replace(one.setting, calibration=result.setting.rates), one.strategy)
+    accepted: list[PlannedStrategy] = []
+    verdicts: list[Facts] = []
+    for number, plan in enumerate(result.strategies, 1):
+        proof = prove_strategy(msgspec.structs.replace(plan.setting, calibration=result.setting.rates), plan.strategy)
         needed = None if proof.memory is None else proof.memory.needed
-        found.append({"strategy": number, "runs": proof.runs, "refusal": proof.refusal, "hbm_bytes_needed": needed})
+        verdicts.append({"strategy": number, "runs": proof.runs, "refusal": proof.refusal, "hbm_bytes_needed": needed})
         fits = "compiles" if needed is None else f"compiles and fits, {format_bytes(needed)} a chip"
         say(f"verified {number} of {len(result.strategies)}: {fits if proof.runs else proof.refusal}")
-        kept += [one] if proof.runs else []
-    if not kept:
+        accepted += [plan] if proof.runs else []
+    if not accepted:
         raise CannotRunError(
-            f"the compiler accepts none of the {len(found)} best strategies. Of the first: {found[0]['refusal']}"
+            f"the compiler accepts none of the {len(verdicts)} best strategies. Of the first: {verdicts[0]['refusal']}"
         )
     how = f"compile for {result.cluster.chip.full_name or result.cluster.chip.name} and fit"
     if usable_target(result.strategies[0].cluster).platform == "cpu":
         how = "compile for emulated CPU devices, which shows nothing of their memory"
-    note = f"{len(kept)} of {len(found)} strategies {how}"
-    return msgspec.structs.replace(result, strategies=tuple(kept), notes=(*result.notes, note)), found
+    note = f"{len(accepted)} of {len(verdicts)} strategies {how}"
+    return msgspec.structs.replace(result, strategies=tuple(accepted), notes=(*result.notes, note)), verdicts
 
 
 def plan_text(result: PlanResult) -> Iterator[Piece]:
@@ -161,13 +161,13 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
         f"{format_count(job.tokens_per_step)} tokens a step = {counted(job.batch_seqs, 'sequence')} of {job.seq_len:,}"
     )
     yield from result.shortfall
-    strategies = [one.strategy for one in result.strategies]
+    strategies = [plan.strategy for plan in result.strategies]
     same = [words for words in CHOICES if len({words(s) for s in strategies}) == 1]
     varied = [words for words in CHOICES if words not in same]
     # The range beside a step time is an interval that measurements fall into, or bounds of the overlap.
     bounds = "bounds" if best.estimate.step_s_p10 is None else "P10-P90"
     columns: TableColumns = {
-        "strategy, best first": lambda one: _strategy_words(one.strategy, varied),
+        "strategy, best first": lambda plan: _strategy_words(plan.strategy, varied),
         **STEP,
         bounds: ("estimate", _range_words),
         **cost_columns(result.strategies),

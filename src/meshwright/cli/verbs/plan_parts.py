@@ -40,10 +40,10 @@ def frontier_answer(result: PlanResult, *, png: Path | None) -> Answer:
     """
     cluster = result.strategies[0].cluster
     setting = result.setting.on(cluster)
-    found = pareto(result)
-    facts = {"memory": [_facts(one) for one in found.memory], "cost": [_facts(one) for one in found.cost]}
-    text = _frontier_text(cluster, found)
-    return Answer({"pareto": facts}, text, {png: lambda: _frontier_figure(setting, found)})
+    frontier = pareto(result)
+    facts = {"memory": [_facts(plan) for plan in frontier.memory], "cost": [_facts(plan) for plan in frontier.cost]}
+    text = _frontier_text(cluster, frontier)
+    return Answer({"pareto": facts}, text, {png: lambda: _frontier_figure(setting, frontier)})
 
 
 def listed(frontier: Sequence[PlannedStrategy]) -> list[PlannedStrategy]:
@@ -51,14 +51,14 @@ def listed(frontier: Sequence[PlannedStrategy]) -> list[PlannedStrategy]:
 
     Of plans that are equally fast it takes the smallest.
     """
-    kept: list[PlannedStrategy] = []
-    for one in frontier:
-        at = one.estimate
-        if kept and at.step_s <= (1 + TIE) * kept[-1].estimate.step_s:
-            kept[-1] = one
-        elif not kept or at.hbm_bytes_per_chip <= (1 - LEAST_SAVING) * kept[-1].estimate.hbm_bytes_per_chip:
-            kept.append(one)
-    return kept
+    chosen: list[PlannedStrategy] = []
+    for plan in frontier:
+        estimate = plan.estimate
+        if chosen and estimate.step_s <= (1 + TIE) * chosen[-1].estimate.step_s:
+            chosen[-1] = plan
+        elif not chosen or estimate.hbm_bytes_per_chip <= (1 - LEAST_SAVING) * chosen[-1].estimate.hbm_bytes_per_chip:
+            chosen.append(plan)
+    return chosen
 
 
 OF_FRONTIER = (
@@ -75,9 +75,9 @@ def _facts(found: PlannedStrategy) -> Facts:
 
 
 def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
-    rows = {id(one): number for number, one in enumerate(listed(found.memory), 1)}
+    rows = {id(plan): number for number, plan in enumerate(listed(found.memory), 1)}
     columns: TableColumns = {
-        "#": (lambda one: rows[id(one)], None, "number"),
+        "#": (lambda plan: rows[id(plan)], None, "number"),
         **STEP,
         **MEMORY,
         **mfu_columns(found.memory),
@@ -114,12 +114,12 @@ def _usd(found: PlannedStrategy) -> float:
 
 def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
     model, cluster, job = setting.model, setting.cluster, setting.job
-    numbers = {id(one): str(number) for number, one in enumerate(listed(found.memory), 1)}
+    numbers = {id(row): str(number) for number, row in enumerate(listed(found.memory), 1)}
     limit = setting.memory_limit
-    memory = [(one.estimate.step_s, one.estimate.hbm_bytes_per_chip, numbers.get(id(one), "")) for one in found.memory]
+    memory = [(row.estimate.step_s, row.estimate.hbm_bytes_per_chip, numbers.get(id(row), "")) for row in found.memory]
     return pareto_figure(
         memory,
-        [(one.estimate.step_s, _usd(one), f"{counted(one.cluster.num_chips, 'chip')}") for one in found.cost],
+        [(row.estimate.step_s, _usd(row), f"{counted(row.cluster.num_chips, 'chip')}") for row in found.cost],
         limit_bytes=None if limit == float("inf") else limit,
         title=f"{model.name} on {cluster.short_name}: plans that nothing beats",
         subtitle=f"{format_count(job.tokens_per_step)} tokens a step. Numbered dots are rows of the table, small ones "
@@ -184,30 +184,30 @@ MISSED = 1e-3
 
 def why_not_answer(result: PlanResult, asked: Sequence[Facts]) -> Answer:
     """Returns for each strategy asked about the rule that refuses it, and its best completion beside the winner."""
-    told = [why_not(result, one) for one in asked]
-    facts = [_why_not_facts(one, result) for one in told]
-    return Answer({"why_not": facts}, [piece for one in told for piece in _why_not_text(one, result)])
+    answers = [why_not(result, wanted) for wanted in asked]
+    facts = [_why_not_facts(answer, result) for answer in answers]
+    return Answer({"why_not": facts}, [piece for answer in answers for piece in _why_not_text(answer, result)])
 
 
 def _why_not_facts(told: WhyNot, result: PlanResult) -> Facts:
     """Returns the answer as plain data; each strategy has the assumptions under which it is priced."""
-    found = {**msgspec.to_builtins(told), "slower_s": told.slower_s, "runs": told.refusal is None}
+    facts = {**msgspec.to_builtins(told), "slower_s": told.slower_s, "runs": told.refusal is None}
     assumed = msgspec.to_builtins(result.setting.assumptions)
-    found["winner"] |= assumed
+    facts["winner"] |= assumed
     if told.strategy is not None:
-        found["strategy"] |= {name: told.asked.get(name, value) for name, value in assumed.items()}
-    return found
+        facts["strategy"] |= {name: told.asked.get(name, value) for name, value in assumed.items()}
+    return facts
 
 
 def _why_not_text(told: WhyNot, result: PlanResult) -> Iterator[Piece]:
     yield ""
-    asked = {name: str(value).lower() if isinstance(value, bool) else value for name, value in told.asked.items()}
-    yield f"Why not {', '.join(f'{name} {value}' for name, value in asked.items())}"
+    fields = {name: str(value).lower() if isinstance(value, bool) else value for name, value in told.asked.items()}
+    yield f"Why not {', '.join(f'{name} {value}' for name, value in fields.items())}"
     if told.refusal is not None:
         yield Fact("  refused", f"({told.refusal.rule}) {told.refusal.message}")
     if told.strategy is None or told.estimate is None or told.slower_s is None:
         return
-    best, other = told.winner_estimate, told.estimate
+    best, completed = told.winner_estimate, told.estimate
     label = "  best completion" if told.refusal is None else "  least memory"
     yield Fact(label, full_words(told.strategy))
     if told.strategy == told.winner and not told.slower_s:
@@ -217,7 +217,7 @@ def _why_not_text(told: WhyNot, result: PlanResult) -> Iterator[Piece]:
     if_it_fitted = "" if told.refusal is None else " if it fitted"
     yield Fact(
         "  step",
-        f"{format_seconds(other.step_s)}{if_it_fitted}, {format_seconds(abs(told.slower_s))} "
+        f"{format_seconds(completed.step_s)}{if_it_fitted}, {format_seconds(abs(told.slower_s))} "
         f"({abs(told.slower_s) / best.step_s:.1%}) {side} than the best's {format_seconds(best.step_s)}",
     )
     if told.slower_s < -MISSED * best.step_s and told.refusal is None:
@@ -226,11 +226,11 @@ def _why_not_text(told: WhyNot, result: PlanResult) -> Iterator[Piece]:
             "the search did not look at it: without --full it screens a large space, and tries the usual choices only",
         )
     room = result.strategies[0].setting.memory_limit
-    more = other.hbm_bytes_per_chip - best.hbm_bytes_per_chip
+    extra = completed.hbm_bytes_per_chip - best.hbm_bytes_per_chip
     yield Fact(
         "  memory",
-        f"{format_bytes(other.hbm_bytes_per_chip)} per chip of {format_bytes(room)}, "
-        f"{format_bytes(abs(more))} {'more' if more >= 0 else 'less'}",
+        f"{format_bytes(completed.hbm_bytes_per_chip)} per chip of {format_bytes(room)}, "
+        f"{format_bytes(abs(extra))} {'more' if extra >= 0 else 'less'}",
     )
     yield from _terms_text(told)
     for number, limit in enumerate(told.limits[:MAX_LIMITS]):
@@ -241,7 +241,7 @@ def _terms_text(told: WhyNot) -> Iterator[Piece]:
     """Yields the terms that make it slower, or faster if it is faster."""
     slower = (told.slower_s or 0.0) >= 0
     ordered = told.terms if slower else tuple(reversed(told.terms))
-    chosen = [one for one in ordered if (one.more_s > 0) == slower and abs(one.more_s) > 0.01 * abs(told.slower_s or 1)]
+    chosen = [row for row in ordered if (row.more_s > 0) == slower and abs(row.more_s) > 0.01 * abs(told.slower_s or 1)]
     if not chosen:
         return
     yield Table.of(
@@ -261,12 +261,12 @@ def _terms_text(told: WhyNot) -> Iterator[Piece]:
 
 def what_if_answer(result: PlanResult, asked: Sequence[dict[str, float]]) -> Answer:
     """Returns the changes, then both plans side by side; ``then`` has the keys of a strategy of `plan --json`."""
-    told = [what_if(result, one) for one in asked]
+    answers = [what_if(result, factors) for factors in asked]
     facts = [
-        {**asdict(one), "now": one.now.to_json(), "then": one.then and one.then.to_json(), "speedup": one.speedup}
-        for one in told
+        {**asdict(case), "now": case.now.to_json(), "then": case.then and case.then.to_json(), "speedup": case.speedup}
+        for case in answers
     ]
-    return Answer({"what_if": facts}, [piece for one in told for piece in _what_if_text(one)])
+    return Answer({"what_if": facts}, [piece for answer in answers for piece in _what_if_text(answer)])
 
 
 def _what_if_text(told: WhatIf) -> Iterator[Piece]:
@@ -282,10 +282,10 @@ def _what_if_text(told: WhatIf) -> Iterator[Piece]:
     yield Fact("  then", full_words(told.then.strategy))
     measures = Table.of(both := [told.now, told.then], {**STEP, **cost_columns(both)})
     terms = [
-        ", ".join(f"{one.words} {one.share:.0%}" for one in made[:MAX_TERMS] if one.share > 0.005)
-        for made in (told.terms_now, told.terms)
+        ", ".join(f"{term.words} {term.share:.0%}" for term in listed[:MAX_TERMS] if term.share > 0.005)
+        for listed in (told.terms_now, told.terms)
     ]
-    rows = [[name, *row, made] for name, row, made in zip(("now", "then"), measures.rows, terms, strict=True)]
+    rows = [[name, *row, words] for name, row, words in zip(("now", "then"), measures.rows, terms, strict=True)]
     heads = [Heading("", "  {}".format, "plan"), *measures.columns, Heading("what its step is made of", str, "terms")]
     yield Table(heads, rows)
     yield Fact("  in all", _in_all(told))
@@ -293,13 +293,13 @@ def _what_if_text(told: WhatIf) -> Iterator[Piece]:
 
 def _in_all(told: WhatIf) -> str:
     assert told.then is not None
-    said = f"{told.speedup:.3g} times the tokens per second"
+    words = f"{told.speedup:.3g} times the tokens per second"
     if told.then.strategy.mesh == told.now.strategy.mesh:
-        return f"{said}, on the same mesh"
+        return f"{words}, on the same mesh"
     if told.kept_s is not None:
-        return f"{said}; the present plan, unchanged, would take {format_seconds(told.kept_s)}"
+        return f"{words}; the present plan, unchanged, would take {format_seconds(told.kept_s)}"
     same_chips = told.then.num_chips == told.now.num_chips
-    return f"{said}; the present plan would not run" if same_chips else said
+    return f"{words}; the present plan would not run" if same_chips else words
 
 
 # -- the recipe -------------------------------------------------------------------------------------------
@@ -308,10 +308,10 @@ def _in_all(told: WhatIf) -> str:
 def recipe_answer(result: PlanResult) -> Answer:
     """Returns the recipe step by step, then its strategy beside the search's best."""
     best = result.strategies[0]
-    made = recipe(result.setting, template=best.strategy)
-    facts = {**msgspec.to_builtins(made), "best_step_s": best.estimate.step_s}
+    outcome = recipe(result.setting, template=best.strategy)
+    facts = {**msgspec.to_builtins(outcome), "best_step_s": best.estimate.step_s}
     facts["strategy"] |= msgspec.to_builtins(result.setting.assumptions)
-    return Answer({"recipe": facts}, _recipe_text(made, best.estimate))
+    return Answer({"recipe": facts}, _recipe_text(outcome, best.estimate))
 
 
 def _recipe_text(made: Recipe, best: Estimate) -> Iterator[Piece]:

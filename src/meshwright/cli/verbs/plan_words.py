@@ -54,7 +54,7 @@ STEP: TableColumns = {"step": ("estimate.step_s", format_seconds)}
 def mfu_columns(found: Iterable[Any]) -> TableColumns:
     """Returns the column of MFU; if one is above 100%, or a model has a mask of its own, beside it a column of MFU
     without masked scores."""
-    shown = any(unmasked(one.estimate) or one.setting.model.attention_mask for one in found)
+    shown = any(unmasked(plan.estimate) or plan.setting.model.attention_mask for plan in found)
     names = {"MFU": "mfu"} | ({"unmasked": "mfu_causal"} if shown else {})
     return {head: (f"estimate.{name}", "{:.0%}".format) for head, name in names.items()}
 
@@ -75,8 +75,8 @@ def microbatch_words(strategy: Strategy) -> str:
 
 def remat_words(strategy: Strategy) -> str:
     """Returns ``"remat block"``, or the kept results joined by plus signs."""
-    kept = strategy.remat
-    return f"remat {kept if isinstance(kept, str) else '+'.join(kept) or 'keeping nothing'}"
+    remat = strategy.remat
+    return f"remat {remat if isinstance(remat, str) else '+'.join(remat) or 'keeping nothing'}"
 
 
 def rerun_words(strategy: Strategy, num_layers: int) -> str:
@@ -86,10 +86,10 @@ def rerun_words(strategy: Strategy, num_layers: int) -> str:
     held = -(-num_layers // (strategy.mesh.get("pipeline", 1) * strategy.chunks))
     length = min(strategy.segment, held)
     whole, rest = divmod(held, length)
-    more = whole * length * (length - 1) // 2 + rest * (rest - 1) // 2
+    reruns = whole * length * (length - 1) // 2 + rest * (rest - 1) // 2
     return (
         f"of {held} layers in sequence the input of one in {length} is kept; each layer's backward pass runs the "
-        f"layers from there to it again: {more:,} forward passes of a layer, C (C - 1) / 2 for every C = {length}"
+        f"layers from there to it again: {reruns:,} forward passes of a layer, C (C - 1) / 2 for every C = {length}"
     )
 
 
@@ -113,8 +113,8 @@ def sharding_words(strategy: Strategy) -> str:
 
 def collective_matmul_words(strategy: Strategy) -> str:
     """Returns ``"two-way collective matmuls"``; "" without them, or without an axis that they run over."""
-    found = strategy.collective_matmul
-    return "" if found == "none" or strategy.mesh.get("tensor", 1) == 1 else f"{found} collective matmuls"
+    kind = strategy.collective_matmul
+    return "" if kind == "none" or strategy.mesh.get("tensor", 1) == 1 else f"{kind} collective matmuls"
 
 
 CHOICES: tuple[Callable[[Strategy], str], ...] = (
@@ -162,17 +162,17 @@ def placement_words(placement: Mapping[str, str]) -> str:
 
 def engine_lines(plan: ServicePlan) -> list[str]:
     """Returns the engines, their batch and dtypes, and the pool for prefill if there is one."""
-    own, other = plan.generate, plan.prefill
+    generate, prefill = plan.generate, plan.prefill
     dtypes = StoredDtypes(plan.weights, plan.cache).words
-    lines = [f"{own.words}, batch {own.batch_seqs:,}", f"  {dtypes}"]
-    return lines + [f"  prefill on {other.words}"] * plan.has_pools
+    lines = [f"{generate.words}, batch {generate.batch_seqs:,}", f"  {dtypes}"]
+    return lines + [f"  prefill on {prefill.words}"] * plan.has_pools
 
 
 def target_words(service: Service) -> str:
     targets: Mapping[str, float | None] = {"TTFT": service.ttft_s, "TPOT": service.tpot_s, "ITL": service.itl_s}
-    said = [f"{name} at most {format_seconds(target)}" for name, target in targets.items() if target is not None]
-    said += filter(None, [service.load_words])
-    return f"; {', '.join(said)}" if said else ""
+    words = [f"{name} at most {format_seconds(target)}" for name, target in targets.items() if target is not None]
+    words += filter(None, [service.load_words])
+    return f"; {', '.join(words)}" if words else ""
 
 
 def overlap_words(priced: PricedOverlap, setting: Setting, strategy: Strategy) -> str:
@@ -187,5 +187,5 @@ def overlap_words(priced: PricedOverlap, setting: Setting, strategy: Strategy) -
         compiled = target_of(setting.cluster).platform != "cpu" and not setting.assumptions.of_other_software
     except CannotRunError:
         compiled = False
-    more = ". meshwright verify shows what of it is compiled" * compiled
-    return f"hides {hidden} of {alone} of communication; without any the step takes {step}{more}"
+    hint = ". meshwright verify shows what of it is compiled" * compiled
+    return f"hides {hidden} of {alone} of communication; without any the step takes {step}{hint}"

@@ -48,12 +48,12 @@ def command(given: Given) -> Answer | None:
     if given.trace is not None and given.hlo is not None:
         from meshwright.profile.summary import analyse
 
-        found = analyse(chosen, given.trace, given.hlo, storage=storage)
+        profile = analyse(chosen, given.trace, given.hlo, storage=storage)
     else:
-        found = _run(chosen, storage, folder, steps=given.steps, warmup=given.warmup)
+        profile = _run(chosen, storage, folder, steps=given.steps, warmup=given.warmup)
     from meshwright.parallel.processes import is_first
 
-    return profile_answer(found, folder) if is_first() else None
+    return profile_answer(profile, folder) if is_first() else None
 
 
 def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: int | None) -> "Profile":
@@ -83,8 +83,8 @@ def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: in
             "the profiler"
         )
     # one folder each: processes on one machine would write files of the same name
-    own = "trace" if is_first() else f"trace-{jax.process_index()}"
-    recording = record_steps(subject, folder=folder / own, steps=steps, warmup=first)
+    trace_name = "trace" if is_first() else f"trace-{jax.process_index()}"
+    recording = record_steps(subject, folder=folder / trace_name, steps=steps, warmup=first)
     return analyse(chosen, recording.trace, recording.hlo, recording, storage=storage)
 
 
@@ -132,8 +132,8 @@ def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
     yield ""
     yield times_table(comparison.terms, "kind of work, worst first")
     yield times_table(comparison.steps[:SHOWN_STEPS], "derived step, worst first")
-    for one in profile.advice:
-        yield f"{one.term}, {difference_words(one.difference_s)}: {one.text}"
+    for advice in profile.advice:
+        yield f"{advice.term}, {difference_words(advice.difference_s)}: {advice.text}"
     peak = profile.memory.peak
     if peak:
         owner = profile.memory.owners[0]

@@ -139,7 +139,7 @@ def command(given: Given) -> Answer:
         pictures[given.slots] = lambda: slots_chart(result, plan, record)
     if answers := [why_not_service(result, parse_why_not(text)) for text in given.why_nots]:
         facts["why_not"] = answers
-        pieces += [piece for one in answers for piece in why_not_text(result, one)]
+        pieces += [piece for answer in answers for piece in why_not_text(result, answer)]
     for changed in [_changed(result, text) for text in given.what_ifs]:
         facts.setdefault("what_if", []).append(changed.facts)
         pieces += changed.pieces
@@ -151,17 +151,17 @@ def _stored(model: Model, given: Given, chip: Chip) -> tuple[Model, tuple[Stored
     weights, note = given.weights, ""
     if weights is None and (folder := weights_of(given.model)):
         with open_files(path := as_folder(Path(folder))) as tensors:
-            found = folder_weights(model, path, tensors)
-            refused = why_refused(model, tensors, found.quantisation)
-        if found.dtype == "fp32":
+            on_disk = folder_weights(model, path, tensors)
+            refused = why_refused(model, tensors, on_disk.quantisation)
+        if on_disk.dtype == "fp32":
             note = "the folder is in float32, which serve keeps; this plan is in bf16: convert it with --dtype bf16"
-        if found.stored:
-            model, weights = replace(model, stored=found.stored), STORED
-            narrow = ", ".join(dict.fromkeys(dtype for _, dtype, _ in found.stored.matrices))
+        if on_disk.stored:
+            model, weights = replace(model, stored=on_disk.stored), STORED
+            narrow = ", ".join(dict.fromkeys(dtype for _, dtype, _ in on_disk.stored.matrices))
             note = f"weights as {given.model} stores them: {narrow} with products in bf16. --weights names others"
-        note = "; ".join(filter(None, (note, *found.notes, refused and f"serve would refuse the folder: {refused}")))
-    asked = (tuple(map(str.strip, text.split(","))) if text is not None else () for text in (weights, given.kv))
-    return model, stored_dtypes(*asked, chip=chip), note
+        note = "; ".join(filter(None, (note, *on_disk.notes, refused and f"serve would refuse the folder: {refused}")))
+    dtypes = (tuple(map(str.strip, text.split(","))) if text is not None else () for text in (weights, given.kv))
+    return model, stored_dtypes(*dtypes, chip=chip), note
 
 
 def _row(plan: ServicePlan) -> Facts:
@@ -267,22 +267,22 @@ def _changed(result: ServiceResult, text: str) -> Answer:
         "then": None,
         "note": "",
     }
-    said: list[Piece] = ["", *(Paragraph(f"{'    and' if n else 'What if'} {one}", 10) for n, one in enumerate(words))]
+    lines: list[Piece] = ["", *(Paragraph(f"{'    and' if n else 'What if'} {row}", 10) for n, row in enumerate(words))]
     try:
         then = plan_service(setting, service, stored=result.stored, axes=result.axes, pareto=result.is_frontier).plans[
             0
         ]
     except CannotRunError as error:
-        return Answer({**facts, "note": str(error)}, [*said, Fact("  nothing serves", str(error))])
+        return Answer({**facts, "note": str(error)}, [*lines, Fact("  nothing serves", str(error))])
     both = [result.plans[0], then]
     table = Table.of(both, service_columns("engines", service)).known()
     rows = [[f"  {name}", *row] for name, row in zip(("now", "then"), table.rows, strict=True)]
-    made = then.tokens_per_s_per_chip / both[0].tokens_per_s_per_chip
-    said += [
+    ratio = then.tokens_per_s_per_chip / both[0].tokens_per_s_per_chip
+    lines += [
         Table([Heading("", None, "plan"), *table.columns], rows),
-        Fact("  in all", f"{three_digits(made)} times the output tokens per second and chip"),
+        Fact("  in all", f"{three_digits(ratio)} times the output tokens per second and chip"),
     ]
-    return Answer({**facts, "then": then.to_json()}, said)
+    return Answer({**facts, "then": then.to_json()}, lines)
 
 
 def _field_of(name: str, text: str, now: Any) -> Any:

@@ -43,8 +43,8 @@ def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:
     yield Table.of(listed, service_columns(f"engines, {first}", service)).known()
     if result.is_frontier:
         left = len(result.plans) - len(listed)
-        more = f"; {left} more of them are in --json" * bool(left)
-        yield f"none of these plans is beaten in both TPOT and tok/s{more}"
+        rest = f"; {left} more of them are in --json" * bool(left)
+        yield f"none of these plans is beaten in both TPOT and tok/s{rest}"
     yield from _best_text(result, listed[0])
     yield Fact(
         "counted",
@@ -57,13 +57,13 @@ def service_text(result: ServiceResult, top: int) -> Iterator[Piece]:
 
 def service_columns(first: str, service: Service) -> TableColumns:
     """Returns the columns of plans; ``first`` is the title of the first."""
-    made = ("tokens_per_s_per_chip", three_digits, "tokens_per_s_per_chip")
+    speed = ("tokens_per_s_per_chip", three_digits, "tokens_per_s_per_chip")
     loaded = service.requests_per_s is not None
     return {
         first: lambda plan: "\n".join(engine_lines(plan)),
         "TTFT": ("ttft_s", format_seconds),
         "TPOT": ("tpot_s", format_seconds),
-        "chips" if loaded else "tok/s": ("num_chips", "{:,}".format) if loaded else made,
+        "chips" if loaded else "tok/s": ("num_chips", "{:,}".format) if loaded else speed,
         "$/M in": ("usd_per_m_input", _usd, "usd_per_m_input"),
         "$/M out": ("usd_per_m_output", _usd, "usd_per_m_output"),
         "bound by": "bound_by",
@@ -98,13 +98,13 @@ def _best_text(result: ServiceResult, best: ServicePlan) -> Iterator[Piece]:
     memory = ", ".join(f"{_MEMORY[name]} {format_bytes(size)}" for name, size in best.generate.memory.items())
     yield Fact("memory of a chip", f"{memory}; {format_bytes(best.free_bytes)} left")
     if result.as_written and (best.weights, best.cache) != ("bf16", "bf16"):
-        other = result.as_written
-        made = f"makes {three_digits(other.tokens_per_s_per_chip)} tok/s"
-        made = made if service.requests_per_s is None else f"needs {counted(other.num_chips, 'chip')}"
+        as_written = result.as_written
+        words = f"makes {three_digits(as_written.tokens_per_s_per_chip)} tok/s"
+        words = words if service.requests_per_s is None else f"needs {counted(as_written.num_chips, 'chip')}"
         yield Fact(
             "all in bf16",
-            f"the best {made} at TPOT {format_seconds(other.tpot_s)}: "
-            f"{', '.join(line.strip() for line in engine_lines(other))}",
+            f"the best {words} at TPOT {format_seconds(as_written.tpot_s)}: "
+            f"{', '.join(line.strip() for line in engine_lines(as_written))}",
         )
 
 
@@ -125,15 +125,15 @@ _MEMORY = {"weights": "weights", "kv_cache": "KV", "activations": "activations"}
 
 def _step_words(pool: EnginePool) -> str:
     """Returns the seconds of a step and of its parts by themselves, the longest first, without small ones."""
-    parts = sorted(pool.bounds_s.items(), key=lambda one: -one[1])
-    said = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds > 0.03 * pool.step_s)
-    return f"{format_seconds(pool.step_s)} ({said}, each by itself)"
+    parts = sorted(pool.bounds_s.items(), key=lambda part: -part[1])
+    words = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts if seconds > 0.03 * pool.step_s)
+    return f"{format_seconds(pool.step_s)} ({words}, each by itself)"
 
 
 def frontier_figure(result: ServiceResult) -> Figure:
     curves, split = (
-        {name: [(1e3 * x, factor * y) for x, y in points] for name, points in found.items()}
-        for found, factor in ((result.frontiers, 1.0), (result.split, 1e3))
+        {name: [(1e3 * x, factor * y) for x, y in points] for name, points in lines.items()}
+        for lines, factor in ((result.frontiers, 1.0), (result.split, 1e3))
     )
     service, cluster, first = result.service, result.setting.cluster, result.plans[0]
     return services_figure(
@@ -180,8 +180,8 @@ def why_not_text(result: ServiceResult, told: ServiceWhyNot) -> Iterator[Piece]:
         f"{'more' if ratio > 0 else 'fewer'} than the first",
     )
     for name, field in (("TPOT", "tpot_s"), ("TTFT", "ttft_s")):
-        here, other = (format_seconds(getattr(one, field)) for one in (best, first))
-        yield Fact(f"  {name}", f"{here}, the first's is {other}")
+        here, there = (format_seconds(getattr(plan, field)) for plan in (best, first))
+        yield Fact(f"  {name}", f"{here}, the first's is {there}")
     rows = [(f"  {name}", *pair) for name, pair in told.chip_s.items()]
     shown = [Heading(name, format_seconds) for name in ("first", "here")]
     yield Table([Heading("  chip-time of a token", None, "part"), *shown], rows)

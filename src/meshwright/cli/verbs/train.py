@@ -195,9 +195,9 @@ def _run_profiled(
         recording = traced.recording(setup.step, plan.job)
         if not is_first():
             return result, None
-        found = analyse(plan, recording.trace, recording.hlo, recording)
+        profile = analyse(plan, recording.trace, recording.hlo, recording)
         report = Path(result.run) / "profile"
-        answer = profile_answer(found, report)
+        answer = profile_answer(profile, report)
         shutil.rmtree(report / "trace", ignore_errors=True)
         shutil.move(folder, report / "trace")
     return result, answer

@@ -22,10 +22,10 @@ from meshwright.verify.request import AskedStep, Depth
 from meshwright.verify.targets import CompilerPlatform
 
 if TYPE_CHECKING:
-    from meshwright.verify.differences import Difference, TrafficComparison
     from meshwright.verify.flops import Products
     from meshwright.verify.overlap import OverlapComparison
     from meshwright.verify.proof import MemoryComparison, Proof
+    from meshwright.verify.traffic import Difference, TrafficComparison
 
 
 class Given(PlanOptions):
@@ -134,8 +134,8 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
     )
     if request.target.note:
         yield Fact("note", request.target.note)
-    if given := outcome.compiler.used:
-        yield Fact("options", ", ".join(f"{name}={str(value).lower()}" for name, value in given.items()))
+    if flags := outcome.compiler.used:
+        yield Fact("options", ", ".join(f"{name}={str(value).lower()}" for name, value in flags.items()))
     yield from (Fact("note", words) for words in outcome.compiler.notes)
     if proof.memory is not None:
         yield from _memory_text(proof.memory)
@@ -179,8 +179,8 @@ def _traffic_text(traffic: "TrafficComparison", form: Form) -> Iterator[Piece]:
     }
     yield Table.of(traffic.rows, columns)
     yield "bytes that each device receives in a step; those of explain and shard are of the arrays"
-    for name in dict.fromkeys(one.name for one in traffic.differences):
-        yield _wide(name, _difference_words([one for one in traffic.differences if one.name == name]))
+    for name in dict.fromkeys(row.name for row in traffic.differences):
+        yield _wide(name, _difference_words([row for row in traffic.differences if row.name == name]))
     if form == "shard_map":
         yield _wide("without a name", f"{traffic.remainder:.2%} of all bytes")
 
@@ -214,8 +214,8 @@ def _products_text(found: "Products") -> Iterator[Piece]:
         "matrix products",
         f"{_flops(found.compiled)} on a device, derived {_flops(found.derived)} ({share:+.2%})",
     )
-    for one in found.differences[:SHOWN_PLACES]:
-        yield _wide("", f"{one.where}: {_flops(one.compiled)}, derived {_flops(one.derived)}")
+    for difference in found.differences[:SHOWN_PLACES]:
+        yield _wide("", f"{difference.where}: {_flops(difference.compiled)}, derived {_flops(difference.derived)}")
     if found.by_data:
         yield _wide("", f"left out, since their number depends on the data: {', '.join(found.by_data)}")
 
@@ -228,7 +228,7 @@ def _difference_words(found: list["Difference"]) -> str:
     """Returns the bytes of a kind of difference, what it is, and where most of it is."""
     from meshwright.verify.differences import CLASSES
 
-    extra = sum(one.extra_bytes for one in found)
-    places = ", ".join(f"{one.where} {format_bytes(abs(one.extra_bytes))}" for one in found[:SHOWN_PLACES])
+    extra = sum(row.extra_bytes for row in found)
+    places = ", ".join(f"{row.where} {format_bytes(abs(row.extra_bytes))}" for row in found[:SHOWN_PLACES])
     rest = f" and {len(found) - SHOWN_PLACES} more" if len(found) > SHOWN_PLACES else ""
     return f"{format_bytes(abs(extra))} {'more' if extra >= 0 else 'less'}, {CLASSES[found[0].name]}: {places}{rest}"

@@ -109,17 +109,17 @@ def forward_flops(model: Model, seq_len: int, *, causal: bool = False) -> dict[s
     The backward pass has twice as many. S are the keys of a query, see `keys_per_query`; only chosen experts count.
     MFU counts three times their sum. Source: How to Scale Your Model, section 4.3.
     """
-    found = dict.fromkeys(("projections", "scores", "feed-forward", "vocabulary"), 0.0)
+    flops = dict.fromkeys(("projections", "scores", "feed-forward", "vocabulary"), 0.0)
     for row in weight_table(model):
         if row.kind == "matrix" and row.part in FLOP_PARTS:
             used = math.prod(row.shape) if row.tied_to else row.num_active_params
-            found[FLOP_PARTS[row.part]] += 2.0 * used * seq_len
+            flops[FLOP_PARTS[row.part]] += 2.0 * used * seq_len
     near = keys_per_query(seq_len, window=model.sliding_window, causal=causal)
     sliding = len(model.sliding_layers) if model.sliding_window else 0
     keys = (model.num_layers - sliding) * keys_per_query(seq_len, causal=causal) + sliding * near
     value_dim = model.v_head_dim if model.latent_attention else model.head_dim
-    found["scores"] = 2.0 * seq_len * keys * model.num_heads * (model.head_dim + value_dim)
-    return found
+    flops["scores"] = 2.0 * seq_len * keys * model.num_heads * (model.head_dim + value_dim)
+    return flops
 
 
 def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Number, str, Number]]:
@@ -130,7 +130,7 @@ def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Numb
     """
     weights = 2 * sum(row.num_params for row in weight_table(model) if row.layers) / model.num_layers
     acts = 2 * num_tokens * model.d_model
-    found: dict[str, tuple[str, Number, str, Number]] = {
+    traffic: dict[str, tuple[str, Number, str, Number]] = {
         "data": ("nothing", 0, "sum 4P", 2 * weights),
         "fsdp": ("gather 2P", weights, "gather 2P, scatter 2P", 2 * weights),
         "tensor": ("gather 4BD, scatter 4BD", 4 * acts, "gather 4BD, scatter 4BD", 4 * acts),
@@ -138,11 +138,11 @@ def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Numb
     }
     if not model.latent_attention:
         ring = 4 * num_tokens * model.num_kv_heads * model.head_dim
-        found["context ring"] = ("keys, values 4BKH", ring, "and gradients 8BKH", 2 * ring)
+        traffic["context ring"] = ("keys, values 4BKH", ring, "and gradients 8BKH", 2 * ring)
     if model.num_experts:
         sent = 2 * model.experts_per_token * acts
-        found["expert"] = ("to and from 4kBD", sent, "to and from 4kBD", sent)
-    return found
+        traffic["expert"] = ("to and from 4kBD", sent, "to and from 4kBD", sent)
+    return traffic
 
 
 # -- bytes of the training state ------------------------------------------------------------------------
@@ -202,13 +202,13 @@ def saved_widths(
     sizes: dict[str, Number] = held_dims(model.dims, strategy.mesh) | {"B": 1, "T": 1}
     if model.num_experts:
         sizes["C"] = Fraction(model.experts_per_token, model.num_experts)
-    found: dict[str, Number] = {}
+    widths: dict[str, Number] = {}
     for block in derived.blocks:
         for array in block.kept if block.is_layer else ():
             width = math.prod(sizes[dim] for dim in array.dims)
             parts = model.num_layers * (tensor if "tensor" in array.spread else 1)
-            found[array.name] = found.get(array.name, 0) + Fraction(block.repeat * width, parts)
-    return {name: int(width) if width.denominator == 1 else float(width) for name, width in found.items()}
+            widths[array.name] = widths.get(array.name, 0) + Fraction(block.repeat * width, parts)
+    return {name: int(width) if width.denominator == 1 else float(width) for name, width in widths.items()}
 
 
 def saved_bytes(
@@ -230,14 +230,14 @@ def kv_cache_bytes(model: Model, num_positions: Number, *, element_bytes: Number
     per_position = 2 * model.num_kv_heads * model.head_dim
     if model.latent_attention:
         per_position = model.kv_lora_rank + model.qk_rope_head_dim
-    kept = cached_elements(
+    elements = cached_elements(
         num_positions,
         per_position=per_position,
         num_layers=model.num_layers,
         window=model.sliding_window,
         num_local=len(model.sliding_layers),
     )
-    return kept * element_bytes
+    return elements * element_bytes
 
 
 def cached_elements(
@@ -256,5 +256,5 @@ def cached_elements(
     """
     least = np.minimum if isinstance(num_positions, np.ndarray) else min
     near = num_positions if window is None else least(num_positions, window)
-    kept = ((num_layers - num_local) * num_positions + num_local * near) * per_position
-    return kept if layers_per_cache == 1 else kept / layers_per_cache
+    elements = ((num_layers - num_local) * num_positions + num_local * near) * per_position
+    return elements if layers_per_cache == 1 else elements / layers_per_cache

@@ -106,8 +106,8 @@ def channel_rate(chip: Chip, channel: Channel) -> float:
         raise InputError(f"unknown channel {channel!r}.{nearest(channel, _CHANNEL_FIGURES)}")
     links = {"ici": ("torus", "ICI"), "nvlink": ("switched", "NVLink")}
     if channel in links and chip.topology != links[channel][0]:
-        other = next((name for name, (wiring, _) in links.items() if wiring == chip.topology), "hbm")
-        raise InputError(f"{chip.name} has no {links[channel][1]}. Use --channel {other}.")
+        usable = next((name for name, (wiring, _) in links.items() if wiring == chip.topology), "hbm")
+        raise InputError(f"{chip.name} has no {links[channel][1]}. Use --channel {usable}.")
     return known(chip, _CHANNEL_FIGURES[channel])
 
 
@@ -151,14 +151,14 @@ def critical_size(
     Source: How to Scale Your Model, exercise 2.4 (exactly 262.7 there).
     """
     arrays = (*operands, out)
-    one = {**sizes, dim: 1}
+    unit_sizes = {**sizes, dim: 1}
     if not any(dim in array.dims for array in arrays):
         known_dims = dict.fromkeys(d for array in arrays for d in array.dims)
         raise InputError(f"no array has the dim {dim!r}. Choose one of {', '.join(known_dims)}.")
-    _check_sizes(arrays, one)
-    growing: Number = sum(_size(a.dims, one) * dtype_bytes(a.dtype) for a in arrays if dim in a.dims)
-    fixed: Number = sum(_size(a.dims, one) * dtype_bytes(a.dtype) for a in arrays if dim not in a.dims)
-    hidden = einsum_work(operands, out, one).flops / critical_intensity(peak_flops, bytes_per_s)
+    _check_sizes(arrays, unit_sizes)
+    growing: Number = sum(_size(a.dims, unit_sizes) * dtype_bytes(a.dtype) for a in arrays if dim in a.dims)
+    fixed: Number = sum(_size(a.dims, unit_sizes) * dtype_bytes(a.dtype) for a in arrays if dim not in a.dims)
+    hidden = einsum_work(operands, out, unit_sizes).flops / critical_intensity(peak_flops, bytes_per_s)
     return fixed / (hidden - growing) if hidden > growing else math.inf
 
 

@@ -62,9 +62,9 @@ def smallest_slice(chip: Chip, num_bytes: float) -> Cluster:
             return make_cluster(chip, (min(domain or count, count),))
         return make_cluster(chip, (domain, 2 ** math.ceil(math.log2(fewest / domain))))
     while most is None or count <= most:
-        found = slice_shapes(chip, count)[0]
-        if is_offered(chip, found.shape):
-            return found
+        cluster = slice_shapes(chip, count)[0]
+        if is_offered(chip, cluster.shape):
+            return cluster
         count *= 2
     raise CannotRunError(f"{num_bytes:.3g} bytes need {fewest:,} chips; no slice of {chip.name} has as many.")
 
@@ -112,8 +112,8 @@ class DecodeStep(msgspec.Struct, frozen=True, kw_only=True):
     def longest(self) -> Number:
         """The part that takes longest: "kv_cache", "weights" or "compute"; an array of them for array sizes."""
         products = np.where(self.flops_s > self.weights_s, "compute", "weights")
-        found = np.where(self.kv_s > np.maximum(self.flops_s, self.weights_s), "kv_cache", products)
-        return found if found.ndim else str(found)
+        longest = np.where(self.kv_s > np.maximum(self.flops_s, self.weights_s), "kv_cache", products)
+        return longest if longest.ndim else str(longest)
 
     @property
     def tokens_per_s(self) -> Number:
@@ -283,8 +283,8 @@ def waiting_s(prefill_s: Number, *, batch: Number, output_len: Number) -> Number
     Under a steady load each of ``batch`` sequences is replaced every ``output_len`` steps: while a sequence makes its
     tokens the others' places are filled once, and it waits for these prefills, whole or in chunks.
     """
-    found: Number = np.maximum(np.asarray(batch) - 1, 0) / output_len * prefill_s
-    return found
+    seconds: Number = np.maximum(np.asarray(batch) - 1, 0) / output_len * prefill_s
+    return seconds
 
 
 def usd_per_million_tokens(tokens_per_s: Number, *, num_chips: Number, price_usd_per_hour: Number) -> Number:
@@ -302,8 +302,8 @@ def expected_tokens(acceptance: Number, num_drafts: Number) -> Number:
     """
     a = np.asarray(acceptance, dtype=float)
     sure = a == 1
-    found = np.where(sure, num_drafts + 1, (1 - a ** (num_drafts + 1)) / np.where(sure, 1, 1 - a))
-    return found if found.ndim else float(found)
+    tokens = np.where(sure, num_drafts + 1, (1 - a ** (num_drafts + 1)) / np.where(sure, 1, 1 - a))
+    return tokens if tokens.ndim else float(tokens)
 
 
 def speculation_speedup(

@@ -99,8 +99,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     def elements(self, part: str, pipeline: PipelineCost) -> Number:
         """Returns the elements of one of `STATE_PARTS` on the fullest device."""
         share = pipeline.share(self.num_layers) * pipeline.copies(part)
-        return total(one.elements[part] for one in self.layers) * share + pipeline.ends_held(
-            [one.elements[part] for one in self.ends]
+        return total(layer.elements[part] for layer in self.layers) * share + pipeline.ends_held(
+            [end.elements[part] for end in self.ends]
         )
 
     def optimizer_bytes(self, pipeline: PipelineCost) -> Number:
@@ -165,22 +165,22 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         waiting = total(pipeline.pending_stash * share * layer.pending_bytes for layer in self.layers)
         running = total(layer.saved_bytes(share, pipeline.running_stash, chunks) for layer in self.layers)
         ends = self.shared_bytes + total(end.kept_bytes for end in self.ends)
-        kept, again = saved + waiting + ends, total(layer.segment_bytes(share / chunks) for layer in self.layers)
-        logits = pipeline.ends_held([one.logits_bytes for one in (*self.layers, *self.ends)]) + self.chunk_bytes
+        activations, again = saved + waiting + ends, total(layer.segment_bytes(share / chunks) for layer in self.layers)
+        logits = pipeline.ends_held([block.logits_bytes for block in (*self.layers, *self.ends)]) + self.chunk_bytes
         none, head, embed = 0.0 * logits, _most(self.ends[1:]), _most(self.ends[:1])
         whole = gradients + np.where(alone, self.tied_bytes, 0.0)
         # one microbatch makes its gradients behind the head, and scatters each at once
-        of_head = (kept, np.where(alone & ~several, 0.0, gradients), logits, *head)
+        of_head = (activations, np.where(alone & ~several, 0.0, gradients), logits, *head)
         gathered, working = _most(self.layers)
         # the logits are gone before the layers run backward, and what these kept before the embedding does
-        of_layers = (kept + again + running, whole, none, gathered, working + self._chunk_copies(pipeline))
-        of_embedding = (np.where(alone, ends, kept), whole, none, *embed)
+        of_layers = (activations + again + running, whole, none, gathered, working + self._chunk_copies(pipeline))
+        of_embedding = (np.where(alone, ends, activations), whole, none, *embed)
         moments = [of_head, of_layers, of_embedding]
         if self.on_cpus:
             # a microbatch adds its gradients to a wide sum when it has all; sums over replicas take memory of their own
             is_wide = state["gradients"] >= DTYPE_BYTES["fp32"]
             wide = alone * several * is_wide * self.elements("gradients", pipeline) * DTYPE_BYTES["fp32"]
-            moments[1:] = [(held, more + wide, *rest) for held, more, *rest in moments[1:]]
+            moments[1:] = [(held, gradient + wide, *rest) for held, gradient, *rest in moments[1:]]
             sums = self.elements("optimizer", pipeline) * state["gradients"] * pipeline.sums_last
             moments += [(none, gradients + sums, none, none, none)]
         return functools.reduce(_fuller, moments)
@@ -189,7 +189,7 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the bytes of a run's weights, where a device has several, and of its gradients before they are added.
         One program of all stages holds them besides the whole arrays."""
         chunks, width = np.asarray(pipeline.chunks), STATE_BYTES[self.state]["weights"]
-        parts = {part: total(one.elements[part] for one in self.layers) for part in ("weights", "gradients")}
+        parts = {part: total(layer.elements[part] for layer in self.layers) for part in ("weights", "gradients")}
         copies = parts["weights"] * (chunks > 1) + parts["gradients"]
         share = pipeline.share(self.num_layers) / chunks
         return np.where(pipeline.is_one | (not pipeline.in_lockstep), 0.0, copies * share * width)
@@ -197,18 +197,18 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
 def _fuller(one: tuple[Number, ...], other: tuple[Number, ...]) -> tuple[Number, ...]:
     """Returns the figures with the larger sum."""
-    more = sum(other) > sum(one)
-    return tuple(np.where(more, theirs, ours) for ours, theirs in zip(one, other, strict=True))
+    is_larger = sum(other) > sum(one)
+    return tuple(np.where(is_larger, theirs, ours) for ours, theirs in zip(one, other, strict=True))
 
 
 def _most(blocks: tuple[BlockMemory, ...]) -> tuple[Number, Number]:
     """Returns the bytes of (gathered weights, temporary results) of the block where their sum is largest."""
     gathered: Number = 0.0
     working: Number = 0.0
-    for one in blocks:
-        larger = one.gathered_bytes + one.working_bytes > gathered + working
-        gathered = np.where(larger, one.gathered_bytes, gathered)
-        working = np.where(larger, one.working_bytes, working)
+    for block in blocks:
+        larger = block.gathered_bytes + block.working_bytes > gathered + working
+        gathered = np.where(larger, block.gathered_bytes, gathered)
+        working = np.where(larger, block.working_bytes, working)
     return gathered, working
 
 

@@ -40,14 +40,16 @@ def copied_weights(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple
     layers, which without a loop are there from the forward to the backward pass, and of all layers in 16 bits before
     the loop, widened, unless each is gathered in it.
     """
+    # on a tpu7x products take numbers of 16 bits from tiles of 16 rows
     if sizes.tile_rows > STORED_ROWS:
         return block.repeat * _retiled_bytes(block, derived, sizes), 0.0
     if not (sizes.on_cpus and block.is_layer and trains_in(derived)):
         return 0.0, 0.0
-    alone, own = written_out(derived, sizes), _retiled_bytes(block, derived, sizes)
+    alone, layer_bytes = written_out(derived, sizes), _retiled_bytes(block, derived, sizes)
+    # CPUs multiply in float32, so XLA widens the weights of all layers before their loop
     if sizes.width < DTYPE_BYTES["fp32"]:
-        return block.repeat * own * widening(sizes), 0.0
-    return block.repeat * own * alone, own * (1 - alone)
+        return block.repeat * layer_bytes * widening(sizes), 0.0
+    return block.repeat * layer_bytes * alone, layer_bytes * (1 - alone)
 
 
 def widening(sizes: OpSizes) -> float:
@@ -65,8 +67,8 @@ def written_out(derived: Derived, sizes: OpSizes) -> Any:
 
 def turned_operands(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the bytes of a layer's kept operands of products for weight gradients, which CPUs transpose."""
-    made = {array.name for array in gradient_arrays(derived).values()}
-    products = (step for step in block.backward if not step.is_collective and step.result.name in made)
+    gradient_names = {array.name for array in gradient_arrays(derived).values()}
+    products = (step for step in block.backward if not step.is_collective and step.result.name in gradient_names)
     read = dict.fromkeys(array for step in products for array in step.inputs if array in block.kept)
     return total(sizes.bytes(array) for array in read)
 
@@ -88,6 +90,7 @@ def copied_experts(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
         return 0.0
     experts = [name for name in weights_of(derived, block) if derived.declared[name].dims[0] == "E"]
     moved = {s.result.name: moves(s, sizes) for s in block.forward if s.op == "all_gather"}
+    # rows without room go in further rounds, whose gradients are added up
     exchanged = largest(moves(step, sizes) for step in block.forward if step.op == "all_to_all")
     gradients = gradient_arrays(derived)
     return total(

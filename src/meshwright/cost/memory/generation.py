@@ -23,11 +23,11 @@ WORD_BYTES = 4
 
 def stored_bytes(array: ShardedArray, sizes: OpSizes) -> Number:
     """Returns the bytes of a weight that no step updates; TPUs have the dim in the lanes that fills them best."""
-    found = sizes.elements(array) * (DTYPE_BYTES[array.dtype] if array.dtype else sizes.width)
+    num_bytes = sizes.elements(array) * (DTYPE_BYTES[array.dtype] if array.dtype else sizes.width)
     if not sizes.tile_rows or len(array.dims) < 2:
-        return found
+        return num_bytes
     padded = [np.ceil(size / LANES) * LANES / size for size in map(np.asarray, sizes.local(array).values())]
-    return found * np.minimum.reduce(np.broadcast_arrays(*padded))
+    return num_bytes * np.minimum.reduce(np.broadcast_arrays(*padded))
 
 
 def cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
@@ -46,6 +46,7 @@ def _tiles(array: ShardedArray, sizes: OpSizes) -> Number:
         return 1.0
     heads, packed = sizes.local(array)[array.dims[2]], WORD_BYTES / DTYPE_BYTES[array.dtype]
     rows = np.clip(2 ** np.ceil(np.log2(heads)), packed, SUBLANES)
+    # heads that do not fill a word lie outside of slots, and take their bytes
     return np.where(heads >= np.maximum(packed, 2), np.ceil(heads / rows) * rows / heads, 1.0)
 
 
@@ -63,29 +64,32 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     matrices = [derived.declared[name] for name in weights]
     experts = [array for array in matrices if array.dims[0] == "E"]
     wide = [a for a in matrices if a.dtype == "int4" or (a in experts and a.dtype in ("int8", "fp8"))]
+    # each is widened once the rows of its product are there, so one at a time
     widened = largest(sizes.elements(array) * sizes.width for array in wide)
-    found: Number = 0.0
+    copied: Number = 0.0
     if sizes.on_gpus:
-        found = widened + sizes.total(*matrices)
+        copied = widened + sizes.total(*matrices)
     elif sizes.tile_rows:
-        found = widened + np.where(few, 0.0, sizes.total(*experts))
+        copied = widened + np.where(few, 0.0, sizes.total(*experts))
     if sizes.tile_rows:
+        # writes of int8 latents and the kernel that reads them want other tiles
         latents = (derived.declared[name] for name in caches_of(block.block))
         turned = total(sizes.bytes(array) for array in latents if array.dtype == "int8" and len(array.dims) == 3)
-        found = found + np.where(few, block.repeat * turned, 0.0)
+        copied = copied + np.where(few, block.repeat * turned, 0.0)
     gathers = [s for s in block.forward if s.is_collective and s.op == "all_gather"]
     if slots := [step for step in gathers if step.dim == "C"]:
-        made = (s.result for s in block.forward if not s.is_collective and kind_of(s).is_einsum)
-        joined = largest(sizes.bytes(array) for array in made if "C" in array.dims)
-        found = found + joined * moves(slots[0], sizes)
+        results = (s.result for s in block.forward if not s.is_collective and kind_of(s).is_einsum)
+        joined = largest(sizes.bytes(array) for array in results if "C" in array.dims)
+        copied = copied + joined * moves(slots[0], sizes)
     if sizes.tile_rows:
         steps = (s for s in block.forward if not s.is_collective and not kind_of(s).is_einsum)
         added = [s.result for s in steps if any(a.dims[0] == "E" and "C" not in a.dims for a in s.inputs[1:])]
-        found = found + sizes.total(*added[:-1])
+        copied = copied + sizes.total(*added[:-1])
     if sizes.on_gpus:
+        # XLA does this before the loop over layers
         turned = (s for s in gathers if s.result.name in weights and s.dim != s.result.dims[0])
-        found = found + block.repeat * total(sizes.bytes(s.inputs[0]) * moves(s, sizes) for s in turned)
-    return found
+        copied = copied + block.repeat * total(sizes.bytes(s.inputs[0]) * moves(s, sizes) for s in turned)
+    return copied
 
 
 def moves(step: Step, sizes: OpSizes) -> Any:

@@ -26,17 +26,18 @@ from meshwright.cost.memory.working_set import working_set
 
 def memory_parts(derived: Derived, sizes: OpSizes) -> MemoryParts:
     """Returns the parts of a chip's memory that do not depend on the schedule."""
+    # TPUs hold arrays in whole tiles; what the cache remembers is without padding
     sizes = msgspec.structs.replace(sizes, padded=sizes.tile_rows > 0, cache={})
     elements = _state_elements(derived, sizes)
     blocks = [(block, _block_memory(block, derived, sizes, elements[block.name])) for block in derived.blocks]
-    shared = (derived.shared[name] for name in dict.fromkeys(n for one in derived.program.stacks for n in one.inputs))
+    shared = (derived.shared[name] for name in dict.fromkeys(n for s in derived.program.stacks for n in s.inputs))
     local = (step for block in derived.blocks for step in block.forward if not step.is_collective)
     return MemoryParts(
         state=sizes.state,
         num_layers=derived.num_layers,
-        layers=tuple(found for block, found in blocks if block.is_layer),
-        ends=tuple(found for block, found in blocks if not block.is_layer),
-        shared_bytes=total(sizes.total(one.given, one.cotangent) for one in shared),
+        layers=tuple(memory for block, memory in blocks if block.is_layer),
+        ends=tuple(memory for block, memory in blocks if not block.is_layer),
+        shared_bytes=total(sizes.total(result.given, result.cotangent) for result in shared),
         chunk_bytes=sum(kind_of(step).chunk_bytes(step, sizes) for step in local),
         tied_bytes=_tied_bytes(derived, sizes),
         boundary_bytes=tuple(
@@ -55,7 +56,7 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
     bytes over the width of the state, as its dtype may differ.
     """
     owners = {name: block for block in derived.blocks for name in weights_of(derived, block)}
-    found: dict[str, dict[str, Number]] = {block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks}
+    elements: dict[str, dict[str, Number]] = {block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks}
     # a gradient is stored as it enters the collectives that run once per step, not scattered yet
     gradients, moments = gradient_arrays(derived), op_kind(derived.optimizer).moments
     for name, block in owners.items():
@@ -63,13 +64,13 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
         if weight := derived.weights.get(name):
             assert moments is not None
             arrays = ((declared,), (gradients[name],), (weight.shard,), moments(weight))
-            counts = [sum(sizes.elements(array) for array in some) for some in arrays]
+            counts = [sum(sizes.elements(array) for array in group) for group in arrays]
         else:
             counts = [stored_bytes(declared, sizes) / sizes.width]
-        of_block = found[block.name]
+        of_block = elements[block.name]
         for part, count in zip(STATE_PARTS, counts, strict=False):
             of_block[part] = of_block[part] + block.repeat * count
-    return found
+    return elements
 
 
 def _tied_bytes(derived: Derived, sizes: OpSizes) -> Number:
@@ -84,10 +85,11 @@ def _tied_bytes(derived: Derived, sizes: OpSizes) -> Number:
 
 def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements: dict[str, Number]) -> BlockMemory:
     is_layer, trains = block.is_layer, trains_in(derived)
-    kept, logits = _kept_bytes(block, derived, sizes)
+    activations, logits = _kept_bytes(block, derived, sizes)
     retiled, sliced = copied_weights(block, derived, sizes)
     if is_layer and trains and sizes.on_cpus:
-        kept = kept + block.repeat * turned_operands(block, derived, sizes) * written_out(derived, sizes)
+        # without a loop over layers XLA transposes them in the forward pass already
+        activations = activations + block.repeat * turned_operands(block, derived, sizes) * written_out(derived, sizes)
     # a pass gathers all weights of a repeat, without waiting until one is used
     gathers = {
         step.result: step for step in block.forward if step.op == "all_gather" and is_weight(step.result, derived)
@@ -99,7 +101,7 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
         segment=block.segment,
         reruns=block.rerun is not None,
         elements=elements,
-        kept_bytes=kept if trains or not is_layer else 0.0,
+        kept_bytes=activations if trains or not is_layer else 0.0,
         logits_bytes=logits,
         pending_bytes=_pending_bytes(block, sizes) if trains else 0.0,
         stream_bytes=sizes.bytes(derived.declared[block.block.carry]) if trains and is_layer else 0.0,
@@ -118,26 +120,26 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
     Results that a backward step overwrites (the slopes of a fused head) count as its cotangents.
     """
     in_place = {step.inputs[0] for step in block.backward if not step.is_collective and kind_of(step).in_place}
-    made = {array: step for step in block.forward for array in step.results}
-    found: dict[bool, Number] = {False: 0.0, True: 0.0}
+    steps = {array: step for step in block.forward for array in step.results}
+    kept_bytes: dict[bool, Number] = {False: 0.0, True: 0.0}
     for array in block.kept:
         is_logits = array.name == "logits"
         if is_weight(array, derived) or (array in in_place and not is_logits):
             continue
-        step, count = made.get(array), 1
+        step, count = steps.get(array), 1
         # its input is kept itself, or existed before the block ran
-        if step and step.only_moves and (step.inputs[0] in block.kept or step.inputs[0] not in made):
+        if step and step.only_moves and (step.inputs[0] in block.kept or step.inputs[0] not in steps):
             count = moves(step, sizes)
-        found[is_logits] = found[is_logits] + sizes.bytes(array) * count
-    return block.repeat * found[False], block.repeat * found[True]
+        kept_bytes[is_logits] = kept_bytes[is_logits] + sizes.bytes(array) * count
+    return block.repeat * kept_bytes[False], block.repeat * kept_bytes[True]
 
 
 def _pending_bytes(block: BlockSteps, sizes: OpSizes) -> Number:
     """Returns the bytes that all repeats keep from the pass for input gradients to the pass for weight gradients."""
     steps = {array: step for step in (*block.forward, *block.backward) for array in step.results}
-    found, handed = 0.0, block.split.handed if block.split else ()
+    pending, handed = 0.0, block.split.handed if block.split else ()
     for array in handed:
         step = steps.get(array)
         count = moves(step, sizes) if step and step.only_moves and step.inputs[0] in handed else 1
-        found = found + sizes.bytes(array) * count
-    return block.repeat * found
+        pending = pending + sizes.bytes(array) * count
+    return block.repeat * pending

@@ -42,7 +42,7 @@ def working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
         # layers that run again leave nothing but their stream
         parts = (block.backward[: block.num_again], block.backward[block.num_again :])
         alone = (msgspec.structs.replace(block, backward=steps, num_again=0, rerun=None) for steps in parts)
-        return largest(working_set(one, derived, sizes) for one in alone)
+        return largest(working_set(part, derived, sizes) for part in alone)
     steps = block.backward if trains_in(derived) else block.forward
     changes: list[list[Number]] = [[] for _ in range(len(steps) + 1)]
     lives = _lives(steps, block, derived)
@@ -137,15 +137,16 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
     alone gathers each weight for its product, which counts here.
     """
     shared = (derived.shared[name] for name in derived.program.inputs_from_earlier_stacks(block.name))
-    held = {*block.kept, *(array for one in shared for array in (one.given, one.cotangent))}
+    held = {*block.kept, *(array for result in shared for array in (result.given, result.cotangent))}
     elsewhere = {*held, *(derived.declared.values() if trains_in(derived) else ())}
 
     def is_state(array: ShardedArray) -> bool:
-        given = trains_in(derived) or array == derived.declared.get(array.name)
-        return role_of(array, derived) == "cache" or (given and is_weight(array, derived))
+        is_counted = trains_in(derived) or array == derived.declared.get(array.name)
+        return role_of(array, derived) == "cache" or (is_counted and is_weight(array, derived))
 
     lives: dict[ShardedArray, _Life] = {}
     for number, step in enumerate(steps):
+        # these run once, on sums of gradients, which another item counts
         if step.scope == "step":
             continue
         for array in step.inputs:

@@ -111,7 +111,7 @@ def leg_rates(
         legs = [_calibrated(leg, calibration) for leg in legs]
     inner = [leg for leg in legs if leg.level in _INNER]
     outer = [leg for leg in legs if leg.level not in _INNER]
-    num_inner, num_outer = (product(leg.size for leg in some) for some in (inner, outer))
+    num_inner, num_outer = (product(leg.size for leg in side) for side in (inner, outer))
     size = num_inner * num_outer
     gather_in, exchange_in = _inner_term(inner, size), _exchange_term(inner, num_inner)
     gather_out, exchange_out = _outer_terms(outer, num_inner)
@@ -124,7 +124,7 @@ def leg_rates(
     if legs[0].level != "ici" and calibration is not None and calibration.efficiency.overlap is not None:
         # started and finished by kernels, in which no bytes move; a ring's hops work while its bytes follow
         setup, floor = floor, 0.0
-    inside, outside = (some[0].level if some else "none" for some in (inner, outer))
+    inside, outside = (side[0].level if side else "none" for side in (inner, outer))
     gather_level = _binding((gather_in, inside), (gather_out, outside))
     exchange_level = _binding((exchange_in / num_outer, inside), (exchange_out, outside))
     scatter_level = _binding((scatter_in, inside), (gather_out, outside))
@@ -197,7 +197,7 @@ def _scatter_term(legs: Sequence[Leg], size: Number) -> Number:
     """
     first = [replace(leg, size=leg.size // leg.later, sharing=leg.sharing * leg.later) for leg in legs]
     later = [replace(leg, size=leg.later, wraps=leg.wraps & (leg.later == leg.size)) for leg in legs]
-    before, rest = (product(leg.size for leg in some) for some in (first, later))
+    before, rest = (product(leg.size for leg in turn) for turn in (first, later))
     return _inner_term(first, size // rest) + _inner_term(later, rest) / before
 
 

@@ -80,7 +80,7 @@ def legs_of_links(placement: Placement, axes: Iterable[str]) -> tuple[Leg | None
         raise InputError(f"{name!r} is not an axis of the mesh.{nearest(name, placement.mesh)}")
     closes, gain = _twist(placement.links, chosen)
     link, later = _later(placement.links, chosen)
-    return tuple(_merged_leg(one, chosen, closes, gain, later if one.name == link else 1) for one in placement.links)
+    return tuple(_merged_leg(axis, chosen, closes, gain, later if axis.name == link else 1) for axis in placement.links)
 
 
 def turns_text(placement: Placement, axes: Iterable[str]) -> str:

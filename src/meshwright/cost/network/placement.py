@@ -86,7 +86,7 @@ def place_mesh(cluster: Cluster, mesh: Mapping[str, int]) -> Placement:
     if not orders:
         free = {} if cluster.num_chips % needed else {"": cluster.num_chips // needed}
         return replace(place_axes(cluster, {**free, **mesh})[0], mesh=dict(mesh))
-    order = max(orders, key=lambda one: sum(mesh.get(a, 1) == size for a, size in zip(one, shape, strict=True)))
+    order = max(orders, key=lambda axes: sum(mesh.get(a, 1) == size for a, size in zip(axes, shape, strict=True)))
     links = physical_links(cluster)
     inside = [
         replace(link, parts=_parts(("", -(-link.size // mesh.get(axis, 1))), (axis, mesh.get(axis, 1))))
@@ -166,7 +166,7 @@ def _fill_levels(shape: Factors, sizes: Factors) -> MeshLayout:
         layout.append(tuple(inside))
         rest = tuple(number // factor for number, factor in zip(rest, inside, strict=True))
     layout.append(rest)
-    return tuple(tuple((index, one) for index, one in enumerate(parts) if one > 1) for parts in layout)
+    return tuple(tuple((index, factor) for index, factor in enumerate(parts) if factor > 1) for parts in layout)
 
 
 _LAYOUTS: dict[str, Callable[[Cluster, Factors], tuple[MeshLayout, ...]]] = {
@@ -188,11 +188,11 @@ def _split_layouts(shape: Factors, wraps: tuple[bool, ...], sizes: Factors) -> t
                 inner = tuple(u * s for u, s in zip(used, split, strict=True))
                 grown.append((inner, (split, *splits), (cost, *costs)))
         partial = grown
-    kept = _not_beaten([(splits, costs) for _, splits, costs in partial])
-    kept.sort(key=lambda one: (_shared_axes(one[0]), sum(one[1])))
+    layouts = _not_beaten([(splits, costs) for _, splits, costs in partial])
+    layouts.sort(key=lambda layout: (_shared_axes(layout[0]), sum(layout[1])))
     return tuple(
         tuple(tuple((index, split[i]) for index, split in enumerate(splits) if split[i] > 1) for i in range(len(shape)))
-        for splits, _ in kept[:MAX_PLACEMENTS]
+        for splits, _ in layouts[:MAX_PLACEMENTS]
     )
 
 
@@ -208,7 +208,7 @@ def _not_beaten(
     unique = {costs: splits for splits, costs in reversed(found)}
     best: dict[tuple[float, ...], None] = {}
     for costs in sorted(unique):  # what betters a vector comes before it
-        if not any(all(map(float.__le__, other, costs)) for other in best):
+        if not any(all(map(float.__le__, better, costs)) for better in best):
             best[costs] = None
     return [(splits, costs) for costs, splits in unique.items() if costs in best]
 
@@ -229,13 +229,13 @@ def _splits(
             cost = _relative_time(shape, wraps, used, split)
             whole = sum(s == f for s, f in zip(split, free, strict=True) if s > 1)
             distinct[signature] = (sum(s > 1 for s in split), cost, -whole, split)
-    kept: list[tuple[Factors, float]] = []
+    chosen: list[tuple[Factors, float]] = []
     counts: dict[int, int] = {}
     for num_axes, cost, _, split in sorted(distinct.values()):
         counts[num_axes] = counts.get(num_axes, 0) + 1
         if counts[num_axes] <= keep:
-            kept.append((split, cost))
-    return tuple(kept)
+            chosen.append((split, cost))
+    return tuple(chosen)
 
 
 def factorings(number: int, options: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:

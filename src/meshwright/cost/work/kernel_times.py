@@ -108,8 +108,8 @@ class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
 
     def product_s(self, flops: Number, contracted: Number = np.inf, kernel: str = "compute") -> Number:
         """Returns the seconds of products over K terms by a kernel that reaches a share of the peak."""
-        found: Number = flops / self.flops_per_s * (1 / self[kernel] + self.half / contracted)
-        return found
+        seconds: Number = flops / self.flops_per_s * (1 / self[kernel] + self.half / contracted)
+        return seconds
 
     def mosaic_s(self, flops: Number, contracted: Number, columns: int) -> Number:
         """Returns the seconds of products by Mosaic, in tiles with that many columns of results.
@@ -120,21 +120,21 @@ class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
         if self.family != "h100":
             return self.product_s(flops, contracted, "pallas")
         read, written = NVIDIA_TILE[0] * columns / 32, NVIDIA_TILE[0] + columns
-        found: Number = flops / self.flops_per_s * (1 + written / read + self.half / contracted)
-        return found
+        seconds: Number = flops / self.flops_per_s * (1 + written / read + self.half / contracted)
+        return seconds
 
     def memory_s(self, moved: Number) -> Number:
         """Returns the seconds in which bytes stream through the main memory."""
-        found: Number = moved / self.hbm_bytes_per_s
-        return found
+        seconds: Number = moved / self.hbm_bytes_per_s
+        return seconds
 
     def waves(self, rows: Number, columns: Number, splits: tuple[int, ...] = (1,)) -> Number:
         """Returns how often SMs pass over a product's tiles, over what full waves would take: with the best split."""
         if not self.processors:
             return 1.0
         tiles = np.ceil(rows / NVIDIA_TILE[0]) * np.ceil(columns / NVIDIA_TILE[1]) / self.processors
-        found: Number = np.min([np.ceil(tiles * split) / (tiles * split) for split in splits], axis=0)
-        return found
+        ratio: Number = np.min([np.ceil(tiles * split) / (tiles * split) for split in splits], axis=0)
+        return ratio
 
 
 def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None = None) -> KernelRates:
@@ -148,14 +148,14 @@ def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None 
     blackwell = chip.family == "blackwell"
     of_chip = 1.0 if cores is None else cores / (chip.num_cores or cores)
     share = of_chip
-    own = {key: value for key, value in numbers.items() if "." not in key}
+    fitted = {key: value for key, value in numbers.items() if "." not in key}
     for suffix in (kind, f"{chip.mxu_dim}", chip.family, chip.name):
-        own |= {key.removesuffix(f".{suffix}"): at for key, at in numbers.items() if key.endswith(f".{suffix}")}
-    if "compute" in own:
-        own.setdefault("pallas", own["compute"])
-    if blackwell and "power" in own:
+        fitted |= {key.removesuffix(f".{suffix}"): rate for key, rate in numbers.items() if key.endswith(f".{suffix}")}
+    if "compute" in fitted:
+        fitted.setdefault("pallas", fitted["compute"])
+    if blackwell and "power" in fitted:
         watts, flops_per_s = BLACKWELL
-        share *= ((chip.power_w or watts) / watts) ** own["power"] * flops_per_s / peak(chip, "bf16")
+        share *= ((chip.power_w or watts) / watts) ** fitted["power"] * flops_per_s / peak(chip, "bf16")
     return KernelRates(
         flops_per_s=share * peak(chip, "bf16"),
         narrow_flops_per_s=share * chip.peak_flops.get("fp8", 0.0),
@@ -166,8 +166,8 @@ def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None 
         processors=0 if kind == "tpu" else chip.num_sms or (BLACKWELL_SMS if blackwell else 0),
         cores=cores or chip.num_cores or 1,
         exponentials=2.0 if chip.name in ULTRA else 1.0,
-        half=0.0 if blackwell or kind == "tpu" else own.get("half", 0.0),
-        numbers={"quick": 1.0, "paged": 1.0, "latent": 1.0, "streams": 1.0} | own,
+        half=0.0 if blackwell or kind == "tpu" else fitted.get("half", 0.0),
+        numbers={"quick": 1.0, "paged": 1.0, "latent": 1.0, "streams": 1.0} | fitted,
     )
 
 
@@ -190,8 +190,8 @@ def product_s(shape: Mapping[str, Any], at: KernelRates, *, narrow: bool = False
     before = (3 if blocks else 5) * rows * contracted if narrow else 0
     start = at.memory_s(before) + (2 * at["start_s"] if blocks else at["call_s" if narrow else "start_s"])
     start = start if at.width else start + at["step_s"] * contracted
-    found: Number = np.hypot(seconds / faster, at.memory_s(moved) / at["streams"]) + start
-    return found
+    total_s: Number = np.hypot(seconds / faster, at.memory_s(moved) / at["streams"]) + start
+    return total_s
 
 
 def attention_s(shape: Mapping[str, Any], at: KernelRates, *, phase: str = "forward", paged: bool = False) -> Number:
@@ -206,21 +206,21 @@ def attention_s(shape: Mapping[str, Any], at: KernelRates, *, phase: str = "forw
     length, width, heads = shape["T"], shape["H"], shape["B"] * shape["N"]
     block = TPU_KEYS if at.width else 2 * NVIDIA_ROWS
     keys = np.where(shape["causal"] > 0, length / 2 + np.minimum(length, block) * (0.5 + MASKED), length)
-    each, backward = 4 * PASSES[phase] * heads * length, phase == "backward"
+    per_key, backward = 4 * PASSES[phase] * heads * length, phase == "backward"
     operands = at.memory_s(4 * (2 if backward else 1) * shape["B"] * length * width * (shape["N"] + shape["G"]))
     start = at["call_s" if paged else "start_s"]
     if at.width:
-        math_s = at.product_s(each * keys * padded(width, at.width), kernel="pallas")
+        math_s = at.product_s(per_key * keys * padded(width, at.width), kernel="pallas")
         on_tpu: Number = np.hypot(math_s, operands) + 2 * operands + heads * PASSES[phase] * at["grid_s"] + start
         return on_tpu
     longest = length * at.processors / (heads * np.ceil(length / NVIDIA_ROWS))
     is_last = (shape["causal"] > 0) & (at.family not in LONGEST_FIRST)
     keys = np.where(is_last, keys + longest, np.maximum(keys, longest))
     softmax = at["head_half_backward"] if backward else at["head_half"] / at.exponentials
-    math_s = at.product_s(each * keys * (width + softmax)) / (at["paged"] if paged else 1)
+    math_s = at.product_s(per_key * keys * (width + softmax)) / (at["paged"] if paged else 1)
     apart = at.memory_s(8 * heads * length * width) if backward else 0
-    found: Number = np.hypot(math_s, operands) + apart + start
-    return found
+    seconds: Number = np.hypot(math_s, operands) + apart + start
+    return seconds
 
 
 def grouped_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
@@ -233,8 +233,8 @@ def grouped_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     rows = shape["M"] + shape["G"] * (at.width or (PAIRED_ROWS if at.family == "blackwell" else NVIDIA_TILE[0]))
     moved = at.memory_s(2 * shape["M"] * (contracted + columns) + shape["G"] * weights)
     math_s = at.mosaic_s(2 * rows * contracted * columns, contracted, GROUP_COLUMNS) * (at.cores if at.width else 1)
-    found: Number = np.hypot(math_s, moved) + at.memory_s(2 * shape["copied"] * weights) + at["start_s"]
-    return found
+    seconds: Number = np.hypot(math_s, moved) + at.memory_s(2 * shape["copied"] * weights) + at["start_s"]
+    return seconds
 
 
 def gated_s(shape: Mapping[str, Any], at: KernelRates, *, fused: bool) -> Number:
@@ -245,8 +245,8 @@ def gated_s(shape: Mapping[str, Any], at: KernelRates, *, fused: bool) -> Number
     moved = at.memory_s(2 * (rows * contracted + 2 * contracted * columns) + results)
     flops = 4 * rows * contracted * columns
     math_s = at.mosaic_s(flops, contracted, GATE_COLUMNS) if fused else at.product_s(flops, contracted)
-    found: Number = np.hypot(math_s * at.waves(rows, columns), moved) + at["start_s"]
-    return found
+    seconds: Number = np.hypot(math_s * at.waves(rows, columns), moved) + at["start_s"]
+    return seconds
 
 
 def loss_s(shape: Mapping[str, Any], at: KernelRates, *, phase: str = "forward") -> Number:
@@ -264,8 +264,8 @@ def loss_s(shape: Mapping[str, Any], at: KernelRates, *, phase: str = "forward")
         moved = moved + 4 * rows * columns
     elif not backward:
         math_s = math_s + 2 * rows * at["softmax"] * columns / at.flops_per_s
-    found: Number = math_s + at.memory_s(moved) + at["start_s"]
-    return found
+    seconds: Number = math_s + at.memory_s(moved) + at["start_s"]
+    return seconds
 
 
 def collective_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
@@ -286,8 +286,8 @@ def collective_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     if at.family in NVLS:
         in_switch = ramp + (members + 1) * chunk_s / NVLS[at.family]
         sent_s = np.where(reduced & (members == 8), np.minimum(sent_s, in_switch), sent_s)
-    found: Number = sent_s + at["quick"] * (at["collective_s"] + at["member_s"] * steps)
-    return found
+    seconds: Number = sent_s + at["quick"] * (at["collective_s"] + at["member_s"] * steps)
+    return seconds
 
 
 def generation_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
@@ -301,8 +301,8 @@ def generation_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     moved = blocks * length * shape["H"] * shape["bits"] / 4 + 4 * shape["B"] * shape["N"] * shape["H"]
     merged = (blocks < at.processors) & (length > SHORT)
     streamed = np.hypot(at.memory_s(moved) / at["streams"], at["block_s"] * blocks / at.processors)
-    found: Number = streamed + at["decode_s"] + merged * at["start_s"]
-    return found
+    seconds: Number = streamed + at["decode_s"] + merged * at["start_s"]
+    return seconds
 
 
 def latent_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
@@ -321,9 +321,9 @@ def latent_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     parts = np.minimum(tiles * np.ceil(shape["T"] / LATENT_TILE), at.processors) * (tiles < at.processors)
     ends = 2 * shape["B"] * shape["N"] * (3 * width + LATENT[0])
     ends = ends + 8 * parts * np.minimum(shape["N"], LATENT_TILE) * LATENT[0]
-    more = not blackwell or (parts > 0) & (shape["T"] > SHORT)
-    found: Number = np.maximum(math_s, moved) + at.memory_s(ends) + at["decode_s"] + more * at["start_s"]
-    return found
+    extra_start = not blackwell or (parts > 0) & (shape["T"] > SHORT)
+    seconds: Number = np.maximum(math_s, moved) + at.memory_s(ends) + at["decode_s"] + extra_start * at["start_s"]
+    return seconds
 
 
 def experts_s(shape: Mapping[str, Any], at: KernelRates, *, bits: float = 16, blocks: bool = False) -> Number:
@@ -338,8 +338,8 @@ def experts_s(shape: Mapping[str, Any], at: KernelRates, *, bits: float = 16, bl
     rows = shape["M"] + shape["G"] * MATRIX_ROWS.get(at.family, 64)
     math_s = 2 * rows * weights / (at.flops_per_s if bits > 8 else at.narrow_flops_per_s)
     casts_s = QUANTIZERS.get(at.family, 0) * blocks * at["start_s"]
-    found: Number = np.hypot(math_s, moved) + (at["experts_s"] + casts_s if bits >= 8 else at["call_s"])
-    return found
+    seconds: Number = np.hypot(math_s, moved) + (at["experts_s"] + casts_s if bits >= 8 else at["call_s"])
+    return seconds
 
 
 def small_reduce_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
@@ -350,5 +350,5 @@ def small_reduce_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     """
     members, start = shape["n"], at["quick"] * at["reduce_s"]
     part_s = (members - 1) * shape["bytes"] / members / (at.link_bytes_per_s * at["peers"])
-    found: Number = start + np.minimum(members * part_s, 2 * part_s + start)
-    return found
+    seconds: Number = start + np.minimum(members * part_s, 2 * part_s + start)
+    return seconds

@@ -196,18 +196,18 @@ def local_cost(
 
     ``kept`` are the results that its block keeps; an emulated device also copies these into a stack.
     """
-    at = rates.efficiency
+    fit = rates.efficiency
     if rates.host is not None:
         return _host_cost(step, sizes, rates, kept)
-    seconds: Number = 0.0
+    math_s: Number = 0.0
     if step.parts:
         # each block is a smaller product, and a launch of its own
         blocks = num_blocks(step, sizes)
         moved, kernels = op_hbm_bytes(step, sizes), len(step.parts) * blocks
         small = replace(sizes, dims={**sizes.dims, step.dim: sizes.dims[step.dim] / blocks}, cache={})
         for part in step.parts:
-            each, casts = _product_s(part, op_flops(part, small), small, rates)
-            seconds, moved = seconds + blocks * each, moved + blocks * casts
+            part_s, casts = _product_s(part, op_flops(part, small), small, rates)
+            math_s, moved = math_s + blocks * part_s, moved + blocks * casts
     else:
         flops, moved = op_flops(step, sizes) * computed_share(step, sizes), moved_bytes(step, sizes)
         if rates.kernels:
@@ -215,33 +215,33 @@ def local_cost(
         kernels = num_kernels(step, sizes)
         if is_attention(step):
             width = sizes.dims[queries_of(step).dims[-1]]
-            seconds = flops / rates.attention_flops_per_s * (1 + at.head_half / width)
+            math_s = flops / rates.attention_flops_per_s * (1 + fit.head_half / width)
             causal = sizes.causal and (step.details is None or not step.details.sees_all)
             if sizes.sequences:
-                seconds = seconds * (1 + np.where(sizes.rows_each > LONGEST_DRAFT, at.rows_half / sizes.rows_each, 0.0))
+                math_s = math_s * (1 + np.where(sizes.rows_each > LONGEST_DRAFT, fit.rows_half / sizes.rows_each, 0.0))
             elif causal:
-                seconds = seconds * (1 + at.rows_half / sizes.dims["T"])
+                math_s = math_s * (1 + fit.rows_half / sizes.dims["T"])
         elif kind_of(step).is_einsum:
-            seconds, casts = _product_s(step, flops, sizes, rates)
+            math_s, casts = _product_s(step, flops, sizes, rates)
             moved = moved + casts
             if rates.by_expert and is_at_experts(step):
                 kernels = kernels * sizes.local(*step.inputs)["E"]
         else:
-            seconds = flops / rates.wide_flops_per_s
+            math_s = flops / rates.wide_flops_per_s
             if rates.one_hot and (places := ONE_HOT.get(step.op)):
                 # each slot is a sum over all positions of its sequence
                 slots = next(array for array in (*step.results, *step.inputs) if has_slots(array))
-                seconds = places * 2 * sizes.elements(slots) * sizes.dims["T"] / rates.matmul_flops_per_s
-            moved = moved * at.eager_traffic if rates.eager and step.phase != "update" else moved
+                math_s = places * 2 * sizes.elements(slots) * sizes.dims["T"] / rates.matmul_flops_per_s
+            moved = moved * fit.eager_traffic if rates.eager and step.phase != "update" else moved
     return StepCost(
         step=step,
         flops=_mean_flops(step, sizes),
         hbm_bytes=moved,
-        math_s=seconds,
+        math_s=math_s,
         hbm_s=moved / rates.hbm_bytes_per_s,
-        launch_s=kernels * at.kernel_s,
+        launch_s=kernels * fit.kernel_s,
         num_kernels=kernels,
-        overlap=at.overlap,
+        overlap=fit.overlap,
     )
 
 
@@ -249,8 +249,8 @@ def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Numb
     """Returns the seconds of two activities that overlap in part: (a^p + b^p)^(1/p), or the longer if p is None."""
     if overlap is None:
         return np.maximum(first, second)
-    found: Number = (first**overlap + second**overlap) ** (1 / overlap)
-    return found
+    seconds: Number = (first**overlap + second**overlap) ** (1 / overlap)
+    return seconds
 
 
 def _mean_flops(step: Step, sizes: SlotSizes) -> Number:
@@ -286,9 +286,9 @@ def _product_s(step: Step, flops: Number, sizes: SlotSizes, rates: ChipRates) ->
     """
     outputs, contracted = product_shape(step, sizes)
     wide = step.role == "head" or step.result.dims[-1] == "E" or any(a.dims[-1] == "E" for a in step.inputs)
-    at = rates.efficiency
+    fit = rates.efficiency
     rate = rates.wide_flops_per_s if wide else rates.matmul_flops_per_s
-    slower = (1 + at.contraction_half / contracted) * (1 + at.tile_tail * rates.processors * TILE / outputs)
+    slower = (1 + fit.contraction_half / contracted) * (1 + fit.tile_tail * rates.processors * TILE / outputs)
     casts = CASTS_BYTES * sizes.elements(step.inputs[0]) if rates.narrow and not wide else 0.0
     seconds = flops / rate * slower
     if rates.kernels and is_at_experts(step):

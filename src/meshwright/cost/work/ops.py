@@ -100,8 +100,8 @@ def mfu_words(model: Model) -> str:
     if near:
         scores = f"{heads} ({model.num_layers - near} T + {near} W), W the window of {model.sliding_window:,} or T"
     chosen = "of chosen experts, " * bool(model.num_experts)
-    more = ", the encoder" * bool(model.encoder) + ", with both unembeddings" * bool(model.mtp_layers)
-    return f"{products} + {scores}, N {chosen}without the look-up{more}, no causal discount"
+    additions = ", the encoder" * bool(model.encoder) + ", with both unembeddings" * bool(model.mtp_layers)
+    return f"{products} + {scores}, N {chosen}without the look-up{additions}, no causal discount"
 
 
 def _encoder_flops(model: Model, job: Job, width: int) -> float:

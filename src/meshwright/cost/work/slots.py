@@ -46,9 +46,9 @@ class SlotSizes(OpSizes, frozen=True, kw_only=True):
 
     def local(self, *arrays: ShardedArray) -> dict[str, Number]:
         """Returns the local size of every dim of the arrays, C at the busiest device of experts."""
-        found = super().local(*arrays)
+        sizes = super().local(*arrays)
         slots = next(filter(has_slots, reversed(arrays)), None)
-        return found if slots is None else found | {"C": found["C"] * self._at_experts(slots, self.load)}
+        return sizes if slots is None else sizes | {"C": sizes["C"] * self._at_experts(slots, self.load)}
 
     def _at_experts(self, array: ShardedArray, factor: Number) -> Number:
         """Returns the factor for slots at devices of some of the experts, else 1."""

@@ -45,6 +45,7 @@ class AttentionCall:
     def placed(self, length: int, num_keys: int) -> "AttentionCall":
         """Returns the call with indices."""
         q_idx, kv_idx = (
+            # NumPy's, so that they are known while tracing
             np.arange(size, dtype=np.int32) if index is None else index
             for index, size in ((self.q_idx, length), (self.kv_idx, num_keys))
         )
@@ -102,6 +103,7 @@ class AttentionCall:
         if not terms or not bound.is_known:
             return None
         table = bound.blocks(1, 1, q_block, kv_block)
+        # what these terms see whole, the terms that read arrays may still hide
         return replace(table, kinds=np.minimum(table.kinds, PARTIAL))
 
     def with_score(self, score: Mod | None, *, learns: bool) -> "AttentionCall":
@@ -113,8 +115,8 @@ class AttentionCall:
         assert self.q_idx is not None
         assert self.kv_idx is not None
         indices = {"q_idx": jnp.asarray(self.q_idx), "kv_idx": jnp.asarray(self.kv_idx)}
-        found = tile_rule(self.mask, self.score, **indices, batch=batch, heads=heads, first_head=self.first_head)
-        return found._replace(learns=self.learns and self.score is not None)
+        rule = tile_rule(self.mask, self.score, **indices, batch=batch, heads=heads, first_head=self.first_head)
+        return rule._replace(learns=self.learns and self.score is not None)
 
     def blocks(self, batch: int, heads: int, q_block: int, kv_block: int) -> BlockTable:
         """Returns the table of blocks of this size: by NumPy while tracing where the mask and the indices are known,
@@ -123,10 +125,11 @@ class AttentionCall:
         assert self.kv_idx is not None
         if self.table is not None:
             return self.table.resized(q_block, kv_block)
-        own, first = self.mask or mods.noop(), self._first
-        mask: Mask = lambda b, h, q_idx, kv_idx: own(b, h + first, q_idx, kv_idx)  # noqa: E731
+        inner, first = self.mask or mods.noop(), self._first
+        mask: Mask = lambda b, h, q_idx, kv_idx: inner(b, h + first, q_idx, kv_idx)  # noqa: E731
         sizes: dict[str, Any] = {"batch": batch, "heads": heads, "block": (q_block, kv_block)}
         if self.is_known:
+            # a mask that calls jax.numpy would become part of the program that is being traced
             with jax.ensure_compile_time_eval():
                 rows, columns = np.asarray(self.q_idx), np.asarray(self.kv_idx)
                 return block_table(mask, q_idx=rows, kv_idx=columns, **sizes)
@@ -155,14 +158,15 @@ def _by_points(
         pairs = mask(b, h, row[None, None, :, None], kv_rows.reshape(1, 1, 1, -1))
         pairs = jnp.broadcast_to(pairs, (*pairs.shape[:2], len(row), kv_rows.size))
         pairs = pairs.reshape(*pairs.shape[:3], *kv_rows.shape)
-        every, some = pairs.all((2, 4)), pairs.any((2, 4))
-        return jnp.where(every, FULL, jnp.where(some, PARTIAL, NOTHING))
+        every, seen = pairs.all((2, 4)), pairs.any((2, 4))
+        return jnp.where(every, FULL, jnp.where(seen, PARTIAL, NOTHING))
 
-    found = jnp.moveaxis(lax.map(kinds, q_rows), 0, 2)
+    blocks = jnp.moveaxis(lax.map(kinds, q_rows), 0, 2)
     if len(columns) % block[1]:
-        found = found.at[..., -1].min(PARTIAL)
+        # its mask has to hide the keys that pad the last block
+        blocks = blocks.at[..., -1].min(PARTIAL)
     return BlockTable(
-        kinds=found.astype(jnp.int8), q_block=block[0], kv_block=block[1], q_len=len(rows), kv_len=len(columns)
+        kinds=blocks.astype(jnp.int8), q_block=block[0], kv_block=block[1], q_len=len(rows), kv_len=len(columns)
     )
 
 
@@ -193,12 +197,13 @@ def padded(x: Array, block: int, axis: int) -> Array:
 
 def _within(rule: TileRule, num_keys: int, block: int) -> TileRule:
     """Returns a rule whose mask leaves out the keys that pad the last block."""
+    # not Booleans, which kernels do not read, see `TileRule`
     real = padded(jnp.ones((1, 1, num_keys), jnp.int32), block, -1)
-    own, place = rule.mask, len(rule.columns)
+    inner, place = rule.mask, len(rule.columns)
 
     def mask(tile: Tile) -> Array:
         seen: Array = tile.columns[place] > 0
-        return seen if own is None else seen & own(tile)
+        return seen if inner is None else seen & inner(tile)
 
     return rule._replace(columns=(*rule.columns, real), mask=mask)
 
@@ -221,7 +226,7 @@ def _indexed(rule: TileRule, name: str, side: str, index: Array) -> TileRule:
         return tile._replace(**{name: getattr(tile, side)[place]})
 
     rule = rule._replace(
-        mask=mask and (lambda tile: mask(moved(tile))), score=score and (lambda found, tile: score(found, moved(tile)))
+        mask=mask and (lambda tile: mask(moved(tile))), score=score and (lambda s, tile: score(s, moved(tile)))
     )
     if side == "rows":
         return rule._replace(rows=(*rule.rows, index))

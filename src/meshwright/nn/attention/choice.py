@@ -66,8 +66,8 @@ class Fused:
         dout, o, lse = (padded(x, blocks[0], 1) for x in given)
         arrays = padded(q, blocks[0], 1), *(padded(x, blocks[1], 1) for x in (k, v))
         lists = _lists(table, "queries"), _lists(table, "keys")
-        own = dout.astype(q.dtype), o.astype(q.dtype), lse
-        dq, dk, dv = self.kernel.backward(rule, *lists, blocks, call.scale, own, *arrays, **options)
+        inputs = dout.astype(q.dtype), o.astype(q.dtype), lse
+        dq, dk, dv = self.kernel.backward(rule, *lists, blocks, call.scale, inputs, *arrays, **options)
         return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
 
     def _prepared(self, call: AttentionCall, q: Array, k: Array) -> tuple[TileRule, BlockTable, tuple[int, int]]:
@@ -78,6 +78,7 @@ class Fused:
     def _blocks(self, q: Array, k: Array) -> tuple[int, int]:
         most = self.kernel.BLOCKS
         rows, columns = (
+            # a block that divides the rows pads nothing, and the smallest pads least
             next((size for size in (most[n], most[n] // 2) if size >= LEAST and x.shape[1] % size == 0), LEAST)
             for n, x in enumerate((q, k))
         )
@@ -100,6 +101,7 @@ def kernel_of(call: AttentionCall, q: Array, k: Array, v: Array) -> Any:
     """
     case = call.case(q, k, v)
     takers = (name for name, takes in TAKES.items() if takes(case))
+    # lazy: to ask a fused kernel makes the table of blocks, so that none is asked beyond the first that fits
     fit = (n for n in takers if not isinstance(KERNELS[n], Fused) or KERNELS[n].fits(call, q, k))
     if not call.kernel:
         return KERNELS[next(fit)]
@@ -116,6 +118,7 @@ def attention(call: AttentionCall, q: HeadQueries, k: HeadKeys, v: KeyValues) ->
     """
     call = call.placed(q.shape[1], k.shape[1])
     result: AttentionResult = kernel_of(call, q, k, v).forward(call, q, k, v)
+    # from the log-sum-exp, so that no kernel has to know of sinks
     return result if call.sinks is None else with_sinks(call.sinks, *result)
 
 
@@ -132,6 +135,7 @@ def attention_backward(
     dS = P (dout v^T - delta), P = exp(S - lse), delta = the row sums of dout o, less the cotangent of lse.
     """
     call = call.placed(q.shape[1], k.shape[1])
+    # fused kernels compute delta themselves, without the cotangent of the log-sum-exp
     kernel = xla if len(given) > 3 else kernel_of(call, q, k, v)
-    dq, dk, dv, *more = kernel.backward(call, given, q, k, v)
-    return (dq, dk, dv, *([] if call.sinks is None else [sink_cotangents(call.sinks, given)]), *more)
+    dq, dk, dv, *learned = kernel.backward(call, given, q, k, v)
+    return (dq, dk, dv, *([] if call.sinks is None else [sink_cotangents(call.sinks, given)]), *learned)

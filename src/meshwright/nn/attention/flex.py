@@ -88,7 +88,7 @@ def _check_table(table: BlockTable, mask_mod: Mask | None, q: Array, k: Array) -
         jaxpr = jax.make_jaxpr(mask_mod)(*[jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)] * 4).jaxpr
         read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
         one_for_all[:2] = [id(x) not in read for x in jaxpr.invars[:2]]
-    if any(n != size and not (n == 1 and one) for n, size, one in zip(held, sizes, one_for_all, strict=True)):
+    if any(n != size and not (n == 1 and shared) for n, size, shared in zip(held, sizes, one_for_all, strict=True)):
         raise InputError(
             f"block_table is of {held[2]} queries, {held[3]} keys, batch={held[0]} and heads={held[1]}. Make it with "
             f"q_len={sizes[2]}, kv_len={sizes[3]}, batch={sizes[0]} and heads={sizes[1]}, or 1 for all."
@@ -110,9 +110,9 @@ def _spread(mod: Callable[..., Any]) -> Callable[..., Any]:
     def function(*at: Any) -> Any:
         if any(isinstance(x, Ranges) for x in at):
             raise NoRangesError("the function does not read its indices.")
-        found = mod(*at)
+        value = mod(*at)
         # of the program even where the value is a constant
-        return jnp.broadcast_to(jnp.where(at[-1] == at[-1], found, found), jnp.broadcast_shapes(*map(jnp.shape, at)))
+        return jnp.broadcast_to(jnp.where(at[-1] == at[-1], value, value), jnp.broadcast_shapes(*map(jnp.shape, at)))
 
     return function
 
@@ -129,15 +129,15 @@ def _hoisted(mod: Callable[..., Any], *, has_score: bool) -> Mod:
         first = traced(*[jax.ShapeDtypeStruct((2, 2), jnp.float32)] * has_score, *index)
         if len(first.out_avals) != 1:
             raise InputError(f"it returns {len(first.out_avals)} arrays, not one.")
-        found = first.out_avals[0]
-        shape = jnp.broadcast_shapes(found.shape, (2, 2))
+        result = first.out_avals[0]
+        shape = jnp.broadcast_shapes(result.shape, (2, 2))
     except Exception as error:
         hint = " Capture jnp.asarray(x) in place of NumPy's x." if "Tracer" in type(error).__name__ else ""
         raise InputError(f"{name} fails: {type(error).__name__}: {first_line(error)}{hint}") from error
-    if shape != (2, 2) or not jnp.issubdtype(found.dtype, kind):
+    if shape != (2, 2) or not jnp.issubdtype(result.dtype, kind):
         wanted = "scores in float32" if has_score else "Booleans"
-        raise InputError(f"{name} returns {found.dtype} of shape {found.shape} for 2 x 2 pairs. Return {wanted}.")
-    if found.ndim < 2:
+        raise InputError(f"{name} returns {result.dtype} of shape {result.shape} for 2 x 2 pairs. Return {wanted}.")
+    if result.ndim < 2:
         mod, first = _spread(mod), jax.make_jaxpr(_spread(mod))(*first.in_avals)
     consts = first.consts
     arrays = [number for number, x in enumerate(consts) if isinstance(x, jax.Array)]
@@ -170,7 +170,7 @@ def _flex(call: AttentionCall, qkv: Any, sinks: Any, mask: Any, score: Any) -> A
 
 
 def _with(call: AttentionCall, sinks: Any, mask: Any, score: Any) -> AttentionCall:
-    rules = [mod and mod._replace(arrays=given) for mod, given in ((call.mask, mask), (call.score, score))]
+    rules = [mod and mod._replace(arrays=arrays) for mod, arrays in ((call.mask, mask), (call.score, score))]
     return replace(call, sinks=sinks, mask=rules[0], score=rules[1])
 
 
@@ -184,10 +184,12 @@ def _flex_backward(call: AttentionCall, held: Any, cotangents: Any) -> Any:
     qkv, sinks, mask, score, o, lse = held
     dout, dlse = cotangents
     dout = jnp.zeros_like(o) if isinstance(dout, SymbolicZero) else dout
-    given = dout, o, lse, *([] if isinstance(dlse, SymbolicZero) else [dlse])
-    dq, dk, dv, *more = attention_backward(_with(call, sinks, mask, score), given, *qkv)
-    dsinks = None if sinks is None else more.pop(0)
-    return (dq, dk, dv), dsinks, None, tuple(more) or None
+    inputs = dout, o, lse, *([] if isinstance(dlse, SymbolicZero) else [dlse])
+    dq, dk, dv, *rest = attention_backward(_with(call, sinks, mask, score), inputs, *qkv)
+    dsinks = None if sinks is None else rest.pop(0)
+    # None: what a mask reads has no gradient
+    return (dq, dk, dv), dsinks, None, tuple(rest) or None
 
 
+# symbolic zeros say whether the log-sum-exp has a cotangent; if so XLA's kernel runs the backward pass
 _flex.defvjp(_flex_forward, _flex_backward, symbolic_zeros=True)

@@ -44,6 +44,7 @@ def platform_of(device: jax.Device) -> str:
     """Returns the platform of a device, also of one in a topology that describes absent hardware."""
     if device.platform != "gpu":
         return device.platform
+    # JAX says "gpu" for NVIDIA's and for AMD's
     version = getattr(device.client, "platform_version", "") if hasattr(device, "client") else ""
     return "rocm" if "rocm" in version else "cuda"
 

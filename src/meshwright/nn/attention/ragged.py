@@ -129,14 +129,15 @@ def ragged_attention(
     mixed = PagedValues(values, value_scale)
     on_cpu = call.platform == "cpu"
     most = max(8, CPU_ROWS * values.shape[2] // heads) if on_cpu else QUERY_BLOCK
+    # sequences of one query have blocks of their own, else most rows of their blocks would be empty
     for block in (1,) if call.longest == 1 else (1, min(call.longest, most)):
         tiles = _tiles(call, block, rows, values.shape[1])
         if on_cpu:
             out = _by_turns(call, tiles, parts, mixed, out)
             continue
         run = _by_kernel if _kernel_takes(call, tiles, heads) else _by_lanes
-        found = run(call, tiles, parts, mixed)
-        out = _with_blocks(call, tiles, jnp.arange(len(tiles.starts)), found, out)
+        results = run(call, tiles, parts, mixed)
+        out = _with_blocks(call, tiles, jnp.arange(len(tiles.starts)), results, out)
     return out
 
 
@@ -176,15 +177,15 @@ def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles
     positions = num_pages * span
     counts = jnp.where((call.counts == 1) == (block == 1), call.counts, 0)
     until = jnp.cumsum(-(-counts // block))
-    own = jnp.arange(num_rows // block + (min(num_seqs, num_rows) if block > 1 else 0), dtype=jnp.int32)
-    own = own[: num_seqs * (1 if block == 1 else -(-call.longest // block))]
-    exists = own < until[-1]
-    sequence = jnp.minimum(jnp.searchsorted(until, own, side="right").astype(jnp.int32), num_seqs - 1)
-    row = block * (own - (until - (-(-counts // block)))[sequence])
+    numbers = jnp.arange(num_rows // block + (min(num_seqs, num_rows) if block > 1 else 0), dtype=jnp.int32)
+    numbers = numbers[: num_seqs * (1 if block == 1 else -(-call.longest // block))]
+    exists = numbers < until[-1]
+    sequence = jnp.minimum(jnp.searchsorted(until, numbers, side="right").astype(jnp.int32), num_seqs - 1)
+    row = block * (numbers - (until - (-(-counts // block)))[sequence])
     length = call.lengths[sequence]
-    at = length - counts[sequence] + row
-    last = (jnp.minimum(at + block, length) if call.known is None else call.known[sequence]) - 1
-    seen = jnp.zeros_like(at) if call.window is None else jnp.maximum(at - call.window + 1, 0)
+    query = length - counts[sequence] + row
+    last = (jnp.minimum(query + block, length) if call.known is None else call.known[sequence]) - 1
+    seen = jnp.zeros_like(query) if call.window is None else jnp.maximum(query - call.window + 1, 0)
     chunk, chunks = seen // positions, last // positions + 1
     ends = jnp.cumsum(jnp.where(exists, chunks - chunk, 0))
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
@@ -206,9 +207,10 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
     latent, order = mixed.values is parts[0].keys, partial(_in_memory, call.platform)
     parts = [part._replace(**jax.tree.map(order, {"keys": part.keys, "scale": part.scale})) for part in parts]
     mixed = jax.tree.map(order, mixed)
+    # the same array again, so that `_attend` reads the latents of a tile once
     mixed = mixed._replace(values=parts[0].keys) if latent else mixed
     # each lane has a run of this many tiles
-    each = -(-tiles.ends[-1] // lanes)
+    per_lane = -(-tiles.ends[-1] // lanes)
     lane = jnp.arange(lanes, dtype=jnp.int32)
     rows = (kv_heads, block * group)
 
@@ -220,29 +222,29 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
         return jnp.minimum(jnp.searchsorted(tiles.ends, tile, side="right"), num_blocks - 1).astype(jnp.int32)
 
     def step(number: Array, carry: tuple[RunningSoftmax, RunningSoftmax]) -> tuple[RunningSoftmax, RunningSoftmax]:
-        state, kept = carry
-        tile = lane * each + number
-        own = block_of(tile)
-        fresh = (number == 0) | (tile == tiles.starts[own])
+        state, by_block = carry
+        tile = lane * per_lane + number
+        blocks = block_of(tile)
+        fresh = (number == 0) | (tile == tiles.starts[blocks])
         state = jax.vmap(lambda new, *states: jax.tree.map(partial(jnp.where, new), *states))(
             fresh, begin(lanes), state
         )
-        state = _attend(call, tiles, (own, tile), parts, mixed, state)
+        state = _attend(call, tiles, (blocks, tile), parts, mixed, state)
         # a block that another lane begins has a row of its own for each further lane
-        place = jnp.where(tiles.starts[own] < lane * each, num_blocks + lane, own)
+        place = jnp.where(tiles.starts[blocks] < lane * per_lane, num_blocks + lane, blocks)
         place = jnp.where(tile < tiles.ends[-1], place, num_blocks + lanes)
-        return state, jax.tree.map(lambda all, one: all.at[place].set(one, mode="drop"), kept, state)
+        return state, jax.tree.map(lambda old, new: old.at[place].set(new, mode="drop"), by_block, state)
 
-    _, kept = lax.fori_loop(0, each, step, (begin(lanes), begin(num_blocks + lanes)))
-    peak, total, sums = _merged(kept, block_of(lane * each), num_blocks)
+    _, by_block = lax.fori_loop(0, per_lane, step, (begin(lanes), begin(num_blocks + lanes)))
+    peak, total, sums = _merged(by_block, block_of(lane * per_lane), num_blocks)
     if call.sinks is not None:
         sinks = jnp.tile(call.sinks.astype(jnp.float32).reshape(kv_heads, group), (1, block))[None]
         top = jnp.maximum(peak, sinks)
         sums = sums * jnp.exp(peak - top)[..., None]
         total, peak = total * jnp.exp(peak - top) + jnp.exp(sinks - top), top
-    found = sums / jnp.where(total > 0, total, 1.0)[..., None]
-    more = (peak, total) if call.spread else ()
-    return tuple(_of_heads(one, block) for one in (found, *more))
+    result = sums / jnp.where(total > 0, total, 1.0)[..., None]
+    statistics = (peak, total) if call.spread else ()
+    return tuple(_of_heads(x, block) for x in (result, *statistics))
 
 
 def _heads_first(platform: str, pool: Array, kv_heads: int) -> bool:
@@ -268,19 +270,20 @@ def _attend(
     state: RunningSoftmax,
 ) -> RunningSoftmax:
     """Returns the running softmax after one tile of each lane; ``at`` are the lanes' blocks and tiles."""
-    (own, tile), (values, value_scale) = at, mixed
+    (blocks, tile), (values, value_scale) = at, mixed
     kv_heads, slots = state.peak.shape[1], tiles.num_pages * tiles.page_len
     group = parts[0].queries.shape[1] // kv_heads
-    sequence, index = tiles.sequence[own], tiles.chunk[own] + tile - tiles.starts[own]
+    sequence, index = tiles.sequence[blocks], tiles.chunk[blocks] + tile - tiles.starts[blocks]
     number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
+    # pages past the end of the table are clipped: their slots are later than every query
     page = call.pages.at[sequence[:, None], number].get(mode="clip")
 
     def read(pool: Array) -> Array:
         """Returns [lanes, K, slots, width]."""
-        found = pool.at[page].get(mode="clip")
+        entries = pool.at[page].get(mode="clip")
         if kv_heads > 1:
-            found = jnp.moveaxis(found, 2 if _heads_first(call.platform, pool, kv_heads) else 3, 1)
-        return found.reshape(len(page), kv_heads, slots, -1)
+            entries = jnp.moveaxis(entries, 2 if _heads_first(call.platform, pool, kv_heads) else 3, 1)
+        return entries.reshape(len(page), kv_heads, slots, -1)
 
     def operand(pool: Array) -> Array:
         return read(pool).astype(dtype)
@@ -288,18 +291,18 @@ def _attend(
     def scaled(array: Array, scale: Array | None) -> Array:
         return array if scale is None else array * jnp.swapaxes(read(scale), 2, 3)
 
-    row, exists = _rows(call, tiles, own)
+    row, exists = _rows(call, tiles, blocks)
     dtype = parts[0].queries.dtype
     read_keys = [operand(part.keys) for part in parts]
 
     def product(part: PagedPart, keys: Array) -> Array:
         queries = part.queries.at[row].get(mode="clip").reshape(*row.shape, kv_heads, group, -1)
         queries = jnp.moveaxis(queries, 2, 1).reshape(len(row), kv_heads, row.shape[1] * group, -1)
-        found = jnp.einsum("WKRH,WKCH->WKRC", queries, keys, preferred_element_type=jnp.float32)
-        return scaled(found, part.scale)
+        products = jnp.einsum("WKRH,WKCH->WKRC", queries, keys, preferred_element_type=jnp.float32)
+        return scaled(products, part.scale)
 
-    first, *more = map(product, parts, read_keys)
-    scores = capped(call.scale * sum(more, start=first), call.softcap)
+    first, *rest = map(product, parts, read_keys)
+    scores = capped(call.scale * sum(rest, start=first), call.softcap)
     # positions of slots, and of queries
     slot = _first_positions(call, tiles, index)[:, None] + tiles.offsets[None]
     position = row + (call.lengths - call.counts - call.first)[sequence][:, None]
@@ -340,25 +343,26 @@ def _rows(call: RaggedCall, tiles: _Tiles, own: Array) -> tuple[Array, Array]:
 def _with_blocks(call: RaggedCall, tiles: _Tiles, own: Array, found: RaggedRows, out: RaggedRows) -> RaggedRows:
     """Returns the rows with those of blocks ``own``, [M, block, N, ...]."""
     row, exists = _rows(call, tiles, own)
+    # past the end, where a scatter drops it; -1 would count from the end
     row = jnp.where(exists & tiles.exists[own][:, None], row, len(out[0]))
-    return tuple(all.at[row].set(one.astype(all.dtype), mode="drop") for all, one in zip(out, found, strict=True))
+    return tuple(old.at[row].set(new.astype(old.dtype), mode="drop") for old, new in zip(out, found, strict=True))
 
 
 def _of_heads(array: Array, block: int) -> Array:
     """Returns what the queries of blocks have, [M, K, block G, ...], as [M, block, N, ...]."""
     blocks, kv_heads, _, *width = array.shape
-    found = jnp.moveaxis(array.reshape(blocks, kv_heads, block, -1, *width), 2, 1)
-    return found.reshape(blocks, block, -1, *width)
+    moved = jnp.moveaxis(array.reshape(blocks, kv_heads, block, -1, *width), 2, 1)
+    return moved.reshape(blocks, block, -1, *width)
 
 
 def _merged(kept: RunningSoftmax, began: Array, num_blocks: int) -> RunningSoftmax:
     """Adds the rows that lanes have of a block that another lane began, ``began``, to those of the blocks."""
-    own = jax.tree.map(lambda x: x[:num_blocks], kept)
-    more = jax.tree.map(lambda x: x[num_blocks:], kept)
-    peak = own.peak.at[began].max(more.peak)
-    fade, further = jnp.exp(own.peak - peak), jnp.exp(more.peak - peak[began])
-    total = (own.total * fade).at[began].add(more.total * further)
-    mixed = (own.mixed * fade[..., None]).at[began].add(more.mixed * further[..., None])
+    blocks = jax.tree.map(lambda x: x[:num_blocks], kept)
+    lanes = jax.tree.map(lambda x: x[num_blocks:], kept)
+    peak = blocks.peak.at[began].max(lanes.peak)
+    fade, further = jnp.exp(blocks.peak - peak), jnp.exp(lanes.peak - peak[began])
+    total = (blocks.total * fade).at[began].add(lanes.total * further)
+    mixed = (blocks.mixed * fade[..., None]).at[began].add(lanes.mixed * further[..., None])
     return RunningSoftmax(peak, total, mixed)
 
 
@@ -382,9 +386,9 @@ def _by_turns(
     most = -(-num_blocks * -(-call.pages.shape[1] // tiles.num_pages) // lanes) * lanes
     tile = jnp.arange(most, dtype=jnp.int32)
     place = jnp.searchsorted(tiles.ends, tile, side="right").astype(jnp.int32)
-    own = jnp.minimum(place, num_blocks - 1)
-    sequence, index = tiles.sequence[own], tiles.chunk[own] + tile - tiles.starts[own]
-    row, first = (call.lengths - call.counts)[sequence] + tiles.row[own], _first_positions(call, tiles, index)
+    owner = jnp.minimum(place, num_blocks - 1)
+    sequence, index = tiles.sequence[owner], tiles.chunk[owner] + tile - tiles.starts[owner]
+    row, first = (call.lengths - call.counts)[sequence] + tiles.row[owner], _first_positions(call, tiles, index)
     ahead = ((row if call.known is None else call.known[sequence] - 1) - first)[:, None]
     number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
     page = jnp.clip(call.pages.at[sequence[:, None], number].get(mode="clip"), 0, len(mixed.values) - 1)
@@ -398,10 +402,11 @@ def _by_turns(
         """Returns [lanes, K, slots, width] of whole pages, which are copied as such before they are transposed."""
         sizes = (lanes, tiles.num_pages, *((kv_heads, tiles.page_len) if call.heads_first else pool.shape[1:3]), -1)
         flat = (jnp.swapaxes(pool, 1, 2) if call.heads_first else pool).reshape(len(pool), -1)
-        found = floats(flat.at[page].get(mode="promise_in_bounds")).reshape(sizes)
+        # floats only after the gather: XLA's programs for CPUs would convert the whole pool
+        entries = floats(flat.at[page].get(mode="promise_in_bounds")).reshape(sizes)
         if not call.heads_first and kv_heads > 1:
-            found = lax.optimization_barrier(found)
-        return jnp.moveaxis(found, 2 if call.heads_first else 3, 1).reshape(lanes, kv_heads, slots, -1)
+            entries = lax.optimization_barrier(entries)
+        return jnp.moveaxis(entries, 2 if call.heads_first else 3, 1).reshape(lanes, kv_heads, slots, -1)
 
     def operand(pool: Array, page: Array) -> Array:
         # XLA's library for CPUs takes products from one array in this order, else a slow loop runs
@@ -411,9 +416,9 @@ def _by_turns(
         return array if scale is None else array * jnp.swapaxes(read(scale, page), 2, 3)
 
     def step(blocks: Array, queries: list[Array], tile: Array, state: RunningSoftmax) -> RunningSoftmax:
-        at, ahead, page, *others = (lax.dynamic_slice_in_dim(each, tile, lanes) for each in known)
-        at = at - blocks[0]
-        of = jnp.minimum(at, len(blocks) - 1)
+        place, ahead, page, *of_rule = (lax.dynamic_slice_in_dim(array, tile, lanes) for array in known)
+        place = place - blocks[0]
+        of = jnp.minimum(place, len(blocks) - 1)
         keys = [operand(part.keys, page) for part in parts]
         products = [
             scaled(jnp.einsum("WKRH,WKCH->WKRC", q[of], k, preferred_element_type=jnp.float32), part.scale, page)
@@ -423,7 +428,7 @@ def _by_turns(
         distance = ahead[:, None] + back
         seen = distance >= 0
         if call.rule:
-            sequence, row, first = others
+            sequence, row, first = of_rule
             slot = first[:, None] + tiles.offsets[None]
             scores = _ruled(call.rule, scores, sequence, row[:, None] + np.arange(block)[None], slot)
         seen = seen if call.window is None else seen & (distance < call.window)
@@ -431,19 +436,21 @@ def _by_turns(
         own_peak = jnp.maximum(jnp.ceil(scores.max(axis=-1) / LN2), NO_PEAK)
         weights = jnp.exp(scores - own_peak[..., None] * LN2)
         values = keys[0] if latent else operand(mixed.values, page)
+        # by halves: XLA's own sums depend on what else is in the iteration
         own_total, weights = sum_of_halves(weights)[..., 0], scaled(weights, mixed.scale, page).astype(dtype)
         sums = jnp.einsum("WKRC,WKCH->WKRH", weights, values, preferred_element_type=jnp.float32)
-        peak = state.peak.at[at].max(own_peak, mode="drop")
+        # tiles of no block here have a place past the last one, which is dropped
+        peak = state.peak.at[place].max(own_peak, mode="drop")
         fade, rise = _two_to(state.peak - peak), _two_to(own_peak - peak[of])
-        total = (state.total * fade).at[at].add(own_total * rise, mode="drop")
-        sums = (state.mixed * fade[..., None]).at[at].add(sums * rise[..., None], mode="drop")
+        total = (state.total * fade).at[place].add(own_total * rise, mode="drop")
+        sums = (state.mixed * fade[..., None]).at[place].add(sums * rise[..., None], mode="drop")
         return RunningSoftmax(peak, total, sums)
 
     def attend(blocks: Array, first: Array | int, num_tiles: Array, out: RaggedRows) -> RaggedRows:
         row, _ = _rows(call, tiles, blocks)
         queries = [part.queries.at[row].get(mode="clip") for part in parts]
-        queries = [each.reshape(len(blocks), block, kv_heads, group, -1) for each in queries]
-        queries = [jnp.moveaxis(each, 2, 1).reshape(len(blocks), kv_heads, block * group, -1) for each in queries]
+        queries = [array.reshape(len(blocks), block, kv_heads, group, -1) for array in queries]
+        queries = [jnp.moveaxis(array, 2, 1).reshape(len(blocks), kv_heads, block * group, -1) for array in queries]
         zeros = jnp.zeros(queries[0].shape[:3], jnp.float32)
         state = RunningSoftmax(zeros + NO_PEAK, zeros, jnp.zeros((*zeros.shape, width), jnp.float32))
         peak, total, sums = lax.fori_loop(
@@ -454,9 +461,9 @@ def _by_turns(
             top = jnp.maximum(peak, jnp.ceil(sinks / LN2))
             sums = sums * _two_to(peak - top)[..., None]
             total, peak = total * _two_to(peak - top) + jnp.exp(sinks - top * LN2), top
-        found = sums / jnp.where(total > 0, total, 1.0)[..., None]
-        more = (peak * LN2, total) if call.spread else ()
-        return _with_blocks(call, tiles, blocks, tuple(_of_heads(one, block) for one in (found, *more)), out)
+        result = sums / jnp.where(total > 0, total, 1.0)[..., None]
+        statistics = (peak * LN2, total) if call.spread else ()
+        return _with_blocks(call, tiles, blocks, tuple(_of_heads(x, block) for x in (result, *statistics)), out)
 
     if block == 1:
         return attend(jnp.arange(num_blocks, dtype=jnp.int32), 0, tiles.ends[-1], out)
@@ -466,6 +473,7 @@ def _by_turns(
 
 def _two_to(power: Array) -> Array:
     """Returns two to the power of whole numbers that are not positive, exactly."""
+    # the biased exponent of a float32, 0 for a power that is too small for one
     bits = jnp.maximum(power.astype(jnp.int32) + 127, 0) << 23
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -500,21 +508,21 @@ def _by_kernel(
     heads, dtype = parts[0].queries.shape[1], parts[0].queries.dtype
     rows = tiles.block * heads
     most = num_blocks * -(-call.pages.shape[1] // num_pages)
-    own = jnp.minimum(jnp.searchsorted(tiles.ends, jnp.arange(most), side="right"), num_blocks - 1)
+    owner = jnp.minimum(jnp.searchsorted(tiles.ends, jnp.arange(most), side="right"), num_blocks - 1)
     # a tile's last pages may be beyond the table, and entries without a page may be any number
     table = jnp.clip(call.pages, 0, len(mixed.values) - 1)
     position = (call.lengths - call.counts)[tiles.sequence] + tiles.row
     position = position if call.known is None else (call.known - 1)[tiles.sequence]
     position = position - (call.spread.first if call.spread else 0)
-    scalars = [own, tiles.starts, tiles.chunk, position]
+    scalars = [owner, tiles.starts, tiles.chunk, position]
     scalars = [x.astype(jnp.int32) for x in (*scalars, tiles.sequence * table.shape[1], table.reshape(-1))]
 
     def page(number: int) -> Any:
         def index(tile: Array, *scalars: Any) -> Any:
-            own, starts, chunk, _, first, entries = scalars
-            block = own[tile]
-            at = (chunk[block] + tile - starts[block]) * num_pages + number
-            return entries[first[block] + jnp.minimum(at, table.shape[1] - 1)], 0, 0
+            owner, starts, chunk, _, first, entries = scalars
+            block = owner[tile]
+            column = (chunk[block] + tile - starts[block]) * num_pages + number
+            return entries[first[block] + jnp.minimum(column, table.shape[1] - 1)], 0, 0
 
         return index
 
@@ -527,6 +535,7 @@ def _by_kernel(
     grid = np.indices((num_pages, kv_heads, page_len))
     number, key_head, slot = (grid if heads_first else np.swapaxes(grid, 2, 3)).reshape(3, -1)
     slot += number * tiles.span
+    # all heads are multiplied with the keys of all key heads, and see those of their own
     back = np.where((head // (heads // kv_heads))[:, None] == key_head, query[:, None] - slot, UNSEEN).astype(np.int32)
     sinks = jnp.full(heads, LOWEST) if call.sinks is None else call.sinks.astype(jnp.float32)
     begin = jnp.broadcast_to(jnp.tile(jnp.maximum(sinks, LOWEST), tiles.block)[:, None], (rows, LANE))
@@ -536,10 +545,10 @@ def _by_kernel(
 
     def of_tiles(scale: Array) -> Array:
         """Returns [tiles, 1, columns], gathered by XLA: a page of scales is not a whole number of registers."""
-        number = (tiles.chunk[own] + jnp.arange(most) - tiles.starts[own])[:, None] * num_pages
+        number = (tiles.chunk[owner] + jnp.arange(most) - tiles.starts[owner])[:, None] * num_pages
         number = jnp.minimum(number + jnp.arange(num_pages)[None], table.shape[1] - 1)
-        found = _in_memory("tpu", scale)[table[tiles.sequence[own][:, None], number]]
-        return (found if kv_heads == 1 or heads_first else jnp.swapaxes(found, 2, 3)).reshape(most, 1, -1)
+        factors = _in_memory("tpu", scale)[table[tiles.sequence[owner][:, None], number]]
+        return (factors if kv_heads == 1 or heads_first else jnp.swapaxes(factors, 2, 3)).reshape(most, 1, -1)
 
     scaled, scales = mixed.scale is not None, [*(part.scale for part in parts), mixed.scale]
     gathered = [of_tiles(scale) for scale in scales if scale is not None]
@@ -550,16 +559,17 @@ def _by_kernel(
     pools = [jnp.swapaxes(pool, 1, 2) if turn else pool for pool, turn in zip(pools, turned, strict=True)]
 
     def kernel(*refs: Any) -> None:
-        own, starts, chunk, position, _, _, begin_ref, back_ref, *arrays = refs
+        owner, starts, chunk, position, _, _, begin_ref, back_ref, *arrays = refs
         query_refs, scale_refs = arrays[: len(parts)], arrays[len(parts) :][: len(gathered)]
         *page_refs, peak_ref, total_ref, sums_ref = arrays[len(parts) + len(gathered) :]
-        page_refs, out_refs = page_refs[: -len(made)], page_refs[-len(made) :]
+        page_refs, out_refs = page_refs[: -len(widths)], page_refs[-len(widths) :]
         tile = pl.program_id(0)
-        block = own[tile]
+        block = owner[tile]
 
         @pl.when(tile == starts[block])
         def begin_block() -> None:
             peak_ref[...] = begin_ref[...]
+            # a sink counts as a score from before the first key
             total_ref[...] = jnp.where(begin_ref[...] > LOWEST, 1.0, 0.0)
             sums_ref[...] = jnp.zeros((rows, width), jnp.float32)
 
@@ -571,11 +581,11 @@ def _by_kernel(
 
         keys = [read(number) for number in range(len(parts))]
         products = (
-            lax.dot_general(ref[0], each, (((1,), (int(not turn),)), ((), ())), preferred_element_type=jnp.float32)
-            for ref, each, turn in zip(query_refs, keys, turned, strict=False)
+            lax.dot_general(ref[0], key, (((1,), (int(not turn),)), ((), ())), preferred_element_type=jnp.float32)
+            for ref, key, turn in zip(query_refs, keys, turned, strict=False)
         )
         if scaled:
-            products = (each * ref[0] for each, ref in zip(products, scale_refs, strict=False))
+            products = (product * ref[0] for product, ref in zip(products, scale_refs, strict=False))
         scores = capped(call.scale * sum(products, start=jnp.zeros(back.shape, jnp.float32)), call.softcap)
         distance = back_ref[...] + (position[block] - (chunk[block] + tile - starts[block]) * tiles.positions)
         seen = distance >= 0 if call.window is None else (distance >= 0) & (distance < call.window)
@@ -590,28 +600,30 @@ def _by_kernel(
         peak_ref[...] = jnp.broadcast_to(peak, (rows, LANE))
         total_ref[...] = jnp.broadcast_to(total, (rows, LANE))
         sums_ref[...] = sums
+        # by every tile: what the last one of a block writes stays
         out_refs[0][0] = sums / jnp.where(total > 0, total, 1.0)
         for ref, statistic in zip(out_refs[1:], (peak, total), strict=False):
             ref[0] = jnp.broadcast_to(statistic, (rows, LANE))
 
-    made = (width, LANE, LANE) if call.spread else (width,)
+    widths = (width, LANE, LANE) if call.spread else (width,)
     running = [pltpu.VMEM((rows, size), jnp.float32) for size in (LANE, LANE, width)]
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(jnp.maximum(tiles.ends[-1], 1),),
             in_specs=[
-                *(pl.BlockSpec(each.shape, lambda *_: (0, 0)) for each in (begin, back)),
-                *(pl.BlockSpec((1, *each.shape[1:]), of_block) for each in queries),
-                *(pl.BlockSpec((1, *each.shape[1:]), lambda tile, *_: (tile, 0, 0)) for each in gathered),
+                *(pl.BlockSpec(array.shape, lambda *_: (0, 0)) for array in (begin, back)),
+                *(pl.BlockSpec((1, *array.shape[1:]), of_block) for array in queries),
+                *(pl.BlockSpec((1, *array.shape[1:]), lambda tile, *_: (tile, 0, 0)) for array in gathered),
+                # pages of a tile lie anywhere in a pool, so that each is an operand of its own
                 *(pl.BlockSpec((1, *pool.shape[1:]), page(number)) for pool in pools for number in range(num_pages)),
             ],
-            out_specs=[pl.BlockSpec((1, rows, size), of_block) for size in made],
+            out_specs=[pl.BlockSpec((1, rows, size), of_block) for size in widths],
             scratch_shapes=running,
         ),
-        out_shape=[jax.ShapeDtypeStruct((num_blocks, rows, size), jnp.float32) for size in made],
+        out_shape=[jax.ShapeDtypeStruct((num_blocks, rows, size), jnp.float32) for size in widths],
         interpret=interpret,
     )(*scalars, begin, jnp.asarray(back), *queries, *gathered, *(pool for pool in pools for _ in range(num_pages)))
-    out, *statistics = (one.reshape(num_blocks, tiles.block, heads, -1) for one in found)
-    return out, *(one[..., 0] for one in statistics)
+    out, *statistics = (array.reshape(num_blocks, tiles.block, heads, -1) for array in results)
+    return out, *(array[..., 0] for array in statistics)

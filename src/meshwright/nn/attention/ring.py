@@ -80,16 +80,18 @@ def ring_attention(
     Runs inside `shard_map`: rank r has the r-th of the n equal parts of queries, keys and values, as they are sharded
     over the ring's axes (major to minor).
     """
-    own = attention(ring.own(call, q.shape[1]), q, k, v)
+    result = attention(ring.own(call, q.shape[1]), q, k, v)
 
     def add_block(state: Pair, keys: Pair, step: Array) -> Pair:
         """Merges two results with their log-sum-exps into the softmax over the keys of both."""
         passing = _passing(call, ring, step, q, keys)
         lse = jnp.logaddexp(state[1], passing[1])
-        one, other = (o.astype(jnp.float32) * jnp.exp(sums - safe(lse))[..., None] for o, sums in (state, passing))
-        return one + other, lse
+        # safe: where neither has seen a key, the difference of two infinities would be NaN
+        held, added = (o.astype(jnp.float32) * jnp.exp(sums - safe(lse))[..., None] for o, sums in (state, passing))
+        return held + added, lse
 
-    start, moves = (own[0].astype(jnp.float32), own[1]), ring.moves(call, q.shape[1])
+    # float32, as every passing block rescales the result and adds to it
+    start, moves = (result[0].astype(jnp.float32), result[1]), ring.moves(call, q.shape[1])
     o, lse = start if moves == 0 else _around(ring, moves, ring.send((k, v)), start, add_block, first=1)
     return o.astype(q.dtype), lse
 
@@ -104,16 +106,17 @@ def ring_attention_backward(
 ) -> tuple[Array, ...]:
     """Returns (dq, dk, dv) of this rank's queries, keys and values; of its queries alone, with sinks dsinks, and the
     cotangents of what the score rule learns."""
-    dq, dk, dv, *others = attention_backward(ring.own(call, q.shape[1]), given, q, k, v)
+    dq, dk, dv, *further = attention_backward(ring.own(call, q.shape[1]), given, q, k, v)
     moves = ring.moves(call, q.shape[1])
     if moves:
-        more, collected = _collected(ring, moves, (k, v), partial(_passing_back, call, ring, given, q))
+        passed, collected = _collected(ring, moves, (k, v), partial(_passing_back, call, ring, given, q))
         # Cotangents start on the first device that the keys reach, so the own part is added here.
         home = ring.send(collected, -moves)
-        dq, dk, dv = dq.astype(jnp.float32) + more[0], dk + home[0], dv + home[1]
-        first = len(others) - len(more) + 1
-        others[first:] = jax.tree.map(jnp.add, others[first:], more[1:])
-    return dq.astype(q.dtype), dk, dv, *others
+        dq, dk, dv = dq.astype(jnp.float32) + passed[0], dk + home[0], dv + home[1]
+        # the own part begins with the cotangents of sinks, which passing keys do not have
+        first = len(further) - len(passed) + 1
+        further[first:] = jax.tree.map(jnp.add, further[first:], passed[1:])
+    return dq.astype(q.dtype), dk, dv, *further
 
 
 def _around(
@@ -134,6 +137,7 @@ def _around(
     state = start
     if moves > first:
         (keys, state), _ = lax.scan(step, (keys, start), jnp.arange(first, moves))
+    # outside of the loop, because the last block is not sent on
     return add_block(state, keys, jnp.int32(moves))
 
 
@@ -144,11 +148,11 @@ def _collected(
     passed last."""
 
     def add_block(state: tuple[list[Array], Pair], keys: Pair, step: Array) -> tuple[list[Array], Pair]:
-        own, collected = state
-        more, (dk, dv) = passing(step, keys)
+        total, collected = state
+        added, (dk, dv) = passing(step, keys)
         # The sums are in flight while this block is computed, whose part is added after the send.
         dk_before, dv_before = ring.send(collected)
-        return jax.tree.map(jnp.add, own, more), (dk_before + dk, dv_before + dv)
+        return jax.tree.map(jnp.add, total, added), (dk_before + dk, dv_before + dv)
 
     keys = ring.send(keys)
     state = passing(jnp.int32(1), keys)
@@ -170,10 +174,11 @@ def _on_passing(
     if call.terms.keys() != {"causal"} or not call.ignores_places:
         source = (ring.rank - step) % ring.size
         here, there = (ring.order.of_rank(rank, length, ring.size) for rank in (ring.rank, source))
+        # sinks count once, with a rank's own keys
         passing = replace(call, sinks=None, q_idx=here, kv_idx=there)
         blocks = passing.blocks(batch, heads, *[-(-length // COARSE_BLOCKS)] * 2)
-        some = jnp.any(jnp.asarray(blocks.kinds) != NOTHING)
-        return lax.cond(some, lambda: part(passing, 0, length), lambda: part(passing, length, 0))
+        sees_any = jnp.any(jnp.asarray(blocks.kinds) != NOTHING)
+        return lax.cond(sees_any, lambda: part(passing, 0, length), lambda: part(passing, length, 0))
     whole = replace(call, sinks=None, q_idx=None, kv_idx=None, mask=None)
     half = length // 2
     earlier, later = ((0, half), (half, length)) if ring.order.zigzag_ranks else ((0, length), (length, 0))

@@ -164,9 +164,9 @@ class _Graph:
                 held = [self._constant(value) for value in getattr(inner, "consts", ())]
                 results = self._run(getattr(inner, "jaxpr", inner), held, inputs)
             else:
-                at = [x for x in inputs if isinstance(x, int)]
-                deps = frozenset().union(*(self.deps[x] for x in at))
-                heavy = eqn.primitive.name in HEAVY or any(self.heavy[x] for x in at)
+                nodes = [x for x in inputs if isinstance(x, int)]
+                deps = frozenset().union(*(self.deps[x] for x in nodes))
+                heavy = eqn.primitive.name in HEAVY or any(self.heavy[x] for x in nodes)
                 outs = enumerate(eqn.outvars)
                 results = [self._add((eqn, n, inputs), deps, var.aval, heavy=heavy) for n, var in outs]
             env.update(zip(eqn.outvars, results, strict=True))
@@ -175,7 +175,7 @@ class _Graph:
     def parts(self) -> tuple[list[int], list[int]]:
         """Returns what is computed before the kernel (heavy, of one side, and read by what is not), and the arrays that
         are looked up within it."""
-        found: set[int] = set()
+        before: set[int] = set()
         tables: set[int] = set()
         seen: set[int] = set()
         left = [self.out]
@@ -187,29 +187,30 @@ class _Graph:
             deps, made_by = self.deps[node], self.made_by[node]
             if made_by is None:
                 if "a" in deps:
-                    (tables if self.avals[node].ndim else found).add(node)
+                    (tables if self.avals[node].ndim else before).add(node)
             elif deps and self.heavy[node] and "s" not in deps and not {"q", "k"} <= deps:
-                found.add(self._before_layout(node))
+                before.add(self._before_layout(node))
             else:
                 left += made_by[2]
-        return sorted(found), sorted(tables)
+        return sorted(before), sorted(tables)
 
     def _before_layout(self, node: int) -> int:
         """Returns the operation whose result a node only reshapes."""
         made_by = self.made_by[node]
         while made_by and made_by[0].primitive.name in _LAYOUT and self.made_by[made_by[2][0]] is not None:
+            # before a broadcast there is a value for each row, after it one for each pair
             node = made_by[2][0]
             made_by = self.made_by[node]
         return node
 
     def layouts_of(self, node: int) -> list[int]:
         """Returns a node, and those that only reshape or broadcast it."""
-        found = [node]
+        nodes = [node]
         for later in range(node + 1, len(self.made_by)):
             made_by = self.made_by[later]
-            if made_by and made_by[0].primitive.name in _LAYOUT and made_by[2][0] in found:
-                found.append(later)
-        return found
+            if made_by and made_by[0].primitive.name in _LAYOUT and made_by[2][0] in nodes:
+                nodes.append(later)
+        return nodes
 
     def evaluate(self, wanted: Any, env: dict[int, Any]) -> Any:
         """Returns the value of a node, given those of others in ``env``."""
@@ -221,11 +222,11 @@ class _Graph:
                 return self.consts[wanted]
             eqn, number, inputs = made_by
             pairs = zip(eqn.invars, inputs, strict=True)
-            given = {var: self.evaluate(x, env) for var, x in pairs if not isinstance(var, Literal)}
+            values = {var: self.evaluate(x, env) for var, x in pairs if not isinstance(var, Literal)}
             alone = self.jaxpr.replace(
-                constvars=(), invars=list(given), outvars=eqn.outvars, eqns=[eqn], debug_info=self.debug_info
+                constvars=(), invars=list(values), outvars=eqn.outvars, eqns=[eqn], debug_info=self.debug_info
             )
-            env[wanted] = jax.core.eval_jaxpr(alone, (), *given.values())[number]
+            env[wanted] = jax.core.eval_jaxpr(alone, (), *values.values())[number]
         return env[wanted]
 
 
@@ -258,29 +259,29 @@ class _Part:
         pair = jnp.zeros(2, jnp.int32)
         index = {"q": (q_idx, pair), "k": (pair, kv_idx), "": (pair, pair)}
         graphs = {side: self._graph((len(q), 1), (1, len(k))) for side, (q, k) in index.items() if side in self.sides}
-        found = []
+        computed = []
         for number, (side, apart) in enumerate(zip(self.sides, self.apart, strict=True)):
             graph, (q, k) = graphs[side], index[side]
 
             def value(b: Array, h: Array, graph: Any = graph, q: Any = q, k: Any = k, number: int = number) -> Array:
                 # scores are not read here
-                at = [*arrays, *[None] * self.has_score, b, h, q[:, None], k[None]]
-                result = graph.evaluate(graph.parts()[0][number], dict(zip(graph.leaves, at, strict=True)))
+                args = [*arrays, *[None] * self.has_score, b, h, q[:, None], k[None]]
+                result = graph.evaluate(graph.parts()[0][number], dict(zip(graph.leaves, args, strict=True)))
                 return result.astype(jnp.int32) if result.dtype == bool else result
 
             by_head = jax.vmap(value, (None, 0))
             b, h = (x if letter in apart else x[:1] for x, letter in zip(places, "bh", strict=True))
             values = jax.vmap(by_head, (0, None))(b, h)
-            found.append(values.reshape(*values.shape[:2], -1) if side else values.reshape(values.shape[:2]))
-        return found
+            computed.append(values.reshape(*values.shape[:2], -1) if side else values.reshape(values.shape[:2]))
+        return computed
 
     def on_tile(self, values: Sequence[Array], tile: Tile, score: Array | None = None) -> Array:
         """Returns the function on a tile, given what was computed before."""
         graph = self._graph(jnp.shape(tile.query), jnp.shape(tile.key))
         tables = dict(zip(self.tables, tile.tables, strict=True))
-        at = [tables.get(number) for number in range(len(self.mod.arrays))]
-        at += [*([] if score is None else [score]), *tile.place, tile.query, tile.key]
-        env = dict(zip(graph.leaves, at, strict=True))
+        args = [tables.get(number) for number in range(len(self.mod.arrays))]
+        args += [*([] if score is None else [score]), *tile.place, tile.query, tile.key]
+        env = dict(zip(graph.leaves, args, strict=True))
         for node, value in zip(graph.parts()[0], values, strict=True):
             value = value != 0 if graph.avals[node].dtype == bool else value
             if jnp.size(value) == graph.avals[node].size:
@@ -327,7 +328,7 @@ def _function(part: _Part, first: dict[str, int], first_table: int) -> Callable[
         *score, tile = given
         left = {side: iter(values[first[side] :]) for side, values in zip(first, tile[2:5], strict=True)}
         values = [next(left[side]) for side in part.sides]
-        own = tile._replace(tables=tile.tables[first_table : first_table + len(part.tables)])
-        return part.on_tile(values, own, *score)
+        narrowed = tile._replace(tables=tile.tables[first_table : first_table + len(part.tables)])
+        return part.on_tile(values, narrowed, *score)
 
     return function

@@ -31,12 +31,12 @@ def routing_counts(scores: RouterScores, chosen: Chosen, *, capacity: int) -> Ro
     shares, log_total = _softmax(scores)
     experts = expert_numbers(chosen, capacity=capacity)
     number = jnp.arange(scores.shape[-1])[None, None]
-    asked = kept = jnp.zeros(scores.shape, jnp.float32)
+    load = placed = jnp.zeros(scores.shape, jnp.float32)
     for choice in range(chosen.shape[-1]):
         here = (experts[..., choice, None] == number).astype(jnp.float32)
-        asked = asked + here
-        kept = kept + here * (chosen[..., choice, None] >= 0)
-    rows = {"load": asked, "kept": kept, "importance": shares, "z": shares * log_total**2}
+        load = load + here
+        placed = placed + here * (chosen[..., choice, None] >= 0)
+    rows = {"load": load, "kept": placed, "importance": shares, "z": shares * log_total**2}
     return jnp.stack([jnp.sum(rows[name], axis=(0, 1)) for name in ROUTING_ROWS])
 
 
@@ -80,14 +80,14 @@ def routing_metrics(routing: RoutingCounts, *, experts_per_token: int) -> dict[s
     - load_max_over_mean: the choices of the busiest expert, divided by the mean
     - dropped_share: the share of choices without a slot
     """
-    load, kept, importance, z = (routing[..., ROUTING_ROWS.index(n), :] for n in ("load", "kept", "importance", "z"))
+    load, placed, importance, z = (routing[..., ROUTING_ROWS.index(n), :] for n in ("load", "kept", "importance", "z"))
     num_choices = jnp.sum(load, axis=-1)
     num_tokens = num_choices / experts_per_token
     return {
         "balance_loss": load.shape[-1] * jnp.sum(load * importance, axis=-1) / num_tokens**2,
         "router_z_loss": jnp.sum(z, axis=-1) / num_tokens,
         "load_max_over_mean": jnp.max(load, axis=-1) / jnp.mean(load, axis=-1),
-        "dropped_share": 1 - jnp.sum(kept, axis=-1) / num_choices,
+        "dropped_share": 1 - jnp.sum(placed, axis=-1) / num_choices,
     }
 
 

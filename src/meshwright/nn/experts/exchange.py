@@ -54,9 +54,9 @@ def to_experts(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
     """Sends a device's own rows to the devices of their experts along ``axes``, and returns the rows it receives."""
     route, me = slots.route, lax.axis_index(axes)
     assert route is not None
-    own, there, number = route.places()
+    here, there, number = route.places()
     mine = _of_device(number, me)
-    rows = _sent(slots.rows, (own[me], number[me], there[me], mine.reshape(-1)), route.room, axes)
+    rows = _sent(slots.rows, (here[me], number[me], there[me], mine.reshape(-1)), route.room, axes)
     return Ragged(rows, jnp.sum(mine, axis=0, dtype=jnp.int32)[None], route)
 
 
@@ -64,9 +64,9 @@ def to_owners(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
     """Sends the rows of a device's experts back along ``axes``; of its own rows those of other rounds are zero."""
     route, me = slots.route, lax.axis_index(axes)
     assert route is not None
-    own, there, number = route.places()
-    to, at, sizes = (_of_device(array, me).reshape(-1) for array in (own, there, number))
-    rows = _sent(slots.rows, (at, sizes, to, number[me]), route.num_own, axes)
+    here, there, number = route.places()
+    to, offsets, sizes = (_of_device(array, me).reshape(-1) for array in (here, there, number))
+    rows = _sent(slots.rows, (offsets, sizes, to, number[me]), route.num_own, axes)
     return Ragged(rows, lax.dynamic_slice_in_dim(route.counts, me, 1), route)
 
 
@@ -80,9 +80,9 @@ def _sent(rows: SlotRows, slices: tuple[Array, ...], num_received: int, axes: tu
     """Runs `jax.lax.ragged_all_to_all` with the offsets and sizes of slices, in its order, and returns the rows that
     a device receives; on CPUs, which lack it, every device gathers all rows and takes its own."""
     received = zeros_after((num_received, *rows.shape[1:]), rows.dtype, rows)
-    at, sizes, to, expected = (array.astype(jnp.int32) for array in slices)
+    offsets, sizes, to, expected = (array.astype(jnp.int32) for array in slices)
     if default_platform() != "cpu":
-        return lax.ragged_all_to_all(rows, received, at, sizes, to, expected, axis_name=axes)
+        return lax.ragged_all_to_all(rows, received, offsets, sizes, to, expected, axis_name=axes)
     everyone = lax.all_gather(rows, axes, tiled=True)
     num_devices, me = lax.axis_size(axes), lax.axis_index(axes)
 
@@ -90,7 +90,7 @@ def _sent(rows: SlotRows, slices: tuple[Array, ...], num_received: int, axes: tu
         by_device = lax.all_gather(array, axes).reshape(num_devices, num_devices, -1)
         return lax.dynamic_index_in_dim(by_device, me, 1, keepdims=False)
 
-    first = jnp.arange(num_devices, dtype=jnp.int32)[:, None] * rows.shape[0] + sent_here(at)
+    first = jnp.arange(num_devices, dtype=jnp.int32)[:, None] * rows.shape[0] + sent_here(offsets)
     first, start, number = (array.reshape(-1) for array in (first, sent_here(to), sent_here(sizes)))
     within = jnp.arange(received.shape[0], dtype=jnp.int32)[:, None] - start[None]
     inside = (within >= 0) & (within < number[None])

@@ -45,8 +45,8 @@ def product(slots: Ragged, weights: Float[Array, "E _ _"], *, transposed: bool) 
     kernel = _tpu_product if default_platform() == "tpu" else _mosaic_product
 
     def of_piece(rows: _Rows, sizes: _Sizes) -> _Rows:
-        made = kernel(rows, weights, sizes, transposed)
-        return jnp.where((jnp.arange(len(rows), dtype=jnp.int32) < jnp.sum(sizes))[:, None], made, 0)
+        results = kernel(rows, weights, sizes, transposed)
+        return jnp.where((jnp.arange(len(rows), dtype=jnp.int32) < jnp.sum(sizes))[:, None], results, 0)
 
     return jnp.concatenate(_of_pieces(of_piece, slots, slots.rows))
 

@@ -57,11 +57,11 @@ def blocks_of(slots: ExpertSlots, model: Model, *, block_rows: int = BLOCK_ROWS)
     A CPU processes blocks one by one.
     """
     if isinstance(slots, Ragged):
-        found, mean_rows = _grouped(slots, block_rows), slots.rows.shape[0] / slots.sizes.shape[1]
+        blocks, mean_rows = _grouped(slots, block_rows), slots.rows.shape[0] / slots.sizes.shape[1]
     else:
         mean_rows = slots.shape[1] * model.experts_per_token / model.num_experts
-        found = _filled(slots, block_rows)
-    return ExpertBlocks(*found, block_rows, 1 if default_platform() == "cpu" else int(blocks_at_once(mean_rows)))
+        blocks = _filled(slots, block_rows)
+    return ExpertBlocks(*blocks, block_rows, 1 if default_platform() == "cpu" else int(blocks_at_once(mean_rows)))
 
 
 def _filled(slots: Float[Array, "E C D"], block_rows: int) -> tuple[Array, Array, Array]:
@@ -196,5 +196,5 @@ def _several_blocks(blocks: ExpertBlocks, expert: Array, turn: Array, size: int,
 def _dot(left: Array, right: Array, contracted: tuple[int, int], *, wide: bool = False) -> Array:
     """Contracts one dim of each, summing in float32; the result has the operands' dtype unless ``wide``."""
     dims = (((contracted[0],), (contracted[1],)), ((), ()))
-    made = jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
-    return made if wide else made.astype(left.dtype)
+    product = jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
+    return product if wide else product.astype(left.dtype)

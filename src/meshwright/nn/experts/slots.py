@@ -49,7 +49,7 @@ class Delivery:
         """Returns the place of each device's rows for each expert in this round: the first among the device's own
         rows, the first at the expert's device, and their number."""
         size, num_experts = self.counts.shape
-        own = jnp.cumsum(self.counts, axis=1) - self.counts
+        here = jnp.cumsum(self.counts, axis=1) - self.counts
         # in the order of rounds: all rows to one device, those of the first device first
         grouped = self.counts.reshape(size, size, num_experts // size)
         to_device = jnp.sum(grouped, axis=-1)
@@ -61,7 +61,7 @@ class Delivery:
         of_expert = jnp.sum(number, axis=0).reshape(size, -1)
         start = (jnp.cumsum(of_expert, axis=-1) - of_expert).reshape(-1)
         there = start[None] + jnp.cumsum(number, axis=0) - number
-        return own + skipped, there, number
+        return here + skipped, there, number
 
 
 @jax.tree_util.register_dataclass
@@ -125,10 +125,10 @@ def assign_slots(experts: Chosen, *, num_experts: int, capacity: int) -> Chosen:
     """Returns ``chosen`` from the indices of each token's experts; tokens get slots in their order."""
     flat = experts.reshape(-1, experts.shape[-1])
     number = jnp.arange(num_experts)[None]
-    asked = jnp.zeros((flat.shape[0], num_experts), jnp.int32)
+    choices = jnp.zeros((flat.shape[0], num_experts), jnp.int32)
     for choice in range(flat.shape[-1]):
-        asked += flat[:, choice, None] == number
-    before = jnp.cumsum(asked, axis=0) - 1
+        choices += flat[:, choice, None] == number
+    before = jnp.cumsum(choices, axis=0) - 1
     slot = jnp.take_along_axis(before, flat, axis=-1).reshape(experts.shape)
     return jnp.where(slot < capacity, experts * capacity + slot, -1 - experts).astype(jnp.int32)
 
@@ -199,6 +199,6 @@ def _source_of_rows(like: ExpertSlots, chosen: Chosen) -> tuple[Int[Array, " R"]
     num_rows, flat = rows_of(like).shape[0], _places(like, chosen).reshape(-1)
     numbers = jnp.arange(flat.size, dtype=jnp.int32)
     # a negative index would count from the end; an index past the end is dropped
-    at = jnp.where(flat < 0, num_rows, flat)
-    source = jnp.full(num_rows, -1, jnp.int32).at[at].set(numbers, mode="drop", unique_indices=True)
+    rows = jnp.where(flat < 0, num_rows, flat)
+    source = jnp.full(num_rows, -1, jnp.int32).at[rows].set(numbers, mode="drop", unique_indices=True)
     return jnp.maximum(source, 0), source >= 0

@@ -42,9 +42,9 @@ def base_folder(folder: Path) -> Path:
     reads it, at the current one."""
     named = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.").get("base_model_name_or_path") or ""
     path = Path(str(named)).expanduser()
-    for found in map(as_folder, (folder / path, path)):
-        if named and found.is_dir():
-            return found
+    for base in map(as_folder, (folder / path, path)):
+        if named and base.is_dir():
+            return base
     raise InputError(
         f"{folder / ADAPTER_CONFIG} names the base model {named!r}, which is a folder neither from {folder} nor from "
         f"here. Write the folder of the base as base_model_name_or_path."
@@ -65,16 +65,16 @@ def model_with_adapters(model: Model, folders: Sequence[Path]) -> Model:
         raise InputError(f"{model.name} is an adapter itself. Serve its base, and it beside the other adapters.")
     if missing := next((folder for folder in folders if not is_adapter(folder)), None):
         raise InputError(f"{missing} has no {ADAPTER_CONFIG}. Give the folder of an adapter in PEFT's format.")
-    found = [_lora(model, folder) for folder in folders]
-    rank = len(folders) * max(lora.rank for lora in found)
-    targets = tuple(name for name, weight in LORA_TARGETS.items() if any(weight in lora.weights for lora in found))
+    loras = [_lora(model, folder) for folder in folders]
+    rank = len(folders) * max(lora.rank for lora in loras)
+    targets = tuple(name for name, weight in LORA_TARGETS.items() if any(weight in lora.weights for lora in loras))
     return replace(model, lora=Lora(rank=rank, alpha=rank, targets=targets))
 
 
 def _lora(model: Model, folder: Path) -> Lora:
     keys = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.")
-    found = {name: keys.get(name, value) for name, value in _PLAIN.items()}
-    wrong = [f"{name}={found[name]!r}" for name, value in _PLAIN.items() if found[name] != value]
+    settings = {name: keys.get(name, value) for name, value in _PLAIN.items()}
+    wrong = [f"{name}={settings[name]!r}" for name, value in _PLAIN.items() if settings[name] != value]
     wrong += [f"{name}={keys[name]!r}" for name in _ABSENT if keys.get(name)]
     if keys.get("peft_type", "LORA") != "LORA" or wrong:
         raise CannotRunError(f"{folder / ADAPTER_CONFIG} has {', '.join(wrong) or 'another peft_type than LORA'}, "
@@ -91,23 +91,23 @@ def _lora(model: Model, folder: Path) -> Lora:
 def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
     """Returns the names of the target weights in `LORA_TARGETS`. PEFT's config lists modules, by their whole names or
     last words, or has a regular expression."""
-    given, where = keys.get("target_modules") or (), folder / ADAPTER_CONFIG
+    targets, where = keys.get("target_modules") or (), folder / ADAPTER_CONFIG
     templates = {name: _module(model, weight) for name, weight in LORA_TARGETS.items()}
     modules = {n: [t.format(layer=layer) for layer in range(model.num_layers)] for n, t in templates.items() if t}
 
     def is_meant(module: str) -> bool:
-        if isinstance(given, str):
-            return given == "all-linear" or re.fullmatch(given, module) is not None
-        return any(module == target or module.endswith(f".{target}") for target in given)
+        if isinstance(targets, str):
+            return targets == "all-linear" or re.fullmatch(targets, module) is not None
+        return any(module == target or module.endswith(f".{target}") for target in targets)
 
     meant = {name: list(map(is_meant, names)) for name, names in modules.items()}
     every = [module for names in modules.values() for module in names]
-    listed = () if isinstance(given, str) else given
+    listed = () if isinstance(targets, str) else targets
     unknown = [t for t in listed if not any(module == t or module.endswith(f".{t}") for module in every)]
     unknown += [f"{name} in some layers alone" for name, layers in meant.items() if any(layers) and not all(layers)]
     if unknown or not any(any(layers) for layers in meant.values()):
         raise CannotRunError(
-            f"{where} targets {', '.join(unknown) or given}: this version has adapters of {', '.join(modules)}, in "
+            f"{where} targets {', '.join(unknown) or targets}: this version has adapters of {', '.join(modules)}, in "
             f"every layer. Merge the adapter with PEFT."
         )
     return tuple(name for name, layers in meant.items() if all(layers))
@@ -129,10 +129,10 @@ def open_tensors(model: Model, folder: Path, adapters: Sequence[Path] = ()) -> I
             return with_floats(stack.enter_context(open_files(place)), *_quantisation(model, place))
 
         places = [base_folder(folder), folder] if model.lora and is_adapter(folder) else [folder]
-        found = {name: tensor for place in places for name, tensor in opened(place).items()}
+        tensors = {name: tensor for place in places for name, tensor in opened(place).items()}
         if adapters:
-            found |= _side_by_side(model, [(each, opened(each)) for each in adapters], found)
-        yield found
+            tensors |= _side_by_side(model, [(adapter, opened(adapter)) for adapter in adapters], tensors)
+        yield tensors
 
 
 def _quantisation(model: Model, folder: Path) -> tuple[Quantisation | None, np.dtype]:

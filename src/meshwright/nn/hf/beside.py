@@ -54,6 +54,6 @@ def keep_beside(source: Path, run: Path, tokenizer: Tokenizer) -> None:
     turn_end = tokenizer.token_to_id(chats.turn_end) if chats else None
     ends = (*end_tokens(source, tokenizer), end_token(tokenizer, special_tokens(source).get("eos_token")), turn_end)
     named = list(dict.fromkeys(end for end in ends if end is not None))
-    kept = token_numbers(source) if (source / CONFIG).is_file() else {}
-    kept |= read_table(run / GENERATION, remedy="remove it")
-    write_json_whole(run / GENERATION, kept | {"eos_token_id": named})
+    config = token_numbers(source) if (source / CONFIG).is_file() else {}
+    config |= read_table(run / GENERATION, remedy="remove it")
+    write_json_whole(run / GENERATION, config | {"eos_token_id": named})

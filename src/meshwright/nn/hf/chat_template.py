@@ -50,19 +50,19 @@ class ChatTemplates(NamedTuple):
         is_open = bool(variables.pop("continue_final_message", False))
         if is_open and variables["add_generation_prompt"]:
             raise InputError("continue_final_message and add_generation_prompt exclude each other. Give one of them.")
-        found = list[str | Exception]()
+        outcomes = list[str | Exception]()
         for form in _forms([_named(message) for message in messages]):
             try:
                 text = template.render({**variables, "messages": _opened(form) if is_open else form})
-                found.append(text := _ended(text) if is_open else text)
+                outcomes.append(text := _ended(text) if is_open else text)
             except Exception as error:  # a template may raise anything
-                found.append(error)
+                outcomes.append(error)
             else:
                 if _says_all(text, form):
                     return text
-        rendered = [text for text in found if isinstance(text, str)]
+        rendered = [text for text in outcomes if isinstance(text, str)]
         if not rendered:
-            raise InputError(f"{REFUSES}{found[0]}.")
+            raise InputError(f"{REFUSES}{outcomes[0]}.")
         return rendered[0]
 
     @property
@@ -81,16 +81,16 @@ def read_chat_templates(folder: Path) -> ChatTemplates | None:
 
     Raises InputError for a template that is not valid.
     """
-    given: Any = read_table(folder / TOKENIZER_CONFIG, remedy="remove it").get("chat_template")
-    given = given or read_table(folder / PROCESSOR_TEMPLATE, remedy="remove it").get("chat_template")
-    listed = given if isinstance(given, list) else [{"name": "default", "template": given}]
-    pairs = ((one.get("name"), one.get("template")) for one in listed if isinstance(one, dict))
+    stored: Any = read_table(folder / TOKENIZER_CONFIG, remedy="remove it").get("chat_template")
+    stored = stored or read_table(folder / PROCESSOR_TEMPLATE, remedy="remove it").get("chat_template")
+    listed = stored if isinstance(stored, list) else [{"name": "default", "template": stored}]
+    pairs = ((item.get("name"), item.get("template")) for item in listed if isinstance(item, dict))
     sources = {str(name): source for name, source in pairs if isinstance(source, str)}
     files = {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
     files |= {"default": folder / TEMPLATE} if (folder / TEMPLATE).is_file() else {}
     if files:
-        kept = {name: source for name, source in sources.items() if name == "default"}
-        sources = kept | {name: read_text(file, "Mend it.") for name, file in files.items()}
+        default = {name: source for name, source in sources.items() if name == "default"}
+        sources = default | {name: read_text(file, "Mend it.") for name, file in files.items()}
     if "default" not in sources:
         return None
     try:
@@ -107,9 +107,9 @@ Message = dict[str, Any]
 
 def _named(message: Message) -> Message:
     """Returns a message without null fields, and with its reasoning under the names that templates read."""
-    kept = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((kept[name] for name in REASONING if name in kept), None)
-    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+    fields = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((fields[name] for name in REASONING if name in fields), None)
+    return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
 
 
 def _forms(messages: list[Message]) -> Iterator[list[Message]]:
@@ -132,15 +132,15 @@ def _calls(message: Message) -> list[Message]:
     """Returns the functions that a message calls; none if one of its calls is of another kind."""
     calls = message.get("tool_calls")
     listed = calls if isinstance(calls, list) else []
-    found: list[Any] = [one.get("function") for one in listed if isinstance(one, dict)]
-    return found if len(found) == len(listed) and all(isinstance(one, dict) for one in found) else []
+    functions: list[Any] = [call.get("function") for call in listed if isinstance(call, dict)]
+    return functions if len(functions) == len(listed) and all(isinstance(x, dict) for x in functions) else []
 
 
 def _parts(message: Message) -> list[str] | None:
     """Returns the texts of a message whose content is a list of nothing else; None for another content."""
     content = message.get("content")
     parts = content if isinstance(content, list) else []
-    texts = [one["text"] for one in parts if isinstance(one, dict) and isinstance(one.get("text"), str)]
+    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
     return texts if isinstance(content, list) and len(texts) == len(parts) else None
 
 
@@ -159,8 +159,8 @@ def _with_other_arguments(message: Message) -> Message:
     functions = _calls(message)
     if not functions:
         return message
-    others = [{**one, "arguments": _other_form(one.get("arguments"))} for one in functions]
-    calls = [{**call, "function": other} for call, other in zip(message["tool_calls"], others, strict=True)]
+    rewritten = [{**function, "arguments": _other_form(function.get("arguments"))} for function in functions]
+    calls = [{**call, "function": function} for call, function in zip(message["tool_calls"], rewritten, strict=True)]
     return {**message, "tool_calls": calls}
 
 
@@ -169,7 +169,7 @@ def _other_form(arguments: Any) -> Any:
     with suppress(TypeError, ValueError, RecursionError):
         if not isinstance(arguments, str):
             return json.dumps(arguments, ensure_ascii=False)
-        return found if isinstance(found := json.loads(arguments), dict) else arguments
+        return value if isinstance(value := json.loads(arguments), dict) else arguments
     return arguments
 
 
@@ -181,8 +181,8 @@ def _says_all(text: str, messages: list[Message]) -> bool:
             return False
         if not all(str(call.get("name")) in text for call in calls):
             return False
-        given = [one for call in calls if isinstance(one := call.get("arguments"), str)]
-        if any(json.dumps(one, ensure_ascii=code) in text for one in given for code in (True, False)):
+        texts = [arguments for call in calls if isinstance(arguments := call.get("arguments"), str)]
+        if any(json.dumps(arguments, ensure_ascii=code) in text for arguments in texts for code in (True, False)):
             return False
     return True
 
@@ -230,8 +230,8 @@ def _compiled(source: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     # Jinja's own filter escapes HTML.
-    environment.filters["tojson"] = lambda found, ensure_ascii=False, **how: json.dumps(
-        found, ensure_ascii=ensure_ascii, **how
+    environment.filters["tojson"] = lambda value, ensure_ascii=False, **how: json.dumps(
+        value, ensure_ascii=ensure_ascii, **how
     )
     environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     return environment.from_string(source)

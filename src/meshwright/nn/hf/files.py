@@ -63,7 +63,7 @@ class StoredTensor:
     @property
     def dtype(self) -> np.dtype:
         code = self.file().get_slice(self.name).get_dtype()
-        known = _NARROW | {own: dtype for dtype, own in _CODES.items()}
+        known = _NARROW | {name: dtype for dtype, name in _CODES.items()}
         return known[code] if code in known else self[tuple(slice(0, min(1, size)) for size in self.shape)].dtype
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
@@ -141,13 +141,13 @@ def _files(folder: Path) -> dict[str, Path]:
 
 def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     try:
-        found = msgspec.convert(read_json(index, "Fetch it again.").get("weight_map"), dict[str, str])
+        weight_map = msgspec.convert(read_json(index, "Fetch it again.").get("weight_map"), dict[str, str])
     except msgspec.ValidationError:
         raise InputError(f"{index} is not an index of weight files: it has no weight_map. Fetch it again.") from None
-    for name in found.values():
+    for name in weight_map.values():
         if Path(name).name != name:
             raise InputError(f"{index} names {name!r}, which is not a file of its folder. Fetch the index again.")
-    return {tensor: folder / name for tensor, name in found.items()}
+    return {tensor: folder / name for tensor, name in weight_map.items()}
 
 
 # -- writing ------------------------------------------------------------------------------------------
@@ -168,15 +168,15 @@ class Entry(NamedTuple):
 
 def shards(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
     """Splits entries, in order, into files of at most ``max_bytes``; a larger tensor gets its own file."""
-    found: list[list[Entry]] = [[]]
+    files: list[list[Entry]] = [[]]
     num_bytes = 0
     for entry in entries:
-        if found[-1] and num_bytes + entry.num_bytes > max_bytes:
-            found.append([])
+        if files[-1] and num_bytes + entry.num_bytes > max_bytes:
+            files.append([])
             num_bytes = 0
-        found[-1].append(entry)
+        files[-1].append(entry)
         num_bytes += entry.num_bytes
-    return found
+    return files
 
 
 def write_checkpoint(folder: Path, entries: Sequence[Entry], *, max_bytes: int) -> list[Path]:
@@ -207,11 +207,11 @@ def write_file(path: Path, entries: Sequence[Entry]) -> None:
     It has the length of the header in 8 bytes, the header as JSON padded to 8 bytes, then the tensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    start = 0
     for entry in entries:
-        offsets = [at, at + entry.num_bytes]
+        offsets = [start, start + entry.num_bytes]
         header[entry.name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
-        at += entry.num_bytes
+        start += entry.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 

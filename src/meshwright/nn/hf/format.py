@@ -114,16 +114,16 @@ def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
     Checkpoints differ in the prefix of names. Some stack experts that are published one by one, as transformers 5 does
     in memory.
     """
-    own = model.weights_prefix
-    embed = rows(model)["embed"].hf_name.removeprefix(own)
-    prefix = next((p for p in (own, *PREFIXES) if p + embed in names), own)
+    default = model.weights_prefix
+    embed = rows(model)["embed"].hf_name.removeprefix(default)
+    prefix = next((p for p in (default, *PREFIXES) if p + embed in names), default)
     stacked = any(name.endswith(".experts.gate_up_proj") for name in names)
 
     def name_of(weight: Weight) -> str:
         name = weight.hf_name.replace(".block_sparse_moe.", ".mlp.") if stacked else weight.hf_name
         if stacked and "{expert}" in name:
             name = name.partition(".experts.")[0] + ".experts." + _STACKED[weight.name.rpartition(".")[2]]
-        return prefix + name.removeprefix(own) if name.startswith(own) else name
+        return prefix + name.removeprefix(default) if name.startswith(default) else name
 
     return name_of
 
@@ -138,8 +138,8 @@ def _axes(model: Model, weight: Weight, joined: list[Weight], *, one_by_one: boo
     along = [StoredDim(number, size) for number, size in enumerate(weight.shape[first:])]
     if len(joined) > 1:
         shared = -2 if local_name(weight).removesuffix("_lora_b") in _HEADS else -1
-        sizes = [other.shape[shared] for other in joined]
-        number = [other.name for other in joined].index(weight.name)
+        sizes = [part.shape[shared] for part in joined]
+        number = [part.name for part in joined].index(weight.name)
         start, step = (number, len(sizes)) if model.family == "gpt_oss" else (sum(sizes[:number]), 1)
         along[shared] = StoredDim(along[shared].dim, sum(sizes), start, step)
     experts = [(along.pop(0),)] if of_experts and not one_by_one else []
@@ -155,7 +155,7 @@ def _stored_order(
     if weight.kind == "vector":
         return (tuple(along),)
     if weight.part == "embedding":
-        return tuple((one,) for one in along)
+        return tuple((dim,) for dim in along)
     # The last dims are outputs. A product that reads heads has two input dims.
     num_in = 2 if dims[0] == "N" else 1
     inputs, outputs = tuple(along[:num_in]), tuple(along[num_in:])
@@ -167,7 +167,7 @@ def _stored_order(
 
 def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
     """Returns the stored parts by variable and leading indices; raises InputError as `load_params` does."""
-    found: dict[str, dict[tuple[int, ...], StoredPart]] = {}
+    parts: dict[str, dict[tuple[int, ...], StoredPart]] = {}
     for place in stored_parts(model, tensors):
         if place.tensor not in tensors:
             forms = ("_blocks", "_scale_inv", ".qweight", ".SCB")
@@ -179,9 +179,9 @@ def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, .
         if shape != place.shape:
             needed = f"{model.name} needs {place.shape}. Give the config of these weights."
             raise InputError(f"{place.tensor} has shape {shape}; {needed}")
-        found.setdefault(place.variable, {})[place.leading] = place
-    _require_all_used(model, tensors, {place.tensor for places in found.values() for place in places.values()})
-    return found
+        parts.setdefault(place.variable, {})[place.leading] = place
+    _require_all_used(model, tensors, {place.tensor for places in parts.values() for place in places.values()})
+    return parts
 
 
 IGNORED = ("*.rotary_emb.*inv_freq", "*.e_score_correction_bias")
@@ -215,9 +215,7 @@ def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
 def mtp_copies(model: Model) -> dict[str, str]:
     """Maps embedding and head to their copies, as published, in the layer for tokens after the next."""
     names = {"embed": "embed_tokens", "unembed": "shared_head.head"}
-    return {
-        v: f"{model.weights_prefix}layers.{at}.{name}.weight" for at in model.mtp_layers for v, name in names.items()
-    }
+    return {v: f"{model.weights_prefix}layers.{n}.{name}.weight" for n in model.mtp_layers for v, name in names.items()}
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -226,5 +224,5 @@ def _equal(one: Tensor, other: Tensor) -> bool:
         return False
     rows, width = one.shape
     starts = range(0, rows, ROWS_AT_ONCE)
-    boxes = ((slice(at, min(at + ROWS_AT_ONCE, rows)), slice(0, width)) for at in starts)
+    boxes = ((slice(start, min(start + ROWS_AT_ONCE, rows)), slice(0, width)) for start in starts)
     return all(np.array_equal(one[box], other[box]) for box in boxes)

@@ -66,8 +66,8 @@ def _block(kind: Any) -> tuple[int, int]:
     """Returns the values of a block of a type, and its bytes."""
     from gguf.constants import GGML_QUANT_SIZES
 
-    found: tuple[int, int] = GGML_QUANT_SIZES[kind]
-    return found
+    sizes: tuple[int, int] = GGML_QUANT_SIZES[kind]
+    return sizes
 
 
 # -- tensors ------------------------------------------------------------------------------------------
@@ -76,8 +76,8 @@ def _block(kind: Any) -> tuple[int, int]:
 @contextmanager
 def open_files(folder: Path) -> Iterator[Mapping[str, Tensor]]:
     """Yields the tensors of a folder's files of weights by name: of its GGUF files where it has no others."""
-    others = any(found for form in ("*.safetensors", f"{PICKLED}*") for found in folder.glob(form))
-    if not others and (files := gguf_files(folder)):
+    has_weights = any(file for form in ("*.safetensors", f"{PICKLED}*") for file in folder.glob(form))
+    if not has_weights and (files := gguf_files(folder)):
         yield gguf_tensors(files, model_from_config(folder))
     else:
         with open_checkpoint(folder) as tensors:
@@ -94,22 +94,22 @@ def gguf_tensors(files: list[Path], model: Model) -> dict[str, Tensor]:
     embed = stored.get("token_embd.weight")
     dtype = {0: DTYPES["fp32"], 1: DTYPES["fp16"]}.get(embed.kind if embed else 0, DTYPES["bf16"])
     rest = {name: _blocks(name, tensor, dtype) for name, tensor in stored.items() if not name.startswith("rope_f")}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     sharing = Counter((weight.hf_name, weight.layers) for weight in weight_table(model) if not weight.tied_to)
     for weight in weight_table(model):
         table = names["weights"] | (names["joined"] if sharing[weight.hf_name, weight.layers] > 1 else {})
         leaf = table.get(weight.name.removeprefix("layers."), "")
         for layer in weight.layers or (0,):
-            own = f"blk.{layer}.{leaf}" if weight.layers else leaf
-            if own not in rest:  # a part of a tensor that is found; others are refused where weights are read
+            name = f"blk.{layer}.{leaf}" if weight.layers else leaf
+            if name not in rest:  # a part of a tensor that is found; others are refused where weights are read
                 continue
-            tensor = _published(model, weight, rest.pop(own))
+            tensor = _published(model, weight, rest.pop(name))
             if "{expert}" in weight.hf_name:
                 for expert, data in enumerate(tensor.data):
-                    found[weight.hf_name.format(layer=layer, expert=expert)] = replace(tensor, data=data)
+                    tensors[weight.hf_name.format(layer=layer, expert=expert)] = replace(tensor, data=data)
             else:
-                found[weight.hf_name.format(layer=layer)] = tensor
-    return {**rest, **found}
+                tensors[weight.hf_name.format(layer=layer)] = tensor
+    return {**rest, **tensors}
 
 
 def _published(model: Model, weight: Weight, stored: GgufTensor) -> GgufTensor:
@@ -186,14 +186,14 @@ def as_folder(path: Path) -> Path:
         link = folder / f".{file.name}.{os.getpid()}"
         link.symlink_to(file.resolve())
         link.replace(folder / file.name)
-    if not (folder / TOKENIZER).exists() and (found := gguf_tokenizer(values)):
-        write_text_whole(folder / TOKENIZER, found.tokenizer.to_str())
+    if not (folder / TOKENIZER).exists() and (converted := gguf_tokenizer(values)):
+        write_text_whole(folder / TOKENIZER, converted.tokenizer.to_str())
         if not (folder / TOKENIZER_CONFIG).exists():
-            write_json_whole(folder / TOKENIZER_CONFIG, found.config)
+            write_json_whole(folder / TOKENIZER_CONFIG, converted.config)
         if not (folder / GENERATION).exists():
-            chats, ends = read_chat_templates(folder), found.generation.get("eos_token_id", [])
-            turn_end = found.tokenizer.token_to_id(chats.turn_end) if chats else None  # files need not name it
+            chats, ends = read_chat_templates(folder), converted.generation.get("eos_token_id", [])
+            turn_end = converted.tokenizer.token_to_id(chats.turn_end) if chats else None  # files need not name it
             ends += [] if turn_end is None or turn_end in ends else [turn_end]
-            write_json_whole(folder / GENERATION, found.generation | ({"eos_token_id": ends} if ends else {}))
+            write_json_whole(folder / GENERATION, converted.generation | ({"eos_token_id": ends} if ends else {}))
     write_json_whole(folder / CONFIG, config)
     return folder

@@ -25,8 +25,8 @@ def gguf_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer | None:
 
     Raises InputError for a tokenizer or a pre-tokenizer that is not known.
     """
-    given = {name.removeprefix("tokenizer.ggml."): value for name, value in values.items()}
-    kind, tokens, pre = given.get("model"), list(given.get("tokens", ())), str(given.get("pre", "default"))
+    metadata = {name.removeprefix("tokenizer.ggml."): value for name, value in values.items()}
+    kind, tokens, pre = metadata.get("model"), list(metadata.get("tokens", ())), str(metadata.get("pre", "default"))
     if not tokens:
         return None
     put, known = "Put the model's tokenizer.json beside the file.", gguf_names()["pre_tokenizers"]
@@ -34,21 +34,21 @@ def gguf_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer | None:
         raise InputError(f"the tokenizer {kind!r} of a GGUF file is not read; llama and gpt2 are. {put}")
     if kind == "gpt2" and pre not in known:
         raise InputError(f"the pre-tokenizer {pre!r} of a GGUF file is not known.{nearest(pre, known)} {put}")
-    types = given.get("token_type", [NORMAL] * len(tokens))
+    types = metadata.get("token_type", [NORMAL] * len(tokens))
     if kind == "llama":
         # tokens of several spaces are stored as such, where all others have the letter for a space
         tokens = ["▁" * len(text) if text and not text.strip(" ") else text for text in tokens]
-        tokenizer = _sentencepiece(given, tokens, types)
+        tokenizer = _sentencepiece(metadata, tokens, types)
     else:
-        tokenizer = _byte_level(given, tokens, known[pre])
+        tokenizer = _byte_level(metadata, tokens, known[pre])
     for wanted, add in ((CONTROL, tokenizer.add_special_tokens), (USER_DEFINED, tokenizer.add_tokens)):
-        texts = [text for text, one in zip(tokens, types, strict=True) if one == wanted and text.strip("▁")]
+        texts = [text for text, code in zip(tokens, types, strict=True) if code == wanted and text.strip("▁")]
         # tokens of spaces are left to merges, as in published files
         add([AddedToken(text, special=wanted == CONTROL, normalized=False) for text in texts])
-    named = {name: given.get(f"{name}_token_id") for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
+    named = {name: metadata.get(f"{name}_token_id") for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
     ids = {name: number for name, number in named.items() if number is not None and number < len(tokens)}
     usual = {"bos": kind == "llama" or known.get(pre) == "llama3", "eos": False}
-    adds = [name for name in usual if name in ids and given.get(f"add_{name}_token", usual[name])]
+    adds = [name for name in usual if name in ids and metadata.get(f"add_{name}_token", usual[name])]
     if adds:
         marks = {name: (tokens[ids[name]], ids[name]) for name in adds}
         first, last = ([marks[name][0]] if name in adds else [] for name in usual)
@@ -74,16 +74,16 @@ def _sentencepiece(given: Mapping[str, Any], tokens: Sequence[str], types: Seque
     Files have scores in place of merges: two tokens merge to one, the one with the highest score first.
     """
     vocab, scores = {text: number for number, text in enumerate(tokens)}, given.get("scores", [0.0] * len(tokens))
-    found = []
-    for text, one, score in zip(tokens, types, scores, strict=True):
-        if one in (NORMAL, USER_DEFINED):
-            rank = (one == NORMAL, -score, vocab[text])
-            cuts = ((text[:at], text[at:]) for at in range(1, len(text)))
-            found += [(*rank, len(left), (left, right)) for left, right in cuts if left in vocab and right in vocab]
+    merges = []
+    for text, code, score in zip(tokens, types, scores, strict=True):
+        if code in (NORMAL, USER_DEFINED):
+            rank = (code == NORMAL, -score, vocab[text])
+            cuts = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+            merges += [(*rank, len(left), (left, right)) for left, right in cuts if left in vocab and right in vocab]
     unknown = given.get("unknown_token_id")
     model = models.BPE(
         vocab,
-        [pair for *_, pair in sorted(found)],
+        [pair for *_, pair in sorted(merges)],
         unk_token=None if unknown is None else tokens[unknown],
         fuse_unk=True,
         byte_fallback=True,
@@ -108,9 +108,9 @@ def _byte_level(given: Mapping[str, Any], tokens: Sequence[str], splits: str) ->
     merges = [tuple(pair.split(" ", 1)) for pair in given.get("merges", ())]
     # a word that is a token is that token, whatever the merges say
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=splits in ("llama3", "tekken")))
-    own = [pre_tokenizers.Split(Regex(gguf_names()["splits"][splits]), behavior="isolated")] if splits != "gpt2" else []
+    cut = [pre_tokenizers.Split(Regex(gguf_names()["splits"][splits]), behavior="isolated")] if splits != "gpt2" else []
     of_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits in ("gpt2", "digits"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*own, of_bytes])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cut, of_bytes])
     if splits == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()

@@ -50,19 +50,19 @@ def unpickled(path: Path) -> dict[str, np.ndarray]:
             f"torch.save(torch.load(FILE, weights_only=True), FILE)."
         )
     try:
-        found = _read(path)
+        value = _read(path)
     except InputError:
         raise
     except KeyError as error:
         raise InputError(f"{path} has no {error}: it is damaged or not PyTorch's. Fetch it again.") from None
     except Exception as error:  # a pickle may fail in any way
         raise InputError(f"{path} is damaged: {first_line(error)}. Fetch it again.") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{path} holds {type(found).__name__}, not a dict of tensors. Give a file of weights by name.")
-    for name, tensor in found.items():
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}, not a dict of tensors. Give a file of weights by name.")
+    for name, tensor in value.items():
         if not isinstance(name, str) or not isinstance(tensor, np.ndarray):
             raise InputError(f"{path}: {name!r} is not a tensor. Give a file of weights alone.")
-    return dict(found)
+    return dict(value)
 
 
 def _read(path: Path) -> Any:

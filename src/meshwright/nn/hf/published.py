@@ -53,12 +53,12 @@ class Packing(NamedTuple):
         """Reads a box of the unpacked matrix, as unsigned numbers."""
         along, per_word = box[self.axis], 8 * words.dtype.itemsize // self.bits
         whole = slice(along.start // per_word, -(-along.stop // per_word))
-        found = np.moveaxis(words[(*box[: self.axis], whole, *box[self.axis + 1 :])], self.axis, 1)
-        unsigned = np.dtype(f"u{found.dtype.itemsize}")
+        packed = np.moveaxis(words[(*box[: self.axis], whole, *box[self.axis + 1 :])], self.axis, 1)
+        unsigned = np.dtype(f"u{packed.dtype.itemsize}")
         shifts = np.asarray(self.order or range(per_word), unsigned) * unsigned.type(self.bits)
-        values = ((found.view(unsigned)[..., None] >> shifts) & unsigned.type(2**self.bits - 1)).astype(np.uint8)
+        values = ((packed.view(unsigned)[..., None] >> shifts) & unsigned.type(2**self.bits - 1)).astype(np.uint8)
         first = along.start - whole.start * per_word
-        return np.moveaxis(values.reshape(len(found), -1)[:, first : first + along.stop - along.start], 1, self.axis)
+        return np.moveaxis(values.reshape(len(packed), -1)[:, first : first + along.stop - along.start], 1, self.axis)
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class PublishedMatrix:
     @property
     def stored(self) -> Tensor:
         """The stored values."""
-        found = self.part(*_VALUES)
-        assert found is not None
-        return found
+        tensor = self.part(*_VALUES)
+        assert tensor is not None
+        return tensor
 
     @property
     def transposed(self) -> bool:
@@ -109,8 +109,8 @@ class PublishedMatrix:
         sizes = list(self.stored.shape)
         if self.packing:
             sizes[self.packing.axis] *= 8 * self.stored.dtype.itemsize // self.packing.bits
-        if (given := self.part(".weight_shape")) is not None:  # the last word may not be full
-            sizes = [int(size) for size in given[(slice(0, 2),)]]
+        if (stated := self.part(".weight_shape")) is not None:  # the last word may not be full
+            sizes = [int(size) for size in stated[(slice(0, 2),)]]
         return tuple(sizes[::-1] if self.transposed else sizes)
 
     @property
@@ -122,7 +122,7 @@ class PublishedMatrix:
     @property
     def num_groups(self) -> tuple[int, ...]:
         """Numbers of scales along outputs and inputs."""
-        return tuple(-(-size // each) for size, each in zip(self.shape, self.group, strict=True))
+        return tuple(-(-size // group) for size, group in zip(self.shape, self.group, strict=True))
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
         rows, columns = (slice(*part.indices(size)[:2]) for part, size in zip(box, self.shape, strict=True))
@@ -132,39 +132,39 @@ class PublishedMatrix:
                              f"the config of these weights.")  # fmt: skip
         codes_dtype = np.dtype(np.int8) if self.packing else self.stored.dtype
         dtype = {"floats": self.dtype, "values": codes_dtype, "scales": np.dtype(np.float32)}[self.reads]
-        found = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
-        step = max(8, AT_ONCE // max(found.shape[1], 1))
+        values = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
+        step = max(8, AT_ONCE // max(values.shape[1], 1))
         for start in range(rows.start, rows.stop, step):
             part = slice(start, min(start + step, rows.stop))
-            at = np.ix_(np.arange(part.start, part.stop) // self.group[0], along)
-            into = found[start - rows.start : part.stop - rows.start]
+            index = np.ix_(np.arange(part.start, part.stop) // self.group[0], along)
+            into = values[start - rows.start : part.stop - rows.start]
             if self.reads == "scales":
-                into[:] = scale[at]
+                into[:] = scale[index]
             elif self.reads == "floats":
-                into[:] = (self.codes(part, columns) - np.broadcast_to(zero, scale.shape)[at]) * scale[at]
+                into[:] = (self.codes(part, columns) - np.broadcast_to(zero, scale.shape)[index]) * scale[index]
             else:
                 codes = self.codes(part, columns)
                 into[:] = (codes - np.uint8(self.middle)).view(np.int8) if self.packing else codes
-        return found
+        return values
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
         """Reads values before scaling, [out, in]: unsigned whole numbers where packed, else as stored."""
         box = (columns, rows) if self.transposed else (rows, columns)
-        found = self.packing.read(self.stored, box) if self.packing else np.asarray(self.stored[box])
-        found = found.T if self.transposed else found
-        return VALUES[found] if self.scheme.dtype == "fp4" else found
+        values = self.packing.read(self.stored, box) if self.packing else np.asarray(self.stored[box])
+        values = values.T if self.transposed else values
+        return VALUES[values] if self.scheme.dtype == "fp4" else values
 
     def groups(self, columns: slice) -> np.ndarray:
         """Returns the group of each input."""
         along, listed = np.arange(columns.start, columns.stop) // self.group[1], self.part(*_GROUPS)
         if listed is None:
             return along
-        found = _whole(listed).astype(np.int64)
-        own, inputs = found[columns], self.num_groups[1]
-        if not np.isin(found, range(inputs)).all() or (self.reads != "floats" and not np.array_equal(own, along)):
+        table = _whole(listed).astype(np.int64)
+        groups, inputs = table[columns], self.num_groups[1]
+        if not np.isin(table, range(inputs)).all() or (self.reads != "floats" and not np.array_equal(groups, along)):
             raise InputError(f"{self.name}: the list of the groups of its {self.shape[1]} inputs has others than 0 to "
                              f"{inputs - 1}, or than its config says. Fetch both again.")  # fmt: skip
-        return own
+        return groups
 
     def scales(self) -> np.ndarray:
         """Reads the scales [groups of outputs, groups of inputs] in float32."""
@@ -187,8 +187,8 @@ class PublishedMatrix:
             return _whole(zeros).astype(np.float32).reshape(self.num_groups)
         if not self.transposed:
             return packing._replace(axis=0).read(zeros, _all(self.num_groups)).astype(np.float32)
-        found = packing._replace(axis=1).read(zeros, _all(self.num_groups[::-1])).T
-        return ((found + self.quantisation.zeros_less_one) & (2**packing.bits - 1)).astype(np.float32)
+        points = packing._replace(axis=1).read(zeros, _all(self.num_groups[::-1])).T
+        return ((points + self.quantisation.zeros_less_one) & (2**packing.bits - 1)).astype(np.float32)
 
     def require_whole(self) -> None:
         """Raises InputError if a part is missing, or has another shape or dtype than the scheme says."""
@@ -204,15 +204,15 @@ class PublishedMatrix:
         }
         if missing := [what for what, lacking in lacks.items() if lacking]:
             raise InputError(f"{self.name}: the checkpoint has no {missing[0]} of it. Fetch it and its config again.")
-        given, advice = self.part(".weight_shape"), "Give the config of these weights."
-        if len(sizes := tuple(self.stored.shape)) != 2 or (given is not None and tuple(given.shape) != (2,)):
+        stated, advice = self.part(".weight_shape"), "Give the config of these weights."
+        if len(sizes := tuple(self.stored.shape)) != 2 or (stated is not None and tuple(stated.shape) != (2,)):
             raise InputError(f"{self.name}: values of shape {sizes} are no matrix. {advice}")
         assert scale is not None
         groups, per_word = self.num_groups, 1
         if self.packing and zeros is not None:
             per_word = 8 * zeros.dtype.itemsize // self.packing.bits
         needed = {"scales": (scale, groups), "zero points": (zeros, (-(-groups[0] // per_word), groups[1]))}
-        if self.packing and given is not None:
+        if self.packing and stated is not None:
             words = -(-self.shape[1] * self.packing.bits // (8 * self.stored.dtype.itemsize))
             needed["values"] = self.stored, (self.shape[0], words)
         for what, (tensor, shape) in (needed | {"list of groups": (listed, self.shape[1:])}).items():
@@ -247,19 +247,19 @@ class KeptPart(NamedTuple):
 
     def read(self, tensors: Tensors, box: Box) -> np.ndarray:
         """Reads a box of the array."""
-        given = iter(box)
-        whole = (slice(0, 1) if s == 0 else slice((b := next(given)).start * s, b.stop * s) for s in self.steps)
+        slices = iter(box)
+        whole = (slice(0, 1) if s == 0 else slice((b := next(slices)).start * s, b.stop * s) for s in self.steps)
         matrix = tensors[self.part.tensor]
         assert isinstance(matrix, PublishedMatrix)
         entries = replace(matrix, reads="scales" if self.scales else "values")
-        found = self.part.read({self.part.tensor: entries}, tuple(whole))
+        values = self.part.read({self.part.tensor: entries}, tuple(whole))
         if self.scales:
-            return found[tuple(slice(None, None, s) if s else 0 for s in self.steps)]
+            return values[tuple(slice(None, None, s) if s else 0 for s in self.steps)]
         if not self.group:
-            return found
+            return values
         axis = self.steps.index(2)
-        ahead, behind = found.shape[:axis], found.shape[axis + 1 :]
-        halves = found.reshape(*ahead, -1, 2, self.group // 2, *behind).view(np.uint8)
+        ahead, behind = values.shape[:axis], values.shape[axis + 1 :]
+        halves = values.reshape(*ahead, -1, 2, self.group // 2, *behind).view(np.uint8)
         low, high = halves.take(0, axis + 1), halves.take(1, axis + 1)
         return ((low & 15) | (high << 4)).reshape(*ahead, -1, *behind)
 
@@ -311,24 +311,24 @@ def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.d
         for end in _ENDS:
             if name.endswith(end):
                 modules.setdefault(name.removesuffix(end), {})[end] = tensors[name]
-    found = {
+    joined = {
         name: tensor for name, tensor in tensors.items() if not (quantisation and name.endswith((*_ENDS, *_UNUSED)))
     }
     for module, parts in modules.items():
         assert quantisation is not None
-        if (plain := found.pop(f"{module}.weight", None)) is not None:
+        if (plain := joined.pop(f"{module}.weight", None)) is not None:
             parts[".weight"] = plain
         if (scheme := quantisation.scheme(module)) is None:
             raise InputError(f"{module} is quantised, and no group of quantization_config names it. Give the config of "
                              f"these weights.")  # fmt: skip
-        one = PublishedMatrix(f"{module}.weight", parts, scheme, quantisation, dtype)
-        one.require_whole()
-        found[one.name] = one
-    for name, tensor in found.items():
+        matrix = PublishedMatrix(f"{module}.weight", parts, scheme, quantisation, dtype)
+        matrix.require_whole()
+        joined[matrix.name] = matrix
+    for name, tensor in joined.items():
         if not isinstance(tensor, PublishedMatrix) and name.endswith(".weight") and tensor.dtype.itemsize == 1:
             raise InputError(f"{name} is stored in {tensor.dtype.name} without scales. Give a folder with its scales, "
                              f"or in bf16, fp16 or fp32.")  # fmt: skip
-    return found
+    return joined
 
 
 def why_refused(model: Model, tensors: Tensors, quantisation: Quantisation | None) -> str:

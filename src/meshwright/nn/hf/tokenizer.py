@@ -45,13 +45,13 @@ def special_tokens(folder: Path) -> dict[str, str]:
     They are the keys of `TOKENIZER_CONFIG` that end in _token and its ``extra_special_tokens`` with a name; where it
     lacks ``added_tokens_decoder``, also those of `SPECIAL_TOKENS`.
     """
-    found = read_table(folder / TOKENIZER_CONFIG, remedy="remove it")
-    if "added_tokens_decoder" not in found:
-        found |= read_table(folder / SPECIAL_TOKENS, remedy="remove it")
-    named = {name: one for name, one in found.items() if name.endswith("_token")}
+    config = read_table(folder / TOKENIZER_CONFIG, remedy="remove it")
+    if "added_tokens_decoder" not in config:
+        config |= read_table(folder / SPECIAL_TOKENS, remedy="remove it")
+    named = {name: token for name, token in config.items() if name.endswith("_token")}
     for name in ("extra_special_tokens", "model_specific_special_tokens"):
-        named |= one if isinstance(one := found.get(name), dict) else {}
-    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in named.items()}
+        named |= extra if isinstance(extra := config.get(name), dict) else {}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
@@ -66,11 +66,11 @@ def end_tokens(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
     for file in (folder / GENERATION, folder / CONFIG):
         table = read_table(file, remedy="fetch it again")
         nested = table.get("text_config")
-        found = table.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
-        if found is not None:
-            tokens = found if isinstance(found, list) else [found]
+        ends = table.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
+        if ends is not None:
+            tokens = ends if isinstance(ends, list) else [ends]
             if not all(isinstance(token, int) for token in tokens):
-                raise InputError(f"{file}: eos_token_id is {found!r}. Write the number of a token, or a list.")
+                raise InputError(f"{file}: eos_token_id is {ends!r}. Write the number of a token, or a list.")
             return tokens
     end = end_token(tokenizer, special_tokens(folder).get("eos_token")) if tokenizer else None
     return [] if end is None else [end]

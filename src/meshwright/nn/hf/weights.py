@@ -77,20 +77,20 @@ def read_params(
     """Loads weights as `load_params` does, from tensors of any kind: files, or a state dict of NumPy arrays."""
     table = checked_parts(model, tensors)
     if dtype is not None:
-        wide = {name: one for name, one in tensors.items() if isinstance(one, PublishedMatrix)}
-        tensors = {**tensors, **{name: dataclasses.replace(one, dtype=np.dtype(dtype)) for name, one in wide.items()}}
+        wide = {name: matrix for name, matrix in tensors.items() if isinstance(matrix, PublishedMatrix)}
+        tensors = {**tensors, **{name: dataclasses.replace(x, dtype=np.dtype(dtype)) for name, x in wide.items()}}
     one_device = SingleDeviceSharding(jax.devices()[0])
-    kept = quantised_weights(model, "")
+    quantised = quantised_weights(model, "")
     shapes = quantisation.param_shapes(model, param_shapes(model), "")
     params: dict[str, Any] = {}
     for variable, weight in rows(model).items():
         arrays: dict[str, Mapping[tuple[int, ...], Any]] = {variable: table[variable]}
-        own = STORED_DTYPES.get(weight.dtype, dtype) if dtype is not None else None
-        if variable in kept:
-            arrays = _kept_parts(model, weight, kept[variable], table[variable])
+        target = STORED_DTYPES.get(weight.dtype, dtype) if dtype is not None else None
+        if variable in quantised:
+            arrays = _kept_parts(model, weight, quantised[variable], table[variable])
         for name, parts in arrays.items():
             sharding = shardings[name] if shardings else one_device
-            stored = shapes[name].dtype if variable in kept else own
+            stored = shapes[name].dtype if variable in quantised else target
             array = _array(shapes[name].shape, parts, tensors, sharding, stored)
             params[name] = (array,) if isinstance(sharding, OutputsFirst) else array
     return params
@@ -108,8 +108,8 @@ def _kept_parts(
     of_scales = tuple(1 if dim in scale.dims else sizes.get(dim, 0) for dim in dims)
     group = next(iter(sizes.values())) if packs else 0
     return {
-        values.name: {at: KeptPart(part, steps, False, group) for at, part in parts.items()},
-        scale.name: {at: KeptPart(part, of_scales, True) for at, part in parts.items()},
+        values.name: {index: KeptPart(part, steps, False, group) for index, part in parts.items()},
+        scale.name: {index: KeptPart(part, of_scales, True) for index, part in parts.items()},
     }
 
 
@@ -119,13 +119,13 @@ def _array(
     """Reads one variable shard by shard; devices with the same shard share one read. With a tuple of shardings, each
     layer is an array of its own."""
     if isinstance(sharding, tuple):
-        layers = ({at[1:]: part for at, part in table.items() if at[0] == n} for n in range(len(sharding)))
-        each = zip(layers, sharding, strict=True)
-        return tuple(_array(shape[1:], parts, tensors, own, dtype) for parts, own in each)
+        layers = ({index[1:]: part for index, part in table.items() if index[0] == n} for n in range(len(sharding)))
+        by_layer = zip(layers, sharding, strict=True)
+        return tuple(_array(shape[1:], parts, tensors, layer_sharding, dtype) for parts, layer_sharding in by_layer)
     turned = sharding if isinstance(sharding, OutputsFirst) else None
-    given = turned.given if turned else sharding
+    placement = turned.given if turned else sharding
     devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
-    for device, index in given.addressable_devices_indices_map(shape).items():
+    for device, index in placement.addressable_devices_indices_map(shape).items():
         region = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
         devices_of.setdefault(region, []).append(device)
     arrays = []
@@ -221,8 +221,8 @@ def write_hf(
     """
     model = text_model(model)
     if dtype:
-        kept = {name for name, weight in rows(model).items() if weight.dtype}
-        dtypes = {name: own if name in kept else DTYPES[dtype] for name, own in dtypes.items()}
+        fixed = {name for name, weight in rows(model).items() if weight.dtype}
+        dtypes = {name: stored if name in fixed else DTYPES[dtype] for name, stored in dtypes.items()}
     entries = list(hf_entries(model, fetch, dtypes))
     if jax.process_index() != 0:
         for entry in entries:
@@ -240,8 +240,8 @@ def save_adapter(
 ) -> list[Path]:
     """Writes the adapter of a model as PEFT does and returns its file; ``base`` is the folder of the frozen weights,
     which ``fetch`` need not have."""
-    own = {name: row for name, row in rows(model).items() if row.part == "adapter"}
-    entries = list(hf_entries(model, fetch, {name: DTYPES[dtype] if dtype else dtypes[name] for name in own}))
+    adapter = {name: row for name, row in rows(model).items() if row.part == "adapter"}
+    entries = list(hf_entries(model, fetch, {name: DTYPES[dtype] if dtype else dtypes[name] for name in adapter}))
     if jax.process_index() != 0:
         for entry in entries:
             entry.make()
@@ -264,7 +264,7 @@ def merged(model: Model, fetch: Fetch) -> Fetch:
         if local not in first:
             return value
         suffix = name.removeprefix(local)
-        a, b = (fetch(f"{each}{suffix}", index).astype(np.float32) for each in (first[local], f"{local}_lora_b"))
+        a, b = (fetch(f"{factor}{suffix}", index).astype(np.float32) for factor in (first[local], f"{local}_lora_b"))
         return (value + scale * np.tensordot(a, b, 1)).astype(value.dtype)
 
     return read
@@ -279,9 +279,9 @@ def hf_entries(model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype]) -> It
             parts.setdefault(place.tensor, []).append(place)
             if place.variable in copies:
                 parts[copies[place.variable]] = [place]
-    for name, found in parts.items():
-        dtype = dtypes[found[0].variable]
-        yield Entry(name, found[0].shape, dtype, partial(_made, found, fetch, dtype))
+    for name, places in parts.items():
+        dtype = dtypes[places[0].variable]
+        yield Entry(name, places[0].shape, dtype, partial(_made, places, fetch, dtype))
 
 
 def _made(found: Sequence[StoredPart], fetch: Fetch, dtype: np.dtype) -> np.ndarray:
@@ -319,7 +319,7 @@ def open_source(model: Model, folder: Path) -> Iterator[tuple[Fetch, dict[str, n
         def fetch(variable: str, index: tuple[int, ...]) -> np.ndarray:
             return table[variable][index].read(tensors, whole[variable][len(index) :])
 
-        yield fetch, {name: tensors[next(iter(found.values())).tensor].dtype for name, found in table.items()}
+        yield fetch, {name: tensors[next(iter(parts.values())).tensor].dtype for name, parts in table.items()}
 
 
 def token_numbers(folder: Path) -> dict[str, Any]:

@@ -44,15 +44,15 @@ def scale(sizes: Sizes, step: Step, grad: Array, rows: Array, columns: Array, le
     """Divides the gradient by the factored root of its second moment; also returns the result's mean square."""
     of_grad, of_rows, of_columns, of_level = step.inputs
     share = spread(rows / spread(level, of_level.dims, of_rows.dims), of_rows.dims, of_grad.dims)
-    found = grad * lax.rsqrt(share) * lax.rsqrt(spread(columns, of_columns.dims, of_grad.dims))
-    return found, _mean_part(sizes, jnp.square(found), of_grad, step.more[0])
+    update = grad * lax.rsqrt(share) * lax.rsqrt(spread(columns, of_columns.dims, of_grad.dims))
+    return update, _mean_part(sizes, jnp.square(update), of_grad, step.more[0])
 
 
 def vector(sizes: Sizes, step: Step, grad: Array, before: Array, decay: Array) -> tuple[Array, ...]:
     """Divides a vector by the root of its second moment; also returns the result's mean square and the moment."""
     after = decay * before + (1 - decay) * (jnp.square(grad) + SMALLEST_SQUARE)
-    found = grad * lax.rsqrt(after)
-    return found, _mean_part(sizes, jnp.square(found), step.inputs[0], step.more[0]), after
+    update = grad * lax.rsqrt(after)
+    return update, _mean_part(sizes, jnp.square(update), step.inputs[0], step.more[0]), after
 
 
 def weights(sizes: Sizes, step: Step, values: Array) -> Array:

@@ -28,12 +28,12 @@ def ragged_call(
     ``others`` begin with the first row, rows, positions and pages of each sequence. These count rows and pages through
     all devices; a sequence has the rows of these that are here.
     """
-    first, counts, lengths, pages, *more = others
+    first, counts, lengths, pages, *rest = others
     known = lengths if step.details.mask else None
     num_heads = queries.shape[2]
     num_pages, page_len = cached.page_sizes
     held = next(array for array in step.inputs if array.dims[1:2] == ("Pl",))
-    data = [x for x in more if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
+    data = [x for x in rest if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
     rule = score_rule(context, step, data, num_heads) if step.details.score or step.details.mask else None
     first, counts, lengths = own_rows(step.inputs[0], len(queries), first, counts, lengths)
     slots = held.axes[1]
@@ -52,7 +52,7 @@ def ragged_call(
         longest=context.longest,
         heads_first=cached.heads_first,
     )
-    return call, tuple(more)
+    return call, tuple(rest)
 
 
 def own_rows(
@@ -85,9 +85,9 @@ def score_rule(context: Context, step: Step, data: Sequence[Array], num_heads: i
     first, length = first_index(step.inputs[0].axes_of("N"), num_heads), context.seq_len
 
     def scored(scores: Array, sequence: Array, head: Array, query: Array, key: Array) -> Array:
-        at = sequence, first + head, query, jnp.clip(key, 0, length - 1)
-        found = scores if score is None else score(scores, *at)
-        return found if mask is None else jnp.where(mask.make(*data)(*at), found, -jnp.inf)
+        index = sequence, first + head, query, jnp.clip(key, 0, length - 1)
+        ruled = scores if score is None else score(scores, *index)
+        return ruled if mask is None else jnp.where(mask.make(*data)(*index), ruled, -jnp.inf)
 
     return scored
 
@@ -99,8 +99,8 @@ def attention_of(
     statistics [B, T, N] if these are asked for; see `LayerCache.pages`."""
     flat = [part._replace(queries=part.queries.reshape(-1, *part.queries.shape[2:])) for part in parts]
     rows = ragged_attention(call, flat, values, value_scale)
-    found, *more = (each.reshape(*parts[0].queries.shape[:2], *each.shape[1:]) for each in rows)
-    return (found, *more) if more else found
+    mixed, *statistics = (array.reshape(*parts[0].queries.shape[:2], *array.shape[1:]) for array in rows)
+    return (mixed, *statistics) if statistics else mixed
 
 
 def scale_by_share(own: Array, share: Array, whole: Array) -> Array:
@@ -115,10 +115,10 @@ def cached_attention(
 
     ``given`` are the places of sequences, see `ragged_call`, then scales, then what a mask reads, then sinks.
     """
-    call, others = ragged_call(context, step, k, q, given)
-    caches = (each for each in (k, v, *others) if isinstance(each, LayerCache))
-    keys, values, *scales = (each.pages for each in caches)
-    sinks = next((x for x in others if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating)), None)
+    call, rest = ragged_call(context, step, k, q, given)
+    caches = (value for value in (k, v, *rest) if isinstance(value, LayerCache))
+    keys, values, *scales = (cache.pages for cache in caches)
+    sinks = next((x for x in rest if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating)), None)
     key_scale, value_scale = scales or (None, None)
     if sinks is not None and step.more:
         # sinks count once

@@ -21,10 +21,10 @@ def cached_latent_attention(
     *given: Any,
 ) -> Array | tuple[Array, ...]:
     """Returns weighted latents; scores are absorbed queries ``ql`` x latents + rotated parts of ``q`` x shared keys."""
-    call, others = ragged_call(context, step, latent, q, given)
+    call, rest = ragged_call(context, step, latent, q, given)
     # one head: all heads of queries share the latents
-    caches = (latent, shared, *(x for x in others if isinstance(x, LayerCache)))
-    latents, keys, *scales = (each.pages[:, :, None] for each in caches)
+    caches = (latent, shared, *(x for x in rest if isinstance(x, LayerCache)))
+    latents, keys, *scales = (cache.pages[:, :, None] for cache in caches)
     latent_scale, shared_scale = scales or (None, None)
     parts = [
         PagedPart(queries=ql, keys=latents, scale=latent_scale),

@@ -105,13 +105,13 @@ def all_gather_matmul(
             ]
         return results
 
-    own = [product.of(rank * length, length, block) for product in wanted]
-    results = [_whole(found, p, rank * length, size) for found, p in zip(own, wanted, strict=True)]
+    local = [product.of(rank * length, length, block) for product in wanted]
+    results = [_whole(part, p, rank * length, size) for part, p in zip(local, wanted, strict=True)]
     values = [lax.slice_in_dim(block, p.start, p.start + p.length, axis=axis) for p in pieces]
 
     def step(number: Array | int, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
-        passing, found = carry
-        return ring.send(passing, pieces), add_blocks(found, passing, number)
+        passing, filled = carry
+        return ring.send(passing, pieces), add_blocks(filled, passing, number)
 
     values, results = _repeat(1, size - 1, step, (ring.send(values, pieces), results))
     return tuple(add_blocks(results, values, size - 1))
@@ -125,8 +125,8 @@ def matmul_reduce_scatter(products: Sequence[BlockedProduct], ring: MatmulRing, 
     def part(piece: BlockPart, step: Array | int) -> Array:
         # the sum that this device adds to is size - 1 - step sends away from its own device
         start = (rank - piece.by * (1 + step)) % size * length + piece.start
-        first, *others = (product.of(start, piece.length) for product in products)
-        return sum(others, start=first)
+        first, *rest = (product.of(start, piece.length) for product in products)
+        return sum(rest, start=first)
 
     def step(number: Array | int, sums: list[Array]) -> list[Array]:
         passing = ring.send(sums, pieces)
@@ -184,10 +184,10 @@ def _collective_matmul(context: Context, step: Step, *given: Array) -> tuple[Arr
         return (matmul_reduce_scatter(products, ring, length=block_length(products, ring.size)),)
     results = (step.result, *step.more)
     axis, gathers = step.inputs[0].dims.index(step.dim), len(results) > len(products)
-    found = all_gather_matmul(given[0], products, ring, axis=axis, gathers=gathers)
+    arrays = all_gather_matmul(given[0], products, ring, axis=axis, gathers=gathers)
     return tuple(
         array.astype(given[0].dtype) if result.dtype == "" else array
-        for result, array in zip(results, found, strict=True)
+        for result, array in zip(results, arrays, strict=True)
     )
 
 

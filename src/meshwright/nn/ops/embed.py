@@ -38,9 +38,9 @@ def embed_backward(
 ) -> Float[Array, "V D"]:
     """Returns the gradient of this part of the table: cotangents times ``scale``, summed per row in float32."""
     # An index past the end is dropped; a negative one would count from the end.
-    at, _ = own_entries(tokens, first_row, num_rows, elsewhere=num_rows)
+    rows, _ = own_entries(tokens, first_row, num_rows, elsewhere=num_rows)
     table = zeros_after((num_rows, dout.shape[-1]), jnp.float32, dout)
-    return (table.at[at].add(dout.astype(jnp.float32), mode="drop") * scale).astype(dout.dtype)
+    return (table.at[rows].add(dout.astype(jnp.float32), mode="drop") * scale).astype(dout.dtype)
 
 
 def _embed(context: Context, step: Step, tokens: Array, table: Array) -> Array:

@@ -56,8 +56,8 @@ def _over_chunks(one: Callable[[Any, Any], tuple[Any, Any]], start: Any, *arrays
         moved = jnp.moveaxis(chunks, 0, 1)
         return moved.reshape(batch, -1, *moved.shape[3:])[:, :length]
 
-    carry, found = jax.lax.scan(one, start, tuple(cut(array) for array in arrays))
-    return carry, jax.tree.map(joined, found)
+    carry, chunks = jax.lax.scan(one, start, tuple(cut(array) for array in arrays))
+    return carry, jax.tree.map(joined, chunks)
 
 
 def chunked_logits_statistics(x: ResidualStream, table: VocabularyTable, labels: Labels, **head: Any) -> Statistics:
@@ -67,8 +67,8 @@ def chunked_logits_statistics(x: ResidualStream, table: VocabularyTable, labels:
         here, of_here = given
         return None, logits_statistics(_logits(here, table), of_here, **head)
 
-    found: Statistics = _over_chunks(one, None, x, labels)[1]
-    return found
+    statistics: Statistics = _over_chunks(one, None, x, labels)[1]
+    return statistics
 
 
 def _logits(x: Array, table: Array) -> Array:

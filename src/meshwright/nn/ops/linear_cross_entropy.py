@@ -44,8 +44,8 @@ def logits_statistics(
     peak = jnp.max(logits, axis=-1)
     total = jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1)
     local, inside = own_entries(labels, first_row, logits.shape[-1])
-    found = jnp.take_along_axis(logits, local[..., None], axis=-1)[..., 0]
-    return peak, total, jnp.where(inside, found, 0.0)
+    picked = jnp.take_along_axis(logits, local[..., None], axis=-1)[..., 0]
+    return peak, total, jnp.where(inside, picked, 0.0)
 
 
 def rescale(total: PerToken, local_peak: PerToken, peak: PerToken) -> PerToken:
@@ -84,10 +84,10 @@ def logits_backward(
     """Returns the cotangents of logits: ``dscaled * exp(capped - peak)``, plus ``dpicked`` at the label; all of it
     times the slope of the cap, and 0 for padding."""
     soft = capped(logits, softcap)
-    at = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == (labels - first_row)[..., None]
-    found = dscaled[..., None] * jnp.exp(soft - peak[..., None]) + jnp.where(at, dpicked[..., None], 0.0)
-    found = found * (1 - (soft / softcap) ** 2) if softcap else found
-    return jnp.where(is_token(logits, first_row, vocab_size), found, 0.0) if vocab_size else found
+    is_label = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == (labels - first_row)[..., None]
+    dlogits = dscaled[..., None] * jnp.exp(soft - peak[..., None]) + jnp.where(is_label, dpicked[..., None], 0.0)
+    dlogits = dlogits * (1 - (soft / softcap) ** 2) if softcap else dlogits
+    return jnp.where(is_token(logits, first_row, vocab_size), dlogits, 0.0) if vocab_size else dlogits
 
 
 def head_arguments(context: Context, step: Step, position: int, value: Array) -> dict[str, Any]:

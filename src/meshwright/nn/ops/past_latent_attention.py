@@ -25,11 +25,11 @@ def past_latent_attention(
 
     Rows are taken in chunks, from the first to the last that has something before it.
     """
-    call, others = ragged_call(context, step, latent, q, given)
+    call, rest = ragged_call(context, step, latent, q, given)
     known, unrotated = call.lengths - call.counts, context.model.qk_nope_head_dim
     call = replace(call, known=known, spread=SpreadSlots(0, latent.page_sizes[1]))
-    caches = (latent, shared, *(x for x in others if isinstance(x, LayerCache)))
-    latents, keys, *scales = (each.pages[:, :, None] for each in caches)
+    caches = (latent, shared, *(x for x in rest if isinstance(x, LayerCache)))
+    latents, keys, *scales = (cache.pages[:, :, None] for cache in caches)
     latent_scale, shared_scale = scales or (None, None)
     named = dict(zip((array.name for array in step.inputs), (q, latent, shared, *given), strict=True))
     dims = {array.name: array.dims for array in step.inputs}
@@ -46,17 +46,17 @@ def past_latent_attention(
 
     def chunk(number: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
         start = jnp.minimum(number * size, rows - size)
-        own = lax.dynamic_slice_in_dim(q[:, 0], start, size)
-        absorbed = jnp.einsum("bnh,rnh->bnr", own[..., :unrotated], wk)
+        queries = lax.dynamic_slice_in_dim(q[:, 0], start, size)
+        absorbed = jnp.einsum("bnh,rnh->bnr", queries[..., :unrotated], wk)
         parts = [
             PagedPart(absorbed, latents, latent_scale),
-            PagedPart(own[..., unrotated:], keys, shared_scale),
+            PagedPart(queries[..., unrotated:], keys, shared_scale),
         ]
-        mixed, *more = ragged_attention(rows_from(call, start, size), parts, latents, latent_scale)
-        made = jnp.einsum("bnr,rnv->bnv", mixed, wv), *more
+        mixed, *statistics = ragged_attention(rows_from(call, start, size), parts, latents, latent_scale)
+        results = jnp.einsum("bnr,rnv->bnv", mixed, wv), *statistics
         return tuple(
-            lax.dynamic_update_slice_in_dim(all, one.astype(all.dtype), start, 0)
-            for all, one in zip(found, made, strict=True)
+            lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), start, 0)
+            for whole, part in zip(found, results, strict=True)
         )
 
     has_past = (known > 0) & (call.counts > 0)
@@ -64,8 +64,8 @@ def past_latent_attention(
     last = jnp.max(jnp.where(has_past, call.first + call.counts, 0))
     nothing = jnp.zeros((rows, heads, wv.shape[-1]), q.dtype)
     none = jnp.full((rows, heads), NOTHING_SEEN, jnp.float32)
-    found = lax.fori_loop(first, -(-last // size), chunk, (nothing, none, jnp.ones_like(none)))
-    return tuple(one[:, None] for one in found)
+    results = lax.fori_loop(first, -(-last // size), chunk, (nothing, none, jnp.ones_like(none)))
+    return tuple(array[:, None] for array in results)
 
 
 STEPS = {"past_latent_attention": past_latent_attention}

@@ -13,8 +13,8 @@ def pick(context: Context, step: Step, x: Array, number: Array) -> Array:
     of_rows = step.inputs[1].dims == ("O",)
     size, axes = x.shape[0 if of_rows else 1], step.inputs[0].axes_of("B" if of_rows else "T")
     local, inside = own_entries(number, first_index(axes, size), size)
-    found = x[local, 0] if of_rows else jnp.take_along_axis(x, local[:, None, None], axis=1)[:, 0]
-    return jnp.where(inside[:, None], found, jnp.zeros((), x.dtype))
+    entries = x[local, 0] if of_rows else jnp.take_along_axis(x, local[:, None, None], axis=1)[:, 0]
+    return jnp.where(inside[:, None], entries, jnp.zeros((), x.dtype))
 
 
 STEPS = {"pick": pick}

@@ -17,11 +17,11 @@ def prompt_attention(context: Context, step: Step, q: Array, k: Array, v: Array,
     first, counts = sequences
     begin = first - first_index(step.inputs[1].axes_of("B"), len(k))
     pages = begin[:, None] + jnp.arange(context.longest, dtype=begin.dtype)[None]
-    first, own, lengths = own_rows(step.inputs[0], len(q), first, counts, counts)
+    first, counts_here, lengths = own_rows(step.inputs[0], len(q), first, counts, counts)
     call = RaggedCall(
         scale=context.model.attention_scale,
         first=first,
-        counts=own,
+        counts=counts_here,
         lengths=lengths,
         pages=pages,
         spread=SpreadSlots(0, 1),

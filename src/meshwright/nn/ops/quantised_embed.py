@@ -16,9 +16,9 @@ def quantised_embed(context: Context, step: Step, tokens: Array, values: Array, 
     first_row = first_index(step.inputs[1].axes[0], values.shape[0])
     dtype = jnp.dtype(DTYPES[context.dtype])
     # rows and scales are both zero for tokens of other devices' parts
-    found = embed(tokens, values, first_row=first_row).astype(jnp.float32)
+    rows = embed(tokens, values, first_row=first_row).astype(jnp.float32)
     factors = embed(tokens, scale[:, None], first_row=first_row, scale=embed_scale(context.model, dtype))
-    return (found * factors).astype(dtype)
+    return (rows * factors).astype(dtype)
 
 
 STEPS = {"quantised_embed": quantised_embed}

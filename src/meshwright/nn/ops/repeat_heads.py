@@ -21,15 +21,15 @@ def _heads(context: Context, repeated: ShardedArray) -> tuple[int, Array]:
 
 def repeat_heads(context: Context, step: Step, heads: Array) -> Array:
     """Returns the repeats of this device."""
-    place, own = _heads(context, step.result)
-    return jnp.take(heads, own, axis=place)
+    place, source = _heads(context, step.result)
+    return jnp.take(heads, source, axis=place)
 
 
 def repeat_heads_backward(context: Context, step: Step, dout: Array) -> Array:
     """Returns the sum over this device's repeats of each of the model's own heads."""
-    place, own = _heads(context, step.inputs[0])
+    place, source = _heads(context, step.inputs[0])
     shape = (*dout.shape[:place], context.model.num_kv_heads, *dout.shape[place + 1 :])
-    return jnp.zeros(shape, dout.dtype).at[(slice(None),) * place + (own,)].add(dout)
+    return jnp.zeros(shape, dout.dtype).at[(slice(None),) * place + (source,)].add(dout)
 
 
 STEPS = {"repeat_heads": repeat_heads, "repeat_heads_backward": repeat_heads_backward}

@@ -119,8 +119,8 @@ def _route_backward(
     weights = {"balance": details.balance / details.microbatches, "z": details.z / details.microbatches}
     if not routing or not any(weights.values()):
         return dscores
-    more = balance_backward(scores, routing[0], experts_per_token=model.experts_per_token, **weights)
-    return dscores + more.astype(scores.dtype)
+    dlosses = balance_backward(scores, routing[0], experts_per_token=model.experts_per_token, **weights)
+    return dscores + dlosses.astype(scores.dtype)
 
 
 STEPS = {"route": _route, "route_backward": _route_backward}

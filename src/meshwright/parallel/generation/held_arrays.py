@@ -58,7 +58,7 @@ class HeldArrays:
     @cached_property
     def unrolled(self) -> bool:
         """True on CPUs."""
-        return self.platform == "cpu"
+        return self.platform == "cpu"  # whose loops copy what they take from a stack of layers
 
     # -- shapes and shardings ----------------------------------------------------------------------
 
@@ -71,9 +71,9 @@ class HeldArrays:
     def param_specs(self) -> dict[str, PartitionSpec]:
         """Shardings of the weights, and of the scales of quantised ones."""
         return {
-            each: partition_spec(self.declared[each], stacked=bool(weight.layers))
+            key: partition_spec(self.declared[key], stacked=bool(weight.layers))
             for name, (weight, _) in weight_variables(self.model).items()
-            for each in ([stored.name for stored in self.quantised[name]] if name in self.quantised else [name])
+            for key in ([stored.name for stored in self.quantised[name]] if name in self.quantised else [name])
         }
 
     @cached_property
@@ -97,11 +97,11 @@ class HeldArrays:
         if isinstance(self.mesh, AbstractMesh):
             return {}
         split = self.cache_shardings
-        found = {
+        layouts = {
             row.name: cache_layout(self.platform, row.dims, split[row.name].shard_shape(row.stacked_shape), row.dtype)
             for row in self.table
         }
-        return {name: layout for name, layout in found.items() if layout}
+        return {name: layout for name, layout in layouts.items() if layout}
 
     @property
     def cache_formats(self) -> dict[str, NamedSharding | Format]:
@@ -130,8 +130,8 @@ class HeldArrays:
         """Shapes of weights that are floats, or as a folder stores them: the model's own, and with the vocabulary
         padded."""
         both: Any = (param_shapes(self.model, dtype=self.dtype, mesh=mesh) for mesh in ({}, self.strategy.mesh))
-        own, held = both if self.quantises else (quantisation.param_shapes(self.model, one, "") for one in both)
-        return own, held
+        plain, held = both if self.quantises else (quantisation.param_shapes(self.model, shapes, "") for shapes in both)
+        return plain, held
 
     @property
     def quantises(self) -> bool:
@@ -146,15 +146,15 @@ class HeldArrays:
         specs = without_split(before, after, self.param_specs)
         if not self.unrolled or self.quantises:
             return shardings(self.mesh, specs)
-        found: dict[str, Any] = {}
+        by_name: dict[str, Any] = {}
         for name, spec in specs.items():
             number = 0 if name in self._num_layers else None
-            one: Any = NamedSharding(self.mesh, spec if number is None else PartitionSpec(*spec[1:]))
-            if name in self.outputs_first and before[name].shape == after[name].shape:
-                own = NamedSharding(self.mesh, self._in_order(name, spec, number))
-                one = OutputsFirst(one, own, self.outputs_first[name])
-            found[name] = one if number is None else (one,) * self._num_layers[name]
-        return found
+            sharding: Any = NamedSharding(self.mesh, spec if number is None else PartitionSpec(*spec[1:]))
+            if name in self.outputs_first and before[name].shape == after[name].shape:  # padding comes before turning
+                ordered = NamedSharding(self.mesh, self._in_order(name, spec, number))
+                sharding = OutputsFirst(sharding, ordered, self.outputs_first[name])
+            by_name[name] = sharding if number is None else (sharding,) * self._num_layers[name]
+        return by_name
 
     @cached_property
     def cache_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -172,7 +172,7 @@ class HeldArrays:
     def heads_first(self) -> Collection[str]:
         """Caches, in tuples of layers, whose pages have heads before slots."""
         with_heads = (row.name for row in self.table if row.dims[2:3] and row.dims[2][0] == "K")
-        return frozenset(with_heads) if self.unrolled else ()
+        return frozenset(with_heads) if self.unrolled else ()  # products on CPUs read them so, in place
 
     @cached_property
     def outputs_first(self) -> dict[str, int]:
@@ -192,19 +192,19 @@ class HeldArrays:
     @cached_property
     def _num_layers(self) -> dict[str, int]:
         """Maps caches, and weights of layers with their scales, to the number of layers in their first dim."""
-        found = {row.name: row.num_layers for row in self.table}
+        of_caches = {row.name: row.num_layers for row in self.table}
         weights = {name: repeat for name, (weight, repeat) in weight_variables(self.model).items() if weight.layers}
-        return found | weights | {scale_name(name): repeat for name, repeat in weights.items()}
+        return of_caches | weights | {scale_name(name): repeat for name, repeat in weights.items()}
 
     def by_layer(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns stacked arrays, or their shardings, by name: if unrolled tuples of layers, in their order in
         memory."""
         layers = self._num_layers if self.unrolled else {}
         return {
-            name: tuple(self._in_order(name, one, number) for number in range(layers[name]))
+            name: tuple(self._in_order(name, array, number) for number in range(layers[name]))
             if name in layers
-            else self._in_order(name, one, None)
-            for name, one in given.items()
+            else self._in_order(name, array, None)
+            for name, array in given.items()
         }
 
     def _in_order(self, name: str, one: Any, number: int | None) -> Any:
@@ -212,10 +212,10 @@ class HeldArrays:
         `outputs_first` says; or the sharding of this."""
         inputs = self.outputs_first.get(name)
         if not isinstance(one, PartitionSpec):
-            own = one if number is None else one[number]
+            array = one if number is None else one[number]
             if inputs:
-                return own.reshape(math.prod(own.shape[:inputs]), -1).T
-            return jnp.swapaxes(own, 1, 2) if name in self.heads_first else own
+                return array.reshape(math.prod(array.shape[:inputs]), -1).T
+            return jnp.swapaxes(array, 1, 2) if name in self.heads_first else array
         dims = list(one if number is None else one[1:])
         if inputs:
             return PartitionSpec(dims[inputs], dims[0])
@@ -229,14 +229,14 @@ class HeldArrays:
         """Puts weights on their devices in the step's dtype, with the vocabulary padded; quantises float weights there
         if the step stores them so."""
         params = resized(dict(params), *self._loaded_shapes, self.param_specs)
-        if "embed_scale" in params or not self.quantises:
+        if "embed_scale" in params or not self.quantises:  # with scales they come quantised
             arrays = {name: self._on_devices(name, array) for name, array in params.items()}
         else:
             placed = jax.device_put(dict(params), {name: self.param_shardings[name] for name in params})
             plain = param_shapes(self.model, dtype=self.dtype)
             quantise = jax.jit(
-                lambda given: quantisation.stored_params(
-                    self.model, {n: p.astype(plain[n].dtype) for n, p in given.items()}, self.storage.weights
+                lambda floats: quantisation.stored_params(
+                    self.model, {n: p.astype(plain[n].dtype) for n, p in floats.items()}, self.storage.weights
                 ),
                 out_shardings=self.param_shardings,
             )
@@ -244,10 +244,10 @@ class HeldArrays:
         if not self.unrolled:
             return arrays
         layers = self._num_layers
-        kept = {n: array if n in layers else array[0] for n, array in arrays.items() if isinstance(array, tuple)}
-        others = {n: array for n, array in arrays.items() if n not in kept}
-        specs = self.by_layer({name: self.param_specs[name] for name in others})
-        return kept | jax.jit(self.by_layer, out_shardings=shardings(self.mesh, specs))(others)
+        layered = {n: array if n in layers else array[0] for n, array in arrays.items() if isinstance(array, tuple)}
+        stacked = {n: array for n, array in arrays.items() if n not in layered}
+        specs = self.by_layer({name: self.param_specs[name] for name in stacked})
+        return layered | jax.jit(self.by_layer, out_shardings=shardings(self.mesh, specs))(stacked)
 
     def _on_devices(self, name: str, array: Any) -> Any:
         """Puts an array, or what was loaded as a tuple, on its devices."""
@@ -255,8 +255,8 @@ class HeldArrays:
         if not isinstance(array, tuple):
             return jax.device_put(jnp.asarray(array, dtype), self.param_shardings[name])
         spec = self._in_order(name, self.param_specs[name], 0 if name in self._num_layers else None)
-        own = NamedSharding(self.mesh, spec)
-        return tuple(jax.device_put(jnp.asarray(one, dtype), own) for one in array)
+        sharding = NamedSharding(self.mesh, spec)
+        return tuple(jax.device_put(jnp.asarray(layer, dtype), sharding) for layer in array)
 
     def init_cache(self) -> Cache:
         """Returns empty pages, made on their devices."""
@@ -279,8 +279,8 @@ class HeldArrays:
 
         def turned(name: str) -> Any:
             shape = self.param_shardings[name].shard_shape(self.param_shapes[name].shape)
-            own, inputs = shape[isinstance(params[name], tuple) :], self.outputs_first[name]
-            return jax.tree.map(lambda one: Turned(one.reshape(own[inputs:] + own[:inputs]), inputs), params[name])
+            dims, inputs = shape[isinstance(params[name], tuple) :], self.outputs_first[name]
+            return jax.tree.map(lambda leaf: Turned(leaf.reshape(dims[inputs:] + dims[:inputs]), inputs), params[name])
 
         params = params | {name: turned(name) for name in self.outputs_first}
         context = Context(
@@ -290,7 +290,7 @@ class HeldArrays:
             seq_len=self.max_len,
             longest=longest,
             alike=self.batch_invariant,
-            dtype=self.strategy.state_dtype,
+            dtype=self.strategy.state_dtype,  # int8 weights do not determine it
         )
         (stack,) = derived.program.stacks
 

@@ -27,7 +27,7 @@ class HostPages:
     """Moves pages of a cache like this one, which has pages in the first dim of layers or the second of stacks."""
 
     def __init__(self, cache: Cache, programs: ProgramStore) -> None:
-        self._shapes = jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.format), cache)
+        self._shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.format), cache)
         self._programs, self._before = programs, () if isinstance(next(iter(cache.values())), tuple) else (slice(None),)
         arrays = jax.tree.leaves(cache)
         self._num_pages = arrays[0].shape[len(self._before)]
@@ -44,33 +44,33 @@ class HostPages:
         Keys are `Copied`. Copies of the last pages that went out are there after the next call.
         """
         self._finish()
-        for some in _parts(out):
+        for part in _parts(out):
             pages = np.zeros(AT_ONCE, np.int32)
-            pages[: len(some)] = [page for _, page in some]
+            pages[: len(part)] = [page for _, page in part]
             arrays = jax.tree.leaves(self._read(cache, pages))
             for array in arrays:
-                array.copy_to_host_async()
+                array.copy_to_host_async()  # while the part before this one is kept
             self._finish()
-            self._reading = [one for one, _ in some], arrays
-        if back:
+            self._reading = [copied for copied, _ in part], arrays
+        if back:  # what comes back may be among the copies still on their way
             self._finish()
-        for some in _parts(back):
-            pages = np.full(AT_ONCE, self._num_pages, np.int32)
-            pages[: len(some)] = [page for _, page in some]
-            rest = [some[0][0].copy] * (AT_ONCE - len(some))
-            copies = zip(*(one.copy for one, _ in some), *rest, strict=True)
-            stacked = [np.stack(each, len(self._before)) for each in copies]
+        for part in _parts(back):
+            pages = np.full(AT_ONCE, self._num_pages, np.int32)  # beyond all pages: what is written there is dropped
+            pages[: len(part)] = [page for _, page in part]
+            rest = [part[0][0].copy] * (AT_ONCE - len(part))
+            copies = zip(*(copied.copy for copied, _ in part), *rest, strict=True)
+            stacked = [np.stack(pieces, len(self._before)) for pieces in copies]
             cache = self._write(cache, pages, jax.tree.unflatten(jax.tree.structure(self._shapes), stacked))
-            for one, _ in some:
-                one.copy = None
+            for copied, _ in part:
+                copied.copy = None
         return cache
 
     def _finish(self) -> None:
         """Keeps what is being read, each page in arrays of its own."""
         (of, arrays), self._reading = self._reading, ([], [])
         whole = [np.asarray(array) for array in arrays]
-        for number, one in enumerate(of):
-            one.copy = [array[(*self._before, number)].copy() for array in whole]
+        for number, copied in enumerate(of):
+            copied.copy = [array[(*self._before, number)].copy() for array in whole]  # a view keeps all of them
 
     @cached_property
     def _read(self) -> jax.stages.Compiled:
@@ -83,18 +83,18 @@ class HostPages:
     @cached_property
     def _write(self) -> jax.stages.Compiled:
         def write(cache: Cache, pages: Array, copies: Cache) -> Cache:
-            at = (*self._before, pages)
-            return jax.tree.map(lambda array, new: array.at[at].set(new, mode="drop"), cache, copies)
+            index = (*self._before, pages)
+            return jax.tree.map(lambda array, new: array.at[index].set(new, mode="drop"), cache, copies)
 
-        formats = jax.tree.map(lambda one: one.format, self._shapes)
+        formats = jax.tree.map(lambda shape: shape.format, self._shapes)
         numbers = jax.ShapeDtypeStruct((AT_ONCE,), jnp.int32)
         copies = jax.tree.map(self._some, self._shapes)
-        jitted = jax.jit(write, donate_argnums=0, out_shardings=formats)
+        jitted = jax.jit(write, donate_argnums=0, out_shardings=formats)  # else the cache is there twice
         return self._programs.get("pages-write", lambda: jitted.lower(self._shapes, numbers, copies))
 
     def _some(self, one: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        at = len(self._before)
-        shape = (*one.shape[:at], AT_ONCE, *one.shape[at + 1 :])
+        dim = len(self._before)
+        shape = (*one.shape[:dim], AT_ONCE, *one.shape[dim + 1 :])
         return jax.ShapeDtypeStruct(shape, one.dtype, sharding=one.sharding)
 
 

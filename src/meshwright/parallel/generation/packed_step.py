@@ -77,24 +77,24 @@ class PackedRows(NamedTuple):
     def each_alone(self, whose: Sequence[int] | np.ndarray) -> "PackedRows":
         """Returns the rows as sequences of their own; ``whose`` [R] are the present ones."""
         count, lengths = np.arange(len(self.tokens)), np.asarray(self.positions) + 1
-        own = {name: getattr(self, name)[whose] for name in (*TABLES, *OF_MASKS) if getattr(self, name) is not None}
-        return self._replace(**own | {"first": count, "counts": np.ones_like(count), "lengths": lengths})
+        fields = {name: getattr(self, name)[whose] for name in (*TABLES, *OF_MASKS) if getattr(self, name) is not None}
+        return self._replace(**fields | {"first": count, "counts": np.ones_like(count), "lengths": lengths})
 
     @classmethod
     def joined(cls, parts: Sequence["PackedRows"], shape: PackedShape) -> "PackedRows":
         """Returns the rows of the owners of sequences in order, each with others that change nothing up to its share of
         a shape; see `PackedStep.num_owners`."""
         count, fill = len(parts), {"sources": -1, "adapters": -1, "slots": NO_SLOT, "window_slots": NO_SLOT}
-        found = dict[str, np.ndarray]()
-        for name in (name for name, given in zip(cls._fields, parts[0], strict=True) if given is not None):
+        arrays = dict[str, np.ndarray]()
+        for name in (name for name, value in zip(cls._fields, parts[0], strict=True) if value is not None):
             size = length_of(name, shape) // count, *np.shape(getattr(parts[0], name))[1:]
-            found[name] = np.full((count, *size), fill.get(name, 0), np.int32)
-            for own, part in zip(found[name], parts, strict=True):
-                own[: len(getattr(part, name))] = getattr(part, name)
+            arrays[name] = np.full((count, *size), fill.get(name, 0), np.int32)
+            for share, part in zip(arrays[name], parts, strict=True):
+                share[: len(getattr(part, name))] = getattr(part, name)
             if name in ("first", "last"):
-                found[name] += shape.rows // count * np.arange(count)[:, None]
-            found[name] = found[name].reshape(-1, *size[1:])
-        return cls(**found)
+                arrays[name] += shape.rows // count * np.arange(count)[:, None]  # after rows of owners before
+            arrays[name] = arrays[name].reshape(-1, *size[1:])
+        return cls(**arrays)
 
 
 TABLES = ("pages", "window_pages")
@@ -151,7 +151,7 @@ class PackedStep(HeldArrays):
                 f"{model.name} has {model.max_positions} learned positions; give at most that, not max_len={max_len}."
             )
         _ = storage.executed  # refuses what is planned alone
-        storage = replace(storage, page_len=storage.page_len or max_len)
+        storage = replace(storage, page_len=storage.page_len or max_len)  # contiguous: pages as long as a sequence
         self.strategy = strategy_of_heads(generation_strategy(strategy), model.num_kv_heads)
         self.model, self.max_len, self.max_seqs, self.storage = model, max_len, max_seqs, storage
         self.derived, self.derived_prompts = (
@@ -162,10 +162,10 @@ class PackedStep(HeldArrays):
         self.table = cache_table(model, batch_seqs=max_seqs, max_len=max_len, storage=storage, strategy=self.strategy)
         self.cache_sizes = cache_sizes(batch_seqs=max_seqs, max_len=max_len, storage=storage)
         sizes = held_dims(model.dims, strategy.mesh)
-        own = {row.name: dict(zip(row.dims, row.shape, strict=True)) for row in self.table}
+        cache_dims = {row.name: dict(zip(row.dims, row.shape, strict=True)) for row in self.table}
         for name, array in self.declared.items():
-            if name in own or self.derived.program.variables[name].role in ("weight", "vector"):
-                check(array, own.get(name, sizes), strategy.mesh)
+            if name in cache_dims or self.derived.program.variables[name].role in ("weight", "vector"):
+                check(array, cache_dims.get(name, sizes), strategy.mesh)
         if any(size % self.num_owners for size in (max_seqs, self.cache_sizes["Pg"], storage.window_pages)):
             raise InputError(
                 f"max_seqs={max_seqs} and num_pages={self.cache_sizes['Pg']} must divide over the {self.num_owners} "
@@ -203,12 +203,12 @@ class PackedStep(HeldArrays):
     def on(self, mesh: Mesh | AbstractMesh, platform: str = "") -> "PackedStep":
         """Returns the same step on a mesh of other devices, with programs of its own. Devices may be absent; a mesh
         without any is of a ``platform``, for which programs can be lowered alone."""
-        other = copy(self)
+        step = copy(self)
         for name in [name for name in vars(self) if isinstance(getattr(type(self), name, None), cached_property)]:
-            del vars(other)[name]
-        other.mesh, other._compiled = mesh, {}
-        other.platform = platform or platform_of(mesh.devices.flat[0])
-        return other
+            del vars(step)[name]  # computed for the devices of the other mesh
+        step.mesh, step._compiled = mesh, {}
+        step.platform = platform or platform_of(mesh.devices.flat[0])
+        return step
 
     @cached_property
     def compiler(self) -> GivenOptions:
@@ -302,28 +302,28 @@ class PackedStep(HeldArrays):
             parts = self._parts(shape)
             ends = np.cumsum([math.prod(part) for part in parts]).tolist()
             fields = (flat[end - math.prod(part) : end].reshape(part) for part, end in zip(parts, ends, strict=True))
-            given = dict(zip(self.fields, fields, strict=True))
-            sources = given.pop("sources")
-            given["tokens"] = jnp.where(sources >= 0, latest[jnp.maximum(sources, 0)], given["tokens"])
-            given |= {name: given[name][:, None] for name in names if declared[name].dims == ("B", "T")}
+            inputs = dict(zip(self.fields, fields, strict=True))
+            sources = inputs.pop("sources")
+            inputs["tokens"] = jnp.where(sources >= 0, latest[jnp.maximum(sources, 0)], inputs["tokens"])
+            inputs |= {name: inputs[name][:, None] for name in names if declared[name].dims == ("B", "T")}
             # else XLA splits ``flat`` as some fields are split, and sends parts of others
-            given = {name: lax.with_sharding_constraint(array, whole) for name, array in given.items()}
-            logits, cache = mapped(params, cache, given)
-            return logits[:, : self.model.vocab_size], cache
+            inputs = {name: lax.with_sharding_constraint(array, whole) for name, array in inputs.items()}
+            logits, cache = mapped(params, cache, inputs)
+            return logits[:, : self.model.vocab_size], cache  # the vocabulary is padded to equal parts
 
         return jax.jit(
             step,
             in_shardings=(shardings(self.mesh, params), self.held_formats, whole, whole),
             out_shardings=(self.logits_sharding, self.held_formats),
-            donate_argnums=1,
+            donate_argnums=1,  # else every step copies the pages to write a few of their slots
             compiler_options=self.compiler.used,
         )
 
 
 def sizes_up_to(most: int, *, least: int = 1, halves_from: int = 0) -> list[int]:
     """Returns numbers of rows up to ``most``: powers of two, and if asked also those halfway to the next one."""
-    found, size = list[int](), least
+    sizes, size = list[int](), least
     while size < most:
-        found += [size, size * 3 // 2] if halves_from and size >= halves_from else [size]
+        sizes += [size, size * 3 // 2] if halves_from and size >= halves_from else [size]
         size *= 2
-    return [*(one for one in found if one < most), max(least, most)]
+    return [*(number for number in sizes if number < most), max(least, most)]

@@ -54,32 +54,32 @@ class ProgramStore:
 
     def get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Returns the program ``name`` from its file, or compiles and keeps it."""
-        with self._locks.setdefault(name, Lock()):
+        with self._locks.setdefault(name, Lock()):  # a thread reads programs while first requests run
             return self._get(name, lower)
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         path = self.folder / f"{name}.program" if self.folder else None
-        found = _read(path) if path else None
-        self.num_loaded += found is not None
-        if found is None:
-            found = lower().compile()
+        program = _read(path) if path else None
+        self.num_loaded += program is not None
+        if program is None:
+            program = lower().compile()
             self.num_compiled += 1
             if path:
-                _write(path, found)
-        return found
+                _write(path, program)
+        return program
 
 
 def _is_own(path: Path) -> bool:
     """True for a file that this user wrote where not everyone may write: reading a program runs what it holds."""
     return path.exists() and all(
-        one.stat().st_uid == os.getuid() and not one.stat().st_mode & 0o002 for one in (path, path.parent)
+        place.stat().st_uid == os.getuid() and not place.stat().st_mode & 0o002 for place in (path, path.parent)
     )
 
 
 def _read(path: Path) -> jax.stages.Compiled | None:
     try:
         whole = path.read_bytes() if _is_own(path) else b""
-        if hashlib.sha256(whole[32:]).digest() == whole[:32]:
+        if hashlib.sha256(whole[32:]).digest() == whole[:32]:  # else cut or damaged
             return deserialize_and_load(*pickle.loads(whole[32:]))
     except Exception:  # a file of another compiler: compiled again
         return None
@@ -91,7 +91,7 @@ def _write(path: Path, compiled: jax.stages.Compiled) -> None:
     whole = hashlib.sha256(payload).digest() + payload
     with suppress(OSError):  # without room, or the right to write, the next process compiles again
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda part: part.write_bytes(whole))
+        write_whole(path, lambda part: part.write_bytes(whole))  # other processes may read it meanwhile
 
 
 @cache
@@ -101,6 +101,6 @@ def sources() -> str:
     digest = hashlib.sha256()
     for part in ("algebra", "core", "masks", "nn", "parallel", "spec", "serve/drawing"):
         path = root / part
-        for one in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            digest.update(one.read_bytes())
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()

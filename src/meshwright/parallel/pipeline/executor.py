@@ -89,8 +89,8 @@ def run_schedule(
     has_mirror = tables.schedule.weight_copies > 1
     if has_mirror:
         # microbatches enter at both ends: the layers of the device at the other end come after its own
-        other = _mirror(tables, weights.layers)
-        layers = jax.tree.map(lambda mine, theirs: jnp.concatenate([mine, theirs]), weights.layers, other)
+        mirrored = _mirror(tables, weights.layers)
+        layers = jax.tree.map(lambda mine, theirs: jnp.concatenate([mine, theirs]), weights.layers, mirrored)
         weights = weights._replace(layers=layers)
     run = TickExecutor(tables, stages, weights, inputs)
     # This device's rows, [ticks, columns].
@@ -104,8 +104,8 @@ def run_schedule(
     state, _ = lax.scan(tick, run.start(), rows)
     if not has_mirror:
         return state.sums, state.grads
-    own, other = (jax.tree.map(lambda a, n=number: part_of(a, n, 2), state.grads.layers) for number in (0, 1))
-    return state.sums, state.grads._replace(layers=add(own, _mirror(tables, other)))
+    mine, theirs = (jax.tree.map(lambda a, n=number: part_of(a, n, 2), state.grads.layers) for number in (0, 1))
+    return state.sums, state.grads._replace(layers=add(mine, _mirror(tables, theirs)))  # weights are stored once
 
 
 def _mirror(tables: TickTables, value: Tree) -> Tree:
@@ -134,11 +134,11 @@ class TickExecutor:
     def __init__(self, tables: TickTables, stages: StageFunctions, weights: StageWeights, inputs: Tree) -> None:
         self.tables, self.stages, self.weights, self.inputs = tables, stages, weights, inputs
         self.num_chunks = tables.schedule.num_chunks
-        one, piece = jax.eval_shape(read, self.inputs, 0), jax.eval_shape(self._piece, weights.layers, 0)
-        self.stream = jax.eval_shape(stages.embed, weights.ends, one)
-        y, self.saved = jax.eval_shape(stages.forward, piece, one, self.stream)
+        part, piece = jax.eval_shape(read, self.inputs, 0), jax.eval_shape(self._piece, weights.layers, 0)
+        self.stream = jax.eval_shape(stages.embed, weights.ends, part)
+        y, self.saved = jax.eval_shape(stages.forward, piece, part, self.stream)
         assert (y.shape, y.dtype) == (self.stream.shape, self.stream.dtype), f"a stage turns {self.stream} into {y}"
-        self.sums, head_saved = jax.eval_shape(stages.head_forward, weights.ends, one, y)
+        self.sums, head_saved = jax.eval_shape(stages.head_forward, weights.ends, part, y)
         self.sent = jax.eval_shape(stages.send, y)
         self.sent_back = jax.eval_shape(stages.send_back, y)
         self.handed: Tree = None
@@ -146,12 +146,12 @@ class TickExecutor:
         if not tables.has_backward:
             return
         if tables.has_split:
-            _, self.handed = jax.eval_shape(stages.input_backward, piece, one, self.saved, self.stream)
-            layers = jax.eval_shape(stages.weight_backward, piece, one, self.handed)
+            _, self.handed = jax.eval_shape(stages.input_backward, piece, part, self.saved, self.stream)
+            layers = jax.eval_shape(stages.weight_backward, piece, part, self.handed)
         else:
-            _, layers = jax.eval_shape(stages.backward, piece, one, self.saved, self.stream)
-        _, head = jax.eval_shape(stages.head_backward, weights.ends, one, head_saved)
-        self.grads = StageWeights(layers, head | jax.eval_shape(stages.embed_backward, weights.ends, one, self.stream))
+            _, layers = jax.eval_shape(stages.backward, piece, part, self.saved, self.stream)
+        _, head = jax.eval_shape(stages.head_backward, weights.ends, part, head_saved)
+        self.grads = StageWeights(layers, head | jax.eval_shape(stages.embed_backward, weights.ends, part, self.stream))
 
     def start(self) -> TickState:
         """Returns empty buffers and zero sums."""
@@ -160,7 +160,7 @@ class TickExecutor:
             lambda a: jnp.zeros((self.num_chunks * a.shape[0], *a.shape[1:]), jnp.float32), self.grads.layers
         )
         return TickState(
-            x=zeros(self.sent, max(slots.x, 1)),
+            x=zeros(self.sent, max(slots.x, 1)),  # every tick writes a slot, if only what is in it
             dx=zeros(self.sent_back, max(slots.dx, 1)),
             head=zeros(self.stream, slots.head),
             stash=zeros(self.saved, slots.stash),
@@ -247,14 +247,14 @@ class TickExecutor:
             return dx, write(handed, row.handed_slot, part)
 
         def embed(given: Any, total: dict[str, Array]) -> tuple[dict[str, Array]]:
-            return (add_named(total, barrier(stages.embed_backward(*given))),)
+            return (add_named(total, barrier(stages.embed_backward(*given))),)  # libtpu moves its sum out, and fails
 
         dx, layers, handed = zeros(self.stream), state.grads.layers, state.handed
-        is_split, given = row.handed_slot >= 0, (self.weights.layers, inputs, dy, row.stash_slot)
+        is_split, invariants = row.handed_slot >= 0, (self.weights.layers, inputs, dy, row.stash_slot)
         if self.tables.has_whole:
-            dx, layers = at_most_once((row.microbatch >= 0) & ~is_split, whole, given, dx, layers)
+            dx, layers = at_most_once((row.microbatch >= 0) & ~is_split, whole, invariants, dx, layers)
         if self.tables.has_split:
-            dx, handed = at_most_once(is_split, split, given, dx, handed)
+            dx, handed = at_most_once(is_split, split, invariants, dx, handed)
         (of_ends,) = at_most_once(row.is_first > 0, embed, (ends, inputs, dx), state.grads.ends)
         return state._replace(grads=StageWeights(layers, of_ends), handed=handed), stages.send_back(dx)
 
@@ -273,13 +273,13 @@ class TickExecutor:
             return dy, add_named(grads, barrier(of_head)), add(sums, part)
 
         runs, arrived = row.microbatch >= 0, row.dx_slot >= 0
-        dy = lax.cond(
+        dy = lax.cond(  # writes to no large buffer, of which GPUs would make a copy
             runs & arrived,
             lambda: stages.receive_back(read(state.dx, row.dx_slot)),
             lambda: zeros(self.stream),
         )
-        given = (ends, inputs, row.head_slot)
-        dy, of_ends, sums = at_most_once(runs & ~arrived, from_head, given, dy, state.grads.ends, state.sums)
+        invariants = (ends, inputs, row.head_slot)
+        dy, of_ends, sums = at_most_once(runs & ~arrived, from_head, invariants, dy, state.grads.ends, state.sums)
         return state._replace(grads=state.grads._replace(ends=of_ends), sums=sums), dy
 
     def _weight(self, state: TickState, row: WeightColumns) -> TickState:
@@ -291,12 +291,12 @@ class TickExecutor:
             operands = self._piece(layers, row.chunk), read(self.inputs, microbatch), read(state.handed, slot)
             return (self._added(grads, row.chunk, self.stages.weight_backward(*operands)),)
 
-        given = (self.weights.layers, row.microbatch, row.handed_slot)
-        (layers,) = at_most_once(row.microbatch >= 0, run, given, state.grads.layers)
+        invariants = (self.weights.layers, row.microbatch, row.handed_slot)
+        (layers,) = at_most_once(row.microbatch >= 0, run, invariants, state.grads.layers)
         return state._replace(grads=state.grads._replace(layers=layers))
 
     def _added(self, grads: Tree, chunk: Array, part: Tree) -> Tree:
-        part = barrier(part)
+        part = barrier(part)  # libtpu would move the sum that follows out of the loop, and fail
         if self.num_chunks == 1:
             return add(grads, part)
 
@@ -323,8 +323,8 @@ def write(buffer: Tree, slot: Array, value: Tree) -> Tree:
 def write_if_named(buffer: Tree, slot: Array, value: Tree) -> Tree:
     """Writes a value unless the slot is negative; then slot 0 is rewritten with its own value."""
     place = jnp.maximum(slot, 0)
-    kept = read(buffer, place)
-    return write(buffer, place, jax.tree.map(lambda new, old: jnp.where(slot >= 0, new, old), value, kept))
+    present = read(buffer, place)
+    return write(buffer, place, jax.tree.map(lambda new, old: jnp.where(slot >= 0, new, old), value, present))
 
 
 def zeros(like: Tree, *slots: int, dtype: Any = None) -> Tree:

@@ -69,9 +69,9 @@ class Pipeline:
     def _rows_of(self) -> dict[str, np.ndarray]:
         """`layer_rows` by the name of a weight, or of a router's counts."""
         rows = layer_rows(self.schedule, self._names)
-        steps = [one for one in self.context.derived.blocks if one.block.name in rows]
-        blocks = {name: one.block.name for one in steps for op in one.block.ops for name in op.inputs}
-        counts = {name: one.block.name for one in steps for name in counts_of(one)}
+        steps = [of_block for of_block in self.context.derived.blocks if of_block.block.name in rows]
+        blocks = {name: of_block.block.name for of_block in steps for op in of_block.block.ops for name in op.inputs}
+        counts = {name: of_block.block.name for of_block in steps for name in counts_of(of_block)}
         names = self.stacked | counts.keys()
         return {name: rows[block] for name, block in (blocks | counts).items() if name in names}
 
@@ -95,9 +95,9 @@ class Pipeline:
         for name in (name for name in params if name in self.stacked):
             rows = self._rows_of[name]
             # layers of zeros have rows after those of the model
-            found = order(np.where(rows < 0, np.count_nonzero(rows >= 0) + np.cumsum(rows < 0) - 1, rows))
-            if (found != np.arange(len(found))).any():
-                moved[name] = found
+            indices = order(np.where(rows < 0, np.count_nonzero(rows >= 0) + np.cumsum(rows < 0) - 1, rows))
+            if (indices != np.arange(len(indices))).any():
+                moved[name] = indices
         arrays = {name: params[name] for name in moved}
 
         def take(arrays: Params) -> Params:
@@ -115,8 +115,8 @@ class Pipeline:
         # rows taken from an array that is split over stages are gathered
         if all((part >= 0).all() for part in parts):
             return dict(extras)
-        kept = np.flatnonzero(np.concatenate(parts, axis=1) >= 0)
-        return {name: found[kept] for name, found in extras.items()}
+        filled = np.flatnonzero(np.concatenate(parts, axis=1) >= 0)
+        return {name: metric[filled] for name, metric in extras.items()}
 
     def _of_layers(self, grads: Params) -> Params:
         """Returns the gradients of a device, zero for layers of zeros, which stay so."""
@@ -195,12 +195,12 @@ def layer_rows(schedule: Schedule, names: tuple[str, ...]) -> dict[str, np.ndarr
     """
     pattern, places = stage_layers(names, schedule.num_virtual_stages)
     order = sorted((place.device, place.chunk, stage) for stage, place in enumerate(schedule.routes[0]))
-    found = {}
+    rows = {}
     for block in dict.fromkeys(names):
-        numbers = {layer: number for number, layer in enumerate(i for i, own in enumerate(names) if own == block)}
-        of_block = [place for place, own in enumerate(pattern) if own == block]
-        found[block] = np.array([numbers.get(places[stage][place], -1) for _, _, stage in order for place in of_block])
-    return found
+        numbers = {layer: number for number, layer in enumerate(i for i, name in enumerate(names) if name == block)}
+        of_block = [place for place, name in enumerate(pattern) if name == block]
+        rows[block] = np.array([numbers.get(places[stage][place], -1) for _, _, stage in order for place in of_block])
+    return rows
 
 
 def _boundary(derived: Derived, phase: Phase) -> tuple[Callable[[Stream], Stream], Callable[[Stream], Stream]]:

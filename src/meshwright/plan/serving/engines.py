@@ -24,7 +24,8 @@ from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.kernels import StepCost
 from meshwright.cost.work.sequences import LikeSequences
 from meshwright.cost.work.slots import SlotSizes
-from meshwright.plan.legal import StrategySizes, mask, size_rules
+from meshwright.plan.legal import size_rules
+from meshwright.plan.rules import StrategySizes, mask
 from meshwright.plan.serving.fleet import OTHER_AXES, Fleet, engine_strategy
 from meshwright.plan.serving.service import Service, Speculation
 from meshwright.plan.serving.storing import StoredDtypes
@@ -116,8 +117,8 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
                 if np.min(need) < least:
                     least, least_chips = float(np.min(need)), int(fleet.num_chips[form.engines[np.argmin(need)]])
                 decode.append(msgspec.structs.replace(steps, dtypes=np.full(len(steps), number)))
-                for seconds, found in zip(chunks.values(), form.chunk_s(tuple(chunks)), strict=True):
-                    seconds[:, form.engines * len(stored) + number] = found
+                for seconds, chunk_s in zip(chunks.values(), form.chunk_s(tuple(chunks)), strict=True):
+                    seconds[:, form.engines * len(stored) + number] = chunk_s
             places = (form.engines[:, None] * len(stored) + number) * len(at_once) + np.arange(len(at_once))
             prefill.append((places.ravel(), msgspec.structs.replace(filled, dtypes=np.full(len(filled), number))))
     if not decode:
@@ -166,20 +167,20 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         grid = shards[rows] * np.tile(powers, count)
         longest = self.service.max_len - 1
         need = sum_of(self.memory("decode", rows, LikeSequences(grid, 1.0, longest))).reshape(count, -1)
-        found = [(rows, grid)]
+        tried = [(rows, grid)]
         for taken in (np.zeros(count), beside):
             largest = _largest(need + taken[:, None], powers, self.setting.memory_room)
-            found.append((np.arange(count), shards * largest))
-        rows, grid = (np.concatenate(columns) for columns in zip(*found, strict=True))
+            tried.append((np.arange(count), shards * largest))
+        rows, grid = (np.concatenate(columns) for columns in zip(*tried, strict=True))
         pairs = np.unique(np.stack([rows, grid]), axis=1)
         rows, grid = pairs[:, pairs[1] > 0]
         if self.service.speculation:
             return self.drafted(rows, grid, self.service.speculation), need[:, 0]
         memory = self.memory("decode", rows, LikeSequences(grid, 1.0, longest))
-        kept = sum_of(memory) <= self.setting.memory_room
-        chosen: dict[str, np.ndarray] = select(memory, kept)
-        mean = LikeSequences(grid[kept], 1.0, self.service.mean_len - 1)
-        return self.priced("decode", rows[kept], mean, chosen), need[:, 0]
+        fits = sum_of(memory) <= self.setting.memory_room
+        chosen: dict[str, np.ndarray] = select(memory, fits)
+        mean = LikeSequences(grid[fits], 1.0, self.service.mean_len - 1)
+        return self.priced("decode", rows[fits], mean, chosen), need[:, 0]
 
     def drafted(self, rows: np.ndarray, batch: np.ndarray, given: Speculation) -> Steps:
         """Returns the decode steps that fit, each with the drafts that make its tokens fastest.
@@ -188,12 +189,12 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         of the step without any.
         """
         tried, before = np.array(given.tried), self.service.mean_len - 1
-        one = self.priced("decode", rows, LikeSequences(batch, 1.0, before), {})
+        plain = self.priced("decode", rows, LikeSequences(batch, 1.0, before), {})
         shape = (len(rows), len(tried))
-        each, seqs, drafts = (np.repeat(rows, len(tried)), np.repeat(batch, len(tried)), np.tile(tried, len(rows)))
-        memory = self.memory("decode", each, LikeSequences(seqs, drafts + 1, self.service.max_len - drafts - 1))
-        steps = self.priced("decode", each, LikeSequences(seqs, drafts + 1, before), memory)
-        drafting = drafts * given.draft_cost * np.repeat(one.step_s, len(tried))
+        repeated, seqs, drafts = (np.repeat(rows, len(tried)), np.repeat(batch, len(tried)), np.tile(tried, len(rows)))
+        memory = self.memory("decode", repeated, LikeSequences(seqs, drafts + 1, self.service.max_len - drafts - 1))
+        steps = self.priced("decode", repeated, LikeSequences(seqs, drafts + 1, before), memory)
+        drafting = drafts * given.draft_cost * np.repeat(plain.step_s, len(tried))
         steps = msgspec.structs.replace(
             steps,
             step_s=steps.step_s + drafting,
@@ -203,8 +204,8 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         )
         token_s = np.where(steps.need <= self.setting.memory_room, steps.token_s, np.inf).reshape(shape)
         best = np.arange(len(rows)) * len(tried) + np.argmin(token_s, axis=1)
-        found: Steps = select(steps, best[np.isfinite(token_s.min(axis=1))])
-        return found
+        fastest: Steps = select(steps, best[np.isfinite(token_s.min(axis=1))])
+        return fastest
 
     def prefill(self, at_once: Sequence[int]) -> Steps:
         """Returns a step for each engine and number of prompts at once on each device that has its own sequences.
@@ -230,7 +231,7 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         whole = self.service.prompt_len
         chunks = LikeSequences(batch, cut, 0.0), LikeSequences(batch, cut, whole - cut)
         steps = (self.priced("prefill", rows, chunk, {}) for chunk in chunks)
-        first, last = (one.step_s.reshape(len(lengths), -1) for one in steps)
+        first, last = (step.step_s.reshape(len(lengths), -1) for step in steps)
         return np.stack([first, np.maximum(first, last)], axis=1)
 
     def memory(self, phase: str, rows: np.ndarray, like: LikeSequences) -> dict[str, np.ndarray]:
@@ -338,8 +339,8 @@ def _largest(need: np.ndarray, powers: np.ndarray, room: float) -> np.ndarray:
     rows = np.arange(len(need))
     low, high = need[rows, last], need[rows, above]
     share = np.where(high > low, (room - low) / np.maximum(high - low, 1.0), 0.0)
-    found = np.floor(powers[last] + share * (powers[above] - powers[last]))
-    return np.where(fits[:, 0], np.maximum(found, powers[last]), 0).astype(np.int64)
+    multiple = np.floor(powers[last] + share * (powers[above] - powers[last]))
+    return np.where(fits[:, 0], np.maximum(multiple, powers[last]), 0).astype(np.int64)
 
 
 def loads(cost: StepCost) -> str:
@@ -350,13 +351,13 @@ def loads(cost: StepCost) -> str:
 
 def bounds_s(step: PricedStep, count: int) -> dict[str, np.ndarray]:
     """Returns the seconds of each of `BOUNDS` by itself."""
-    found: dict[str, Number] = dict.fromkeys(BOUNDS, 0.0)
-    found["host"] = step.times.microbatch_s + step.times.starts_s
+    seconds: dict[str, Number] = dict.fromkeys(BOUNDS, 0.0)
+    seconds["host"] = step.times.microbatch_s + step.times.starts_s
     for cost in step.costs.all:
         if cost.step.is_collective:
-            found["network"] = found["network"] + cost.network_s * cost.here
+            seconds["network"] = seconds["network"] + cost.network_s * cost.here
             continue
-        found[loads(cost)] = found[loads(cost)] + cost.hbm_s * cost.here
-        found["FLOPs"] = found["FLOPs"] + cost.math_s * cost.here
-        found["other"] = found["other"] + cost.launch_s * cost.here
-    return {name: np.broadcast_to(np.asarray(value, dtype=float), count) for name, value in found.items()}
+        seconds[loads(cost)] = seconds[loads(cost)] + cost.hbm_s * cost.here
+        seconds["FLOPs"] = seconds["FLOPs"] + cost.math_s * cost.here
+        seconds["other"] = seconds["other"] + cost.launch_s * cost.here
+    return {name: np.broadcast_to(np.asarray(value, dtype=float), count) for name, value in seconds.items()}

@@ -158,30 +158,30 @@ def _decode(file: TomlFile) -> ServiceFile:
         pool, cluster = (file.data.get(key) for key in (name, "cluster"))
         if isinstance(pool, dict) and isinstance(pool.get("part"), dict) and isinstance(cluster, dict):
             pool["part"].setdefault("chip", cluster.get("chip"))
-    found = decode_toml(file, ServiceFile)
+    decoded = decode_toml(file, ServiceFile)
     with file.at(("weights",)):
-        stored_dtypes((found.weights,), (found.cache,), chip=found.cluster.chip)
-    if found.calibration.chip != found.cluster.chip.name:
-        chips = f"rates of {found.calibration.chip}, and the chips are {found.cluster.chip.name}"
+        stored_dtypes((decoded.weights,), (decoded.cache,), chip=decoded.cluster.chip)
+    if decoded.calibration.chip != decoded.cluster.chip.name:
+        chips = f"rates of {decoded.calibration.chip}, and the chips are {decoded.cluster.chip.name}"
         raise file.error(("calibration", "chip"), f"{chips}. Give rates of these.")
     for name in POOLS:
         with file.at((name,)):
-            _check_pool(name, getattr(found, name), found)
-    alike = all(getattr(found.generate, name) == getattr(found.prefill, name) for name in ("part", "num_engines"))
-    if not (found.has_pools or alike):
+            _check_pool(name, getattr(decoded, name), decoded)
+    alike = all(getattr(decoded.generate, name) == getattr(decoded.prefill, name) for name in ("part", "num_engines"))
+    if not (decoded.has_pools or alike):
         message = "without pools the engines that generate prefill. Give both the same part and num_engines."
         raise file.error(("prefill",), message)
-    drafted = found.service.speculation
-    if found.num_drafts not in (drafted.tried if drafted else (0,)):
+    drafted = decoded.service.speculation
+    if decoded.num_drafts not in (drafted.tried if drafted else (0,)):
         words = "as many as service.speculation allows" if drafted else "0: the service has no speculation"
-        raise file.error(("num_drafts",), f"num_drafts={found.num_drafts} must be {words}.")
-    pools = (found.generate, found.prefill) if found.has_pools else (found.generate,)
-    used, have = sum(one.num_chips for one in pools), found.cluster.num_chips
+        raise file.error(("num_drafts",), f"num_drafts={decoded.num_drafts} must be {words}.")
+    pools = (decoded.generate, decoded.prefill) if decoded.has_pools else (decoded.generate,)
+    used, have = sum(pool.num_chips for pool in pools), decoded.cluster.num_chips
     if used > have:
-        raise file.error(("generate",), f"the engines have {used:,} chips, but {found.cluster.short_name} {have:,}.")
+        raise file.error(("generate",), f"the engines have {used:,} chips, but {decoded.cluster.short_name} {have:,}.")
     with file.at(("predicted",)):
-        check_figures(found.predicted, "predicted", may_be_zero=ServiceFigures.__struct_fields__)
-    return found
+        check_figures(decoded.predicted, "predicted", may_be_zero=ServiceFigures.__struct_fields__)
+    return decoded
 
 
 def _check_pool(name: str, pool: EnginePool, found: ServiceFile) -> None:

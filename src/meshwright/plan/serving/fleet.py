@@ -89,8 +89,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     def strategy(self, number: int, precision: str) -> Strategy:
         """Returns the strategy of an engine."""
         sizes = {axis: int(self.mesh[axis][number]) for axis in ENGINE_AXES}
-        found = engine_strategy(sizes, precision, self.layout[number])
-        return msgspec.structs.replace(found, placement=self.placements[number].describe())
+        strategy = engine_strategy(sizes, precision, self.layout[number])
+        return msgspec.structs.replace(strategy, placement=self.placements[number].describe())
 
 
 def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = None) -> Fleet:
@@ -106,19 +106,19 @@ def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = No
                 f"mesh axis {axis!r} splits no engine of a service in this version.{nearest(axis, ENGINE_AXES)} "
                 f"Use {' or '.join(ENGINE_AXES)}."
             )
-    found = [
+    engines = [
         (part, placement, layout)
         for part, placement, layout in _engines(model, cluster)
         if all(placement.mesh[axis] == size for axis, size in fixed.items())
     ]
-    if not found:
+    if not engines:
         named = " x ".join(f"{axis}={size}" for axis, size in fixed.items())
         raise CannotRunError(
             f"no engine of {model.name} on {cluster.short_name} has {named}: tensor must divide the {model.num_heads} "
             f"heads, expert the {model.num_experts} experts (without any it is 1), and the engine the "
             f"{cluster.num_chips} chips."
         )
-    parts, placements, layouts = zip(*found, strict=True)
+    parts, placements, layouts = zip(*engines, strict=True)
     meshes = [placement.mesh for placement in placements]
     return Fleet(
         cluster=cluster,
@@ -131,12 +131,12 @@ def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = No
 
 def _engines(model: Model, cluster: Cluster) -> Iterator[tuple[Cluster, Placement, str]]:
     for chips in divisors(cluster.num_chips):
-        sizes = [one for one in _meshes(model, chips) if cluster.kind != "switched" or one[1] not in TORUS_LAYOUTS]
+        sizes = [pair for pair in _meshes(model, chips) if cluster.kind != "switched" or pair[1] not in TORUS_LAYOUTS]
         if chips <= MAX_ENGINE_CHIPS and sizes:
             for part in engine_parts(cluster, chips):
                 for mesh, layout in sizes:
-                    for one in place_axes(part, make_mesh(mesh))[:PARTS_TRIED]:
-                        yield part, _padded(one, cluster), layout
+                    for placement in place_axes(part, make_mesh(mesh))[:PARTS_TRIED]:
+                        yield part, _padded(placement, cluster), layout
 
 
 def _meshes(model: Model, chips: int) -> Iterator[tuple[dict[str, int], str]]:
@@ -164,8 +164,8 @@ def _meshes(model: Model, chips: int) -> Iterator[tuple[dict[str, int], str]]:
 
 def _padded(placement: Placement, cluster: Cluster) -> Placement:
     """Returns the placement with all links of the cluster: a part within one slice does not use what joins slices."""
-    others = physical_links(cluster)[len(placement.links) :]
-    unused = (msgspec.structs.replace(link, size=1, parts=()) for link in others)
+    outer = physical_links(cluster)[len(placement.links) :]
+    unused = (msgspec.structs.replace(link, size=1, parts=()) for link in outer)
     return msgspec.structs.replace(placement, links=(*placement.links, *unused))
 
 

@@ -66,28 +66,28 @@ def plan_service(
         setting = service_setting(setting.model, setting.cluster, setting.calibration)
     chosen = tuple(stored) or stored_dtypes(chip=setting.cluster.chip)
     priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, axes), chosen)
-    if not len(priced.decode) or not len(found := all_services(priced, service, setting.model)):
+    if not len(priced.decode) or not len(every := all_services(priced, service, setting.model)):
         raise CannotRunError(does_not_fit(setting, service, priced))
-    order = ranked(found, service)
+    order = ranked(every, service)
     if not len(order):
-        raise CannotRunError(_misses(setting, service, found))
-    is_frontier = pareto or all(one is None for one in (service.ttft_s, service.tpot_s, service.itl_s))
-    kept = frontier(found, order) if is_frontier else _distinct(priced, found, order)[:MAX_PLANS]
-    which = priced.decode.dtypes[found.decode[order]]
-    groups = {one: order[which == number] for number, one in enumerate(chosen)}
+        raise CannotRunError(_misses(setting, service, every))
+    is_frontier = pareto or all(target is None for target in (service.ttft_s, service.tpot_s, service.itl_s))
+    listed = frontier(every, order) if is_frontier else _distinct(priced, every, order)[:MAX_PLANS]
+    which = priced.decode.dtypes[every.decode[order]]
+    groups = {pair: order[which == number] for number, pair in enumerate(chosen)}
     published = groups.get(AS_PUBLISHED, order[:0])
     return ServiceResult(
         setting=setting,
         service=service,
         stored=chosen,
         axes=dict(axes or {}),
-        plans=tuple(service_plan(priced, found, number, service) for number in kept),
+        plans=tuple(service_plan(priced, every, number, service) for number in listed),
         is_frontier=is_frontier,
-        as_written=service_plan(priced, found, published[0], service) if len(published) else None,
-        num_services=len(found),
-        num_meeting=int(found.meets(service).sum()),
-        frontiers={one.words: _points(found, frontier(found, some)) for one, some in groups.items() if len(some)},
-        split=_split(priced, found, frontier(found, order)),
+        as_written=service_plan(priced, every, published[0], service) if len(published) else None,
+        num_services=len(every),
+        num_meeting=int(every.meets(service).sum()),
+        frontiers={pair.words: _points(every, frontier(every, rows)) for pair, rows in groups.items() if len(rows)},
+        split=_split(priced, every, frontier(every, order)),
         notes=tuple(service_notes(setting, service, chosen)),
     )
 
@@ -140,13 +140,13 @@ def does_not_fit(setting: Setting, service: Service, priced: PricedFleet) -> str
     """Says how much memory the leanest engine needs; of memory alone, not of targets."""
     cluster, margin = setting.cluster, setting.memory_margin
     what = f"{setting.model.name} with {service.prompt_len:,} tokens of prompt and {service.output_len:,} of output"
-    kept = f" beside the {margin:.0%} that stay free" * bool(margin)
+    beside = f" beside the {margin:.0%} that stay free" * bool(margin)
     chips = f"{priced.least_chips} chip{'s' * (priced.least_chips > 1)}"
-    tried = ", ".join(dict.fromkeys(one.weights for one in priced.stored))
+    tried = ", ".join(dict.fromkeys(pair.weights for pair in priced.stored))
     return (
         f"{what} does not fit {cluster.short_name}: with one sequence the leanest engine ({chips}, "
         f"weights {tried}) needs {format_bytes(priced.least_bytes)} per chip, but a chip has "
-        f"{format_bytes(priced.room)}{kept}. Use more chips, or store weights and caches in fewer bytes (--weights, "
+        f"{format_bytes(priced.room)}{beside}. Use more chips, or store weights and caches in fewer bytes (--weights, "
         f"--kv)."
     )
 
@@ -160,14 +160,14 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
             f"{service.load_words} need at least {chips:,} chips in engines of up to {have:,} within the targets, but "
             f"{setting.cluster.short_name} has {have:,}. Use a larger cluster or a lower --rate."
         )
-    said = []
+    missed = []
     for name, target, values in (
         ("TTFT", service.ttft_s, found.ttft_s),
         ("TPOT", service.tpot_s, found.tpot_s),
         ("ITL", service.itl_s, found.itl_s),
     ):
         if target is not None:
-            said.append(f"{name} {format_seconds(target)} (the shortest is {format_seconds(float(values.min()))})")
+            missed.append(f"{name} {format_seconds(target)} (the shortest is {format_seconds(float(values.min()))})")
     both = ""
     if service.ttft_s is not None and service.tpot_s is not None:
         within = found.ttft_s <= service.ttft_s
@@ -176,7 +176,7 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
             both = f" Within TTFT {format_seconds(service.ttft_s)} the shortest TPOT is {shortest}."
     return (
         f"{len(found):,} ways to serve {setting.model.name} fit the memory of {setting.cluster.short_name}, but none "
-        f"meets {' and '.join(said)}.{both} Relax the target or use other chips."
+        f"meets {' and '.join(missed)}.{both} Relax the target or use other chips."
     )
 
 
@@ -201,9 +201,9 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
             "prompt's last chunk; with chunks the first token comes after as many steps as it has, and "
             "a batch is so small that a chunk a step keeps it full; TPOT counts the time of all chunks"
         )
-    if given := service.speculation:
+    if draft := service.speculation:
         yield (
-            f"drafts are right with probability {given.acceptance:.10g}, each takes {given.draft_cost:.10g} of a step "
+            f"drafts are right with probability {draft.acceptance:.10g}, each takes {draft.draft_cost:.10g} of a step "
             "without any; a step checks all of a sequence and its own token: products of as many rows, caches read once"
         )
     if engine := setting.assumptions.engine:
@@ -222,8 +222,8 @@ def service_notes(setting: Setting, service: Service, chosen: Sequence[StoredDty
         yield f"the memory of {cluster.short_name} is not known, so it was not compared"
     elif setting.memory_margin:
         yield f"caches have room for whole sequences, and {setting.memory_margin:.0%} of a chip's memory stays free"
-    if any(one != AS_PUBLISHED for one in chosen):
-        names = sorted({name for one in chosen for name in (one.weights, one.cache)} - {"bf16"})
+    if any(pair != AS_PUBLISHED for pair in chosen):
+        names = sorted({name for pair in chosen for name in (pair.weights, pair.cache)} - {"bf16"})
         yield (
             f"what {' or '.join(names)} does to the quality of answers is not predicted"
             + "; products of int8 weights are in bf16" * ("int8" in names)

@@ -44,15 +44,15 @@ class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""
-        found = {name: getattr(self, name) for name in ("num_engines", "batch_seqs", "step_s", "bound_by")}
+        fields = {name: getattr(self, name) for name in ("num_engines", "batch_seqs", "step_s", "bound_by")}
         axes = {axis: size for axis, size in self.strategy.mesh.items() if size > 1}
-        more = {
+        engine = {
             "part": self.part.short_name,
             "axes": axes,
             "layout": layout_of(self.strategy),
             "placement": self.strategy.placement,
         }
-        return {**found, **more, "bounds_s": self.bounds_s, "memory": self.memory}
+        return {**fields, **engine, "bounds_s": self.bounds_s, "memory": self.memory}
 
 
 class ServiceFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,8 +100,8 @@ class ServicePlan(ServiceFigures, frozen=True, kw_only=True):
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data."""
-        found = msgspec.structs.asdict(self)
-        return {**found, "generate": self.generate.to_json(), "prefill": self.prefill.to_json()}
+        fields = msgspec.structs.asdict(self)
+        return {**fields, "generate": self.generate.to_json(), "prefill": self.prefill.to_json()}
 
 
 class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,7 +141,7 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
             "cluster": self.setting.cluster.short_name,
             "service": msgspec.to_builtins(self.service),
             "is_frontier": self.is_frontier,
-            "plans": [one.to_json() for one in self.plans],
+            "plans": [plan.to_json() for plan in self.plans],
             "as_written": self.as_written and self.as_written.to_json(),
             "num_services": self.num_services,
             "num_meeting": self.num_meeting,

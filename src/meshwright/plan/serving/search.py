@@ -77,28 +77,28 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
 
 def all_services(priced: PricedFleet, service: Service, model: Model) -> Services:
     """Returns every service that fits in memory."""
-    found = [_aggregated(priced, service), *_pools(priced, service, model)]
-    every: Services = map_figures(lambda *columns: np.concatenate(columns), *found)
+    groups = [_aggregated(priced, service), *_pools(priced, service, model)]
+    every: Services = map_figures(lambda *columns: np.concatenate(columns), *groups)
     return every
 
 
 def _aggregated(priced: PricedFleet, service: Service) -> Services:
     """Returns the services whose engines prefill and generate in turns, with each number of prompts at once."""
-    decode, prefill, each = priced.decode, priced.prefill, len(priced.prompts_at_once)
-    rows = np.repeat(np.arange(len(decode)), each)
-    first = (decode.engine * len(priced.stored) + decode.dtypes) * each
-    other = first[rows] + np.tile(np.arange(each), len(decode))
-    beside = np.maximum(prefill.memory["activations"][other] - decode.memory["activations"][rows], 0.0)
+    decode, prefill, num_choices = priced.decode, priced.prefill, len(priced.prompts_at_once)
+    rows = np.repeat(np.arange(len(decode)), num_choices)
+    first = (decode.engine * len(priced.stored) + decode.dtypes) * num_choices
+    prefill_rows = first[rows] + np.tile(np.arange(num_choices), len(decode))
+    beside = np.maximum(prefill.memory["activations"][prefill_rows] - decode.memory["activations"][rows], 0.0)
     free = priced.room - decode.need[rows] - beside
-    fits = (free >= 0) & np.isfinite(prefill.step_s[other])
+    fits = (free >= 0) & np.isfinite(prefill.step_s[prefill_rows])
     # as many prompts are prefilled together as sequences end in a step, on each device that has its own
     ending = decode.batch[rows] / service.output_len / priced.fleet.batch_shards[decode.engine[rows]]
     at_once = np.tile(priced.prompts_at_once, len(decode))
     fits &= (at_once == 1) | (at_once < 2 * ending)
-    rows, other, free = rows[fits], other[fits], free[fits]
-    cut = _chunked(priced, service, rows, other)
+    rows, prefill_rows, free = rows[fits], prefill_rows[fits], free[fits]
+    cut = _chunked(priced, service, rows, prefill_rows)
     used = np.isfinite(cut["itl_s"])
-    rows, other, free = (column[used] for column in (rows, other, free))
+    rows, prefill_rows, free = (column[used] for column in (rows, prefill_rows, free))
     cut = {name: column[used] for name, column in cut.items()}
     batch, step_s, output = decode.batch[rows], decode.token_s[rows], service.output_len
     tpot_s = step_s + waiting_s(cut["prompt_s"], batch=batch, output_len=output)
@@ -111,7 +111,7 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
         priced,
         pools=np.zeros(len(rows), dtype=bool),
         decode=rows,
-        prefill=other,
+        prefill=prefill_rows,
         num_decode=wanted,
         num_prefill=np.zeros(len(rows), dtype=np.int64),
         num_chips=wanted * chips,
@@ -131,7 +131,7 @@ def _chunked(priced: PricedFleet, service: Service, rows: np.ndarray, other: np.
     not cut, and a step has one chunk on each device that has its own sequences.
     """
     decode, at_once = priced.decode, len(priced.prompts_at_once)
-    step_s, prefill_s, each = decode.step_s[rows], priced.prefill.step_s[other], other // at_once
+    step_s, prefill_s, engines = decode.step_s[rows], priced.prefill.step_s[other], other // at_once
     # prompts that take the place of the sequences that end in a step
     ending = np.maximum(decode.batch[rows] - 1, 0) / service.output_len
     at_a_time = np.maximum(ending / priced.prefill.batch[other], 1)
@@ -142,10 +142,10 @@ def _chunked(priced: PricedFleet, service: Service, rows: np.ndarray, other: np.
     for length, (first_s, last_s) in priced.chunks.items():
         count = -(-service.new_prompt_tokens // length)
         lengths.append(length)
-        gap = step_s + last_s[each]
+        gap = step_s + last_s[engines]
         gaps.append(np.where((other % at_once == 0) & (ending / shards * count <= 1), gap, np.inf))
         # a chunk attends to more the later it comes; none is quicker than its part of a whole prompt
-        mean_s = (first_s[each] + last_s[each]) / 2
+        mean_s = (first_s[engines] + last_s[engines]) / 2
         all_s = np.maximum(service.new_prompt_tokens / length * mean_s, prefill_s)
         firsts.append(count * step_s + all_s)
         wholes.append(all_s * together(ending * count, shards))
@@ -154,14 +154,14 @@ def _chunked(priced: PricedFleet, service: Service, rows: np.ndarray, other: np.
     gap, first, places = np.stack(gaps), np.stack(firsts), np.arange(len(rows))
     met = gap <= (service.itl_s or np.inf)
     best = np.where(met.any(axis=0), np.argmin(np.where(met, first, np.inf), axis=0), np.argmin(gap, axis=0))
-    found = {"itl_s": gap, "ttft_s": first, "prompt_s": np.stack(wholes)}
-    return {"chunk_len": np.array(lengths)[best], **{name: column[best, places] for name, column in found.items()}}
+    figures = {"itl_s": gap, "ttft_s": first, "prompt_s": np.stack(wholes)}
+    return {"chunk_len": np.array(lengths)[best], **{name: column[best, places] for name, column in figures.items()}}
 
 
 def together(prompts: np.ndarray, devices: np.ndarray) -> np.ndarray:
     """Returns the part of a prefill step that each prompt costs, if so many come at random for each step of decode."""
-    some = np.maximum(prompts, 1e-9)
-    return np.maximum(-np.expm1(-some) / some, 1 / devices)
+    count = np.maximum(prompts, 1e-9)
+    return np.maximum(-np.expm1(-count) / count, 1 / devices)
 
 
 def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Services]:
@@ -174,37 +174,37 @@ def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Serv
         # engines whose caches are split prefill for themselves alone
         usual = np.isin(fleet.layout[prefill.engine], PREFILL_LAYOUTS)
         second = np.flatnonzero((prefill.dtypes == number) & np.isfinite(prefill.step_s) & usual)
-        rows, other = np.repeat(first, len(second)), np.tile(second, len(first))
-        chips, prefill_chips = (fleet.num_chips[s.engine[i]] for s, i in ((decode, rows), (prefill, other)))
+        rows, prefill_rows = np.repeat(first, len(second)), np.tile(second, len(first))
+        chips, prefill_chips = (fleet.num_chips[s.engine[i]] for s, i in ((decode, rows), (prefill, prefill_rows)))
         ends = decode.batch[rows] / (service.output_len * decode.token_s[rows])
-        begins = prefill.batch[other] / prefill.step_s[other]
+        begins = prefill.batch[prefill_rows] / prefill.step_s[prefill_rows]
         if service.requests_per_s is None:
             num_prefill, num_decode = _balanced(total, prefill_chips, chips, begins, ends)
         else:
             num_prefill = np.ceil(service.requests_per_s / begins).astype(np.int64)
             num_decode = np.ceil(service.requests_per_s / ends).astype(np.int64)
         used = num_prefill * prefill_chips + num_decode * chips
-        kept = (num_prefill > 0) & (num_decode > 0) & ((used <= total) | (service.requests_per_s is not None))
-        rows, other, used = rows[kept], other[kept], used[kept]
+        fits = (num_prefill > 0) & (num_decode > 0) & ((used <= total) | (service.requests_per_s is not None))
+        rows, prefill_rows, used = rows[fits], prefill_rows[fits], used[fits]
         sent = sequence_bytes(model, service.prompt_len, dtypes.storage)
-        sent_s = prefill.batch[other] * sent / (np.minimum(chips, prefill_chips)[kept] * link)
+        sent_s = prefill.batch[prefill_rows] * sent / (np.minimum(chips, prefill_chips)[fits] * link)
         yield _services(
             service,
             priced,
             pools=np.ones(len(rows), dtype=bool),
             decode=rows,
-            prefill=other,
-            num_decode=num_decode[kept],
-            num_prefill=num_prefill[kept],
+            prefill=prefill_rows,
+            num_decode=num_decode[fits],
+            num_prefill=num_prefill[fits],
             num_chips=used if service.requests_per_s is not None else np.full(len(rows), total),
             tpot_s=decode.token_s[rows],
             transfer_s=sent_s,
-            requests_per_s=np.minimum(num_prefill * begins, num_decode * ends)[kept],
-            free_bytes=priced.room - np.maximum(decode.need[rows], prefill.need[other]),
+            requests_per_s=np.minimum(num_prefill * begins, num_decode * ends)[fits],
+            free_bytes=priced.room - np.maximum(decode.need[rows], prefill.need[prefill_rows]),
             chunk_len=np.zeros(len(rows), dtype=np.int64),
-            prompt_s=prefill.step_s[other] / prefill.batch[other],
+            prompt_s=prefill.step_s[prefill_rows] / prefill.batch[prefill_rows],
             itl_s=decode.step_s[rows],
-            ttft_s=prefill.step_s[other] + sent_s,
+            ttft_s=prefill.step_s[prefill_rows] + sent_s,
         )
 
 
@@ -251,6 +251,6 @@ def ranked(found: Services, service: Service) -> np.ndarray:
 def frontier(found: Services, among: np.ndarray) -> np.ndarray:
     """Returns the services, most tokens first, that no other beats in tokens per second and chip and in TPOT."""
     fastest = np.minimum.accumulate(found.tpot_s[among])
-    kept = np.ones(len(among), dtype=bool)
-    kept[1:] = found.tpot_s[among][1:] < fastest[:-1]
-    return among[kept]
+    is_unbeaten = np.ones(len(among), dtype=bool)
+    is_unbeaten[1:] = found.tpot_s[among][1:] < fastest[:-1]
+    return among[is_unbeaten]

@@ -60,14 +60,14 @@ def stored_dtypes(
     has = chip.peak_flops if chip and chip.peak_flops else {"fp8": 1.0, "fp4": 1.0}
     tried = [name for name in TRIED if name != "fp8" or name in has]
     chosen = [
-        _known(given or [name for name in tried if name in options], options, what)
-        for given, options, what in ((weights, WEIGHT_DTYPES, "weights"), (caches, SERVED_CACHES, "KV caches"))
+        _known(names or [name for name in tried if name in options], options, what)
+        for names, options, what in ((weights, WEIGHT_DTYPES, "weights"), (caches, SERVED_CACHES, "KV caches"))
     ]
     for name in (*weights, *caches):
         if name in ("fp8", "fp4") and name not in has:
             raise InputError(f"{name} is for chips with products in {name}, and {chip and chip.name} has none.")
-    every = (StoredDtypes(one, other) for one in chosen[0] for other in chosen[1])
-    return tuple(one for one in every if (weights and caches) or {one.weights, one.cache} != {"int8", "fp8"})
+    every = (StoredDtypes(weight, cache) for weight in chosen[0] for cache in chosen[1])
+    return tuple(pair for pair in every if (weights and caches) or {pair.weights, pair.cache} != {"int8", "fp8"})
 
 
 def _known(given: Sequence[str], known: Iterable[str], what: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from meshwright.algebra.notation import product
 from meshwright.algebra.rewrites.rings import num_moves
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.accounting import state_bytes
-from meshwright.cost.formulas.limit_table import Letters, feed_forward_width, sparsity
+from meshwright.cost.formulas.letters import Letters, feed_forward_width, sparsity
 from meshwright.cost.formulas.roofline import critical_batch
 from meshwright.cost.formulas.training_budget import global_batch
 from meshwright.cost.network.links import TorusWidth, torus_width
@@ -44,12 +44,12 @@ def batch_of(priced: PricedStrategy) -> BatchSplit:
     """Returns the factors of the batch: a replica's microbatch x replicas x microbatches."""
     job, count = priced.setting.job, priced.strategy.num_microbatches
     replicas = _devices(priced, *BATCH_AXES)
-    each = job.batch_seqs / (replicas * count)
+    per_microbatch = job.batch_seqs / (replicas * count)
     return BatchSplit(
-        sequences_per_microbatch=each,
+        sequences_per_microbatch=per_microbatch,
         data_parallel=replicas,
         num_microbatches=count,
-        sequences=global_batch(each, data_parallel=replicas, num_microbatches=count),
+        sequences=global_batch(per_microbatch, data_parallel=replicas, num_microbatches=count),
         positions_per_device=job.seq_len / _devices(priced, "context"),
     )
 
@@ -174,24 +174,24 @@ def _of_axes(priced: PricedStrategy, peak: float) -> dict[str, Any]:
     if setting.cluster.kind == "host":
         return {}
     passes = [costs for block in priced.costs.layers for costs in (block.forward, block.backward)]
-    others = int(product(size for axis, size in strategy.mesh.items() if axis != "pipeline"))
-    found: dict[str, Any] = {"chip_tokens": setting.job.tokens_per_step / strategy.num_microbatches / others}
+    stage_devices = int(product(size for axis, size in strategy.mesh.items() if axis != "pipeline"))
+    letters: dict[str, Any] = {"chip_tokens": setting.job.tokens_per_step / strategy.num_microbatches / stage_devices}
     if any(c.gathers_weights for costs in passes for c in costs):
-        found |= _hiding("weights", priced, passes, scopes=("layer", "microbatch"))
+        letters |= _hiding("weights", priced, passes, scopes=("layer", "microbatch"))
     if any(c.hides and c.step.scope == "step" for costs in passes for c in costs):
-        found |= _hiding("gradients", priced, passes, scopes=("step",))
+        letters |= _hiding("gradients", priced, passes, scopes=("step",))
     if _devices(priced, "pipeline") > 1:
         forward, backward, bubble = priced.times.layer_passes(priced.pipeline)
-        found |= {
+        letters |= {
             "schedule": strategy.schedule,
             "bubble_s": float(bubble),
             "microbatch_s": float(forward + backward),
         }
     if _devices(priced, "context") > 1:
-        found |= _ring(priced)
+        letters |= _ring(priced)
     if setting.model.num_experts:
-        found |= _experts(priced, peak)
-    return found
+        letters |= _experts(priced, peak)
+    return letters
 
 
 def _hiding(
@@ -229,7 +229,7 @@ def _experts(priced: PricedStrategy, peak: float) -> dict[str, Any]:
     setting, model = priced.setting, priced.setting.model
     copies = _devices(priced, "data", "fsdp", "context")
     bandwidth = memory_rate(setting.cluster.chip, setting.rates)
-    found = {
+    letters = {
         "num_experts": model.num_experts,
         "experts_per_token": model.experts_per_token,
         "hbm_tokens": critical_batch(peak, bandwidth, weight_bytes=priced.sizes.width),
@@ -239,9 +239,9 @@ def _experts(priced: PricedStrategy, peak: float) -> dict[str, Any]:
     sent = [c for c in block if c.step.op == "all_to_all" and "expert" in c.step.axes]
     products = [c for c in block if c.flops and any("Fe" in array.dims for array in c.step.inputs)]
     if _devices(priced, "expert") > 1 and sent and products:
-        found |= {
+        letters |= {
             "expert_width": model.d_ff_expert,
             "exchange_s": float(sum(c.network_s for c in sent)),
             "experts_s": float(sum(c.math_s for c in products)),
         }
-    return found
+    return letters

@@ -8,7 +8,8 @@ from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_seconds
 from meshwright.cost.breakdown import Breakdown, PricedOverlap, Term
 from meshwright.cost.formulas import limits
-from meshwright.cost.formulas.limit_table import Letters, Limit, limits_at
+from meshwright.cost.formulas.letters import Letters
+from meshwright.cost.formulas.limit_table import Limit, limits_at
 from meshwright.cost.formulas.training_budget import train_seconds, training_flops
 from meshwright.cost.network.collectives import group_rates
 from meshwright.cost.network.placement import physical_placement
@@ -229,10 +230,10 @@ def attention_kernel(plan: Plan) -> str:
     """Returns the name of the kernel that runs attention on the plan's chips (the decoder's)."""
     model, chip, strategy = plan.model, plan.cluster.chip, plan.strategy
     gpu = catalogued(chip, "xla_gpu")
-    others = "cuda" if chip.vendor == "NVIDIA" else "rocm"
+    gpu_platform = "cuda" if chip.vendor == "NVIDIA" else "rocm"
     split = strategy.mesh.get("context", 1)
     case = AttentionCase(
-        platform={"torus": "tpu", "host": "cpu"}.get(chip.topology, others),
+        platform={"torus": "tpu", "host": "cpu"}.get(chip.topology, gpu_platform),
         capability=float(gpu.capability.rstrip("a")) if gpu else 0,
         dtype={"bf16": "bfloat16", "fp32": "float32"}[strategy.state_dtype],
         widths=(model.head_dim, model.v_head_dim or model.head_dim),
@@ -247,8 +248,8 @@ def attention_kernel(plan: Plan) -> str:
 
 def limit_of_term(term: Term, limits: Sequence[Limit]) -> Limit | None:
     """Returns the limit that bounds a term of a step; None if none is known."""
-    found = {limit.name: limit for limit in limits}
-    return next((found[name] for name in _limits_of(term.name) if name in found), None)
+    by_name = {limit.name: limit for limit in limits}
+    return next((by_name[name] for name in _limits_of(term.name) if name in by_name), None)
 
 
 def _limits_of(name: str) -> Iterator[str]:
@@ -273,11 +274,11 @@ def _limits_of(name: str) -> Iterator[str]:
 
 def _passes(priced: PricedStrategy) -> tuple[BlockListing, ...]:
     """Returns the passes over every block of layers, the one with the most layers last."""
-    layers, found = priced.costs.layers, []
+    layers, listings = priced.costs.layers, []
     for block in layers:
         repeat = block.steps.repeat
         of = "" if len(layers) == 1 else f" ({block.name}, {repeat} of {priced.derived.num_layers})"
-        found.append(
+        listings.append(
             BlockListing(
                 name=block.name,
                 repeat=repeat,
@@ -289,7 +290,7 @@ def _passes(priced: PricedStrategy) -> tuple[BlockListing, ...]:
                 ),
             )
         )
-    return tuple(sorted(found, key=lambda one: one.repeat))
+    return tuple(sorted(listings, key=lambda listing: listing.repeat))
 
 
 def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
@@ -377,7 +378,7 @@ def fsdp_case(plan: Plan) -> FsdpCase | None:
     gather = group_rates(placement, placement.mesh, plan.calibration)["all_gather"].seconds_per_byte
     width = STATE_BYTES[strategy.state]["weights"]
     comms = limits.flat_fsdp_comms_s(num_params(plan.model), 1 / gather, bytes_per_param=width)
-    others = tuple(axis for axis in ("pipeline", "context", "tensor") if strategy.mesh.get(axis, 1) > 1)
+    other_axes = tuple(axis for axis in ("pipeline", "context", "tensor") if strategy.mesh.get(axis, 1) > 1)
     case = 1 + (cluster.num_chips > job.batch_seqs) + 2 * (comms > compute)
     return FsdpCase(
         case=case,
@@ -387,7 +388,7 @@ def fsdp_case(plan: Plan) -> FsdpCase | None:
         comms_s=float(comms),
         max_chips_by_comms=float(cluster.num_chips * compute / comms),
         tokens_per_chip=job.tokens_per_step / cluster.num_chips,
-        other_axes=others,
+        other_axes=other_axes,
         # case 1 allows no other axis; the others need one that they name
-        follows=not others if case == 1 else not set(CASES[case][1]).isdisjoint(others),
+        follows=not other_axes if case == 1 else not set(CASES[case][1]).isdisjoint(other_axes),
     )

@@ -70,20 +70,20 @@ class ServiceExplanation(msgspec.Struct, frozen=True, kw_only=True):
 
     def value(self, name: str) -> float:
         """Returns the value of a formula."""
-        return next(one.value for one in self.formulas if one.name == name)
+        return next(formula.value for formula in self.formulas if formula.name == name)
 
 
 def explain_service(file: ServiceFile) -> ServiceExplanation:
     """Returns the explanation of a service. Raises CannotRunError if a phase does not divide or does not fit."""
     file.require_legal()
     decode, prefill = (_phase(file, phase) for phase in PHASES)
-    found = ServiceExplanation(file=file, phases=(decode, prefill), formulas=_formulas(file, decode, prefill))
-    if (left := found.value("memory left")) < 0:
+    explanation = ServiceExplanation(file=file, phases=(decode, prefill), formulas=_formulas(file, decode, prefill))
+    if (left := explanation.value("memory left")) < 0:
         raise CannotRunError(
             f"[generate]: decode and prefill need {format_bytes(-left)} per chip more than there is. Lower "
             f"generate.batch_seqs, or plan the service again."
         )
-    return found
+    return explanation
 
 
 # -- a phase ----------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplana
     service, generate, fill, pools = file.service, file.generate, file.prefill, file.has_pools
     price = file.cluster.chip.price_usd_per_hour
     held = [generate.memory if file.num_drafts else decode.memory, prefill.memory]
-    kept = [sum(one.get(name, 0.0) for name in ("weights", "kv_cache")) for one in held]
+    fixed = [sum(memory.get(name, 0.0) for name in ("weights", "kv_cache")) for memory in held]
     counts: dict[str, float] = {
         "B": generate.batch_seqs, "G": generate.num_engines, "P": fill.num_engines, "prompts": fill.batch_seqs,
         "prompt": service.prompt_len, "output": service.output_len, "chips": file.predicted.num_chips,
@@ -177,8 +177,8 @@ def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplana
     sizes = {
         "KV": sequence_bytes(file.model, service.prompt_len, file.stored.storage),
         "link": transfer_bytes_per_s(file.cluster),
-        "room": file.setting.memory_room, "weights_and_KV": kept[0], "decoding": sum(held[0].values()) - kept[0],
-        "prefilling": sum(prefill.memory.values()) - (0 if pools else kept[1]),
+        "room": file.setting.memory_room, "weights_and_KV": fixed[0], "decoding": sum(held[0].values()) - fixed[0],
+        "prefilling": sum(prefill.memory.values()) - (0 if pools else fixed[1]),
     }  # fmt: skip
     times = {"t_step": decode.step_s, "t_prefill": prefill.step_s}
     wanted: dict[str, str] = {}
@@ -212,9 +212,9 @@ def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplana
         # the texts are the constants above
         known[name] = value = float(eval(text.replace(" x ", " * "), {"min": min, "max": max, "exp": math.exp}, known))
         is_time = name[:2] in ("t_", "TP", "TT")
-        numbers = re.sub(r"\b[A-Za-z]\w*", lambda found: written.get(found[0], found[0]), text)
+        numbers = re.sub(r"\b[A-Za-z]\w*", lambda match: written.get(match[0], match[0]), text)
         written[name] = f"{value:.4g}{' s' * is_time}"
         shown = format_seconds(value) if is_time else format_bytes(value) if name == "left" else written[name]
-        text = re.sub(r"\w+", lambda found: _TITLES.get(found[0], found[0]), text)
+        text = re.sub(r"\w+", lambda match: _TITLES.get(match[0], match[0]), text)
         rows.append(Formula(name=_TITLES.get(name, name), text=text, numbers=numbers, value=value, shown=shown))
     return tuple(rows)

@@ -16,7 +16,8 @@ import msgspec
 from meshwright.core.units import format_params
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
-from meshwright.plan.legal import MEMORY_RULE, Refusal, divisors, legal, microbatches_that_fit
+from meshwright.plan.legal import MEMORY_RULE, divisors, legal, microbatches_that_fit
+from meshwright.plan.rules import Refusal
 from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, Strategy, make_mesh
 from meshwright.spec.weights import num_params
 
@@ -93,9 +94,9 @@ class _Builder:
             for remat in REMATS:
                 if remat == "sqrt" and self.cluster.kind == "host":
                     continue
-                one = self.strategy(mesh, remat)
-                if fits := microbatches_that_fit(self.setting, one):
-                    return msgspec.structs.replace(one, num_microbatches=min(fits))
+                strategy = self.strategy(mesh, remat)
+                if fits := microbatches_that_fit(self.setting, strategy):
+                    return msgspec.structs.replace(strategy, num_microbatches=min(fits))
         return None
 
 
@@ -127,15 +128,15 @@ def _far(at: _Builder) -> Iterator[tuple[str, int, str]]:
 def _chosen(at: _Builder, inner: Mapping[str, int]) -> Strategy:
     """Returns the first strategy that fits, with the fewest stages (a power of two); if none fits, FSDP unpipelined."""
     powers = 1 if at.cluster.kind == "host" else int(math.log2(at.model.num_layers)) + 1
-    others = inner["context"] * inner["tensor"]
+    inner_chips = inner["context"] * inner["tensor"]
     for stages in (2**power for power in range(powers)):
-        if at.chips % (others * stages):
+        if at.chips % (inner_chips * stages):
             continue
-        splits = _splits(at, at.chips // (others * stages), inner["tensor"])
-        found = at.first_that_fits({**inner, "pipeline": stages, **split} for split in splits)
-        if found is not None:
-            return found
-    return at.strategy({**inner, "fsdp": at.chips // others}, "block")
+        splits = _splits(at, at.chips // (inner_chips * stages), inner["tensor"])
+        strategy = at.first_that_fits({**inner, "pipeline": stages, **split} for split in splits)
+        if strategy is not None:
+            return strategy
+    return at.strategy({**inner, "fsdp": at.chips // inner_chips}, "block")
 
 
 def _splits(at: _Builder, ways: int, tensor: int) -> Iterator[dict[str, int]]:
@@ -176,5 +177,5 @@ def _said(at: _Builder, chosen: Strategy, far: Mapping[str, tuple[int, str]]) ->
     why = f"the fewest stages with which it fits: {stages}" if stages > 1 else "fits without"
     yield RecipeStep("pipeline", stages > 1, why)
     local = at.job.batch_seqs / (data * fsdp * count)
-    each = f"{count} x {local:g} sequence{'s' * (local != 1)}"
-    yield RecipeStep("batch of a chip", True, f"as large as memory allows: {each}")
+    batch = f"{count} x {local:g} sequence{'s' * (local != 1)}"
+    yield RecipeStep("batch of a chip", True, f"as large as memory allows: {batch}")

@@ -18,7 +18,7 @@ MAX_FACTOR = 1000.0
 
 def parse_what_if(text: str) -> dict[str, float]:
     """Parses ``"chip.flops=8x,network=0.1x"`` to quantity -> factor. Raises InputError for one that `CHANGES` lacks."""
-    found: dict[str, float] = {}
+    factors: dict[str, float] = {}
     for part in text.split(","):
         name, sep, value = (piece.strip() for piece in part.partition("="))
         if name not in CHANGES:
@@ -29,18 +29,18 @@ def parse_what_if(text: str) -> dict[str, float]:
             raise InputError(
                 f"--what-if {part.strip()!r} is not a factor from 0.001x to 1000x. Write for example {name}=2x."
             )
-        if name in found:
+        if name in factors:
             raise InputError(f"--what-if {text!r} changes {name} twice. Leave one out.")
-        found[name] = factor
-    return found
+        factors[name] = factor
+    return factors
 
 
 def changed_setting(setting: Setting, factors: Mapping[str, float]) -> tuple[Setting, tuple[str, ...]]:
     """Returns the setting with every factor applied, and each change in words, with the values before and after."""
     words = []
     for name, factor in factors.items():
-        setting, said = CHANGES[name](setting, factor)
-        words.append(f"{name} {factor:g}x: {said}")
+        setting, change = CHANGES[name](setting, factor)
+        words.append(f"{name} {factor:g}x: {change}")
     return setting, tuple(words)
 
 
@@ -52,7 +52,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 def _times(value: Any, factor: float) -> Any:
     """Multiplies a figure, or every figure of a dict; None stays."""
     if isinstance(value, dict):
-        return {name: _times(one, factor) for name, one in value.items()}
+        return {name: _times(figure, factor) for name, figure in value.items()}
     return None if value is None else value * factor
 
 
@@ -208,38 +208,38 @@ def _primes(number: int) -> Iterable[int]:
 def _larger(cluster: Cluster, prime: int) -> list[Cluster]:
     outermost = len(cluster.shape) - 1
     numbers = range(outermost if cluster.kind == "switched" else 0, outermost + 1)
-    found = _resized_at(cluster, numbers, Fraction(prime))
-    if not found and cluster.kind == "torus":
-        found = _resized(cluster, cluster.shape, num_slices=cluster.num_slices * prime)
-    return found
+    clusters = _resized_at(cluster, numbers, Fraction(prime))
+    if not clusters and cluster.kind == "torus":
+        clusters = _resized(cluster, cluster.shape, num_slices=cluster.num_slices * prime)
+    return clusters
 
 
 def _smaller(cluster: Cluster, prime: int) -> list[Cluster]:
-    found = []
+    clusters = []
     if cluster.num_slices % prime == 0:
-        found = _resized(cluster, cluster.shape, num_slices=cluster.num_slices // prime)
+        clusters = _resized(cluster, cluster.shape, num_slices=cluster.num_slices // prime)
     divided = [number for number, size in enumerate(cluster.shape) if size % prime == 0]
-    if not found:
-        found = _resized_at(cluster, divided[-1:] if cluster.kind == "switched" else divided, Fraction(1, prime))
-    return found
+    if not clusters:
+        clusters = _resized_at(cluster, divided[-1:] if cluster.kind == "switched" else divided, Fraction(1, prime))
+    return clusters
 
 
 def _resized_at(cluster: Cluster, numbers: Iterable[int], factor: Fraction) -> list[Cluster]:
     """Returns each cluster that has one of the axes ``numbers`` multiplied by ``factor``."""
     shapes = (
-        tuple(int(size * factor) if at == number else size for at, size in enumerate(cluster.shape))
+        tuple(int(size * factor) if index == number else size for index, size in enumerate(cluster.shape))
         for number in numbers
     )
-    return [one for shape in shapes for one in _resized(cluster, shape)]
+    return [resized for shape in shapes for resized in _resized(cluster, shape)]
 
 
 def _resized(cluster: Cluster, shape: tuple[int, ...], *, num_slices: int | None = None) -> list[Cluster]:
     """Returns the cluster with another shape and the same figures of levels; [] if its chips have no such shape."""
     try:
-        made = make_cluster(cluster.chip, shape, num_slices=num_slices or cluster.num_slices, levels=cluster.levels)
+        resized = make_cluster(cluster.chip, shape, num_slices=num_slices or cluster.num_slices, levels=cluster.levels)
     except (InputError, CannotRunError):
         return []
-    return [msgspec.structs.replace(made, twisted=cluster.twisted and shape == cluster.shape)]
+    return [msgspec.structs.replace(resized, twisted=cluster.twisted and shape == cluster.shape)]
 
 
 def _job_size(field: str, name: str, noun: str, words: str) -> Callable[[Setting, float], tuple[Setting, str]]:

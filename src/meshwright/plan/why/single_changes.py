@@ -9,7 +9,8 @@ from meshwright.algebra.schedules.registry import default_chunks
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
-from meshwright.plan.legal import DEVICES_RULE, SCHEDULE_RULE, check_rules, size_rules, strategy_sizes
+from meshwright.plan.legal import DEVICES_RULE, SCHEDULE_RULE, size_rules, strategy_sizes
+from meshwright.plan.rules import check_rules
 from meshwright.plan.space import FULL, axes_to_try
 from meshwright.spec.strategy import RERUN_POLICIES, USUAL_POLICIES, Strategy, standard_assignment
 
@@ -47,24 +48,24 @@ def estimate_in(setting: Setting, strategy: Strategy) -> Estimate | None:
         derived = setting.derived(strategy)
         if check_rules((DEVICES_RULE, *size_rules(derived), SCHEDULE_RULE), strategy_sizes(setting, strategy)):
             return None
-        found = estimate_step(setting, strategy)
+        estimate = estimate_step(setting, strategy)
     except (InputError, CannotRunError):
         return None
-    return found if found.hbm_bytes_per_chip <= setting.memory_room else None
+    return estimate if estimate.hbm_bytes_per_chip <= setting.memory_room else None
 
 
 def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
     """Prices every single change and compares the best that fits with a step of ``now_s``."""
-    num_tried, found = 0, []
-    for words, other in single_changes(setting, strategy):
+    num_tried, fitting = 0, []
+    for words, changed in single_changes(setting, strategy):
         num_tried += 1
-        estimate = estimate_in(setting, other)
+        estimate = estimate_in(setting, changed)
         if estimate is not None:
-            found.append(TriedChange(words=words, strategy=other, estimate=estimate))
-    best = min(found, key=lambda one: one.estimate.step_s, default=None)
+            fitting.append(TriedChange(words=words, strategy=changed, estimate=estimate))
+    best = min(fitting, key=lambda change: change.estimate.step_s, default=None)
     if best is None or best.estimate.step_s > (1 - MIN_GAIN) * now_s:
-        return Tried(num_tried=num_tried, num_legal=len(found))
-    return Tried(num_tried=num_tried, num_legal=len(found), best=best, gain_s=now_s - best.estimate.step_s)
+        return Tried(num_tried=num_tried, num_legal=len(fitting))
+    return Tried(num_tried=num_tried, num_legal=len(fitting), best=best, gain_s=now_s - best.estimate.step_s)
 
 
 def single_changes(setting: Setting, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
@@ -79,26 +80,26 @@ def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
     policies = (*USUAL_POLICIES, *RERUN_POLICIES)
     if strategy.remat in policies:
         # one policy lighter and one heavier
-        at = policies.index(str(strategy.remat))
-        for remat in (*policies[:at][-1:], *policies[at + 1 :][:1]):
+        place = policies.index(str(strategy.remat))
+        for remat in (*policies[:place][-1:], *policies[place + 1 :][:1]):
             yield f"remat {remat} for {strategy.remat}", {"remat": remat}
-    for other in (2 * count, *([count // 2] if count % 2 == 0 else [])):
-        yield f"{other} microbatch{'es' if other > 1 else ''} for {count}", {"num_microbatches": other}
+    for number in (2 * count, *([count // 2] if count % 2 == 0 else [])):
+        yield f"{number} microbatch{'es' if number > 1 else ''} for {count}", {"num_microbatches": number}
     yield from _swaps(setting, strategy)
     if strategy.mesh.get("pipeline", 1) > 1:
         for name in FULL.schedules:
             if name != strategy.schedule:
                 yield f"schedule {name}", {"schedule": name, "chunks": default_chunks(name)}
         if strategy.schedule == "interleaved":
-            for other in (2 * chunks, chunks // 2):
-                yield f"{other} chunks for {chunks}", {"chunks": max(1, other)}
+            for number in (2 * chunks, chunks // 2):
+                yield f"{number} chunks for {chunks}", {"chunks": max(1, number)}
     zero = strategy.zero
     if zero is not None and strategy.mesh.get("fsdp", 1) > 1:
         parallel = strategy.assignment == standard_assignment(zero=zero, sequence_parallel=True)
-        for other in (3, 2, 1):
-            if other != zero:
-                assignment = standard_assignment(zero=other, sequence_parallel=parallel)
-                yield f"ZeRO-{other} for ZeRO-{zero}", {"assignment": assignment}
+        for level in (3, 2, 1):
+            if level != zero:
+                assignment = standard_assignment(zero=level, sequence_parallel=parallel)
+                yield f"ZeRO-{level} for ZeRO-{zero}", {"assignment": assignment}
     if strategy.mesh.get("context", 1) > 1:
         for mode in FULL.context_attention:
             if mode != strategy.context_attention:

@@ -47,14 +47,14 @@ def what_if(result: PlanResult, asked: Mapping[str, float]) -> WhatIf:
     """
     now = result.strategies[0]
     setting, changed = changed_setting(result.setting, asked)
-    found = WhatIf(asked=dict(asked), changed=changed, now=now, terms_now=_terms(now))
+    answer = WhatIf(asked=dict(asked), changed=changed, now=now, terms_now=_terms(now))
     try:
         again = rank_plans(setting, axes=result.axes, overrides=result.overrides, choices=result.choices, top=1)
     except CannotRunError as error:
-        return msgspec.structs.replace(found, note=str(error))
+        return msgspec.structs.replace(answer, note=str(error))
     then = again.strategies[0]
     return msgspec.structs.replace(
-        found,
+        answer,
         then=then,
         terms=_terms(then),
         kept_s=None if "chips" in asked else _kept(changed_setting(now.setting, asked)[0], now),
@@ -68,5 +68,5 @@ def _terms(one: PlannedStrategy) -> tuple[Term, ...]:
 
 def _kept(setting: Setting, now: PlannedStrategy) -> float | None:
     """Returns the step seconds of an unchanged strategy in the changed setting; None if it does not run there."""
-    found = estimate_in(setting, msgspec.structs.replace(now.strategy, placement={}))
-    return found.step_s if found else None
+    estimate = estimate_in(setting, msgspec.structs.replace(now.strategy, placement={}))
+    return estimate.step_s if estimate else None

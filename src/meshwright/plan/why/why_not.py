@@ -18,9 +18,10 @@ from meshwright.cost.formulas.limit_table import Limit, limits_at
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.candidates import axis_sizes, candidates_on_chips
-from meshwright.plan.legal import Refusal, legal
+from meshwright.plan.legal import legal
 from meshwright.plan.planner import FIELDS, broken_rule, space_of
 from meshwright.plan.result import PlannedStrategy, PlanResult
+from meshwright.plan.rules import Refusal
 from meshwright.plan.search import search
 from meshwright.plan.space import Choices, Space
 from meshwright.plan.why.bounds import letters_of
@@ -82,19 +83,19 @@ def why_not(result: PlanResult, asked: Mapping[str, Any]) -> WhyNot:
     """
     winner = result.strategies[0]
     fixed, fields = split_asked(asked)
-    kept = {name.removeprefix("strategy."): value for name, value in result.overrides.items()}
-    space = _space(winner, {**result.axes, **fixed}, {**kept, **fields}, result.choices)
+    overrides = {name.removeprefix("strategy."): value for name, value in result.overrides.items()}
+    space = _space(winner, {**result.axes, **fixed}, {**overrides, **fields}, result.choices)
     outcome = search(space, winner.cluster, winner.job.batch_seqs, top=1)
-    found = WhyNot(asked=dict(asked), winner=winner.strategy, winner_estimate=winner.estimate)
+    answer = WhyNot(asked=dict(asked), winner=winner.strategy, winner_estimate=winner.estimate)
     if outcome.found:
-        return _beside(found, result, space.setting, outcome.found[0].strategy)
+        return _beside(answer, result, space.setting, outcome.found[0].strategy)
     if not outcome.num_meshes:
-        return msgspec.structs.replace(found, refusal=_no_mesh(space, tuple(fixed)))
+        return msgspec.structs.replace(answer, refusal=_no_mesh(space, tuple(fixed)))
     lean = _leanest(space)
     if lean is None:
-        return msgspec.structs.replace(found, refusal=_no_layout(space))
+        return msgspec.structs.replace(answer, refusal=_no_layout(space))
     refused = legal(space.setting, lean)
-    beside = _beside(found, result, space.setting, lean)
+    beside = _beside(answer, result, space.setting, lean)
     return msgspec.structs.replace(beside, refusal=refused[0] if refused else None)
 
 
@@ -138,16 +139,16 @@ def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[st
 def _beside(found: WhyNot, result: PlanResult, setting: Setting, strategy: Strategy) -> WhyNot:
     """Adds the completion's estimate, its terms beside the winner's, and the limits that only it does not meet."""
     winner = result.strategies[0]
-    best, other = price_strategy(winner.setting, winner.strategy), price_strategy(setting, strategy)
+    best, completion = price_strategy(winner.setting, winner.strategy), price_strategy(setting, strategy)
     holds = {limit.name: limit.holds for limit in limits_at(letters_of(best))}
-    beyond = [one for one in limits_at(letters_of(other)) if one.holds is False]
-    only = [one for one in beyond if one.unit == "bytes" or holds.get(one.name) is not False]
+    beyond = [limit for limit in limits_at(letters_of(completion)) if limit.holds is False]
+    only = [limit for limit in beyond if limit.unit == "bytes" or holds.get(limit.name) is not False]
     return msgspec.structs.replace(
         found,
         winner_estimate=best.estimate,
         strategy=strategy,
-        estimate=other.estimate,
-        terms=compare_terms(best, other),
+        estimate=completion.estimate,
+        terms=compare_terms(best, completion),
         limits=tuple(only),
     )
 
@@ -156,7 +157,7 @@ def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDi
     """Returns the seconds that each kind of work adds to the two steps, the largest difference first."""
     first, second = _by_purpose(Breakdown(winner).terms), _by_purpose(Breakdown(other).terms)
     longer = other.estimate.step_s - winner.estimate.step_s
-    found = [
+    differences = [
         TermDifference(
             name=name,
             winner_s=first.get(name, 0.0),
@@ -165,17 +166,17 @@ def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDi
         )
         for name in dict.fromkeys((*second, *first))
     ]
-    return tuple(sorted(found, key=lambda one: -one.more_s))
+    return tuple(sorted(differences, key=lambda difference: -difference.more_s))
 
 
 def _by_purpose(terms: Sequence[Term]) -> dict[str, float]:
     """Maps kinds of work to added seconds; all groups of axes with fsdp count as "fsdp", others with data as "data"."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for term in terms:
         axes = term.name.split(",")
         name = next((axis for axis in ("fsdp", "data") if axis in axes), term.name)
-        found[name] = found.get(name, 0.0) + term.added_s
-    return found
+        seconds[name] = seconds.get(name, 0.0) + term.added_s
+    return seconds
 
 
 # -- where it does not ------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def _leanest(space: Space) -> Strategy | None:
     rates = msgspec.structs.replace(setting.rates, memory_bytes=NO_LIMIT_BYTES)
     roomy = msgspec.structs.replace(space, setting=msgspec.structs.replace(setting, calibration=rates))
     front = search(roomy, setting.cluster, setting.job.batch_seqs, top=1, frontier=True).frontier
-    return min(front, key=lambda one: one.estimate.hbm_bytes_per_chip).strategy if front else None
+    return min(front, key=lambda plan: plan.estimate.hbm_bytes_per_chip).strategy if front else None
 
 
 def _no_mesh(space: Space, asked: Sequence[str]) -> Refusal:
@@ -228,13 +229,13 @@ def _advice(space: Space, asked: Sequence[str]) -> str:
 def _no_layout(space: Space) -> Refusal:
     """Says why no mesh of the asked sizes runs although they divide: because of its schedule, or of the links."""
     cluster = space.setting.cluster
-    found = candidates_on_chips(space, space.setting.job.batch_seqs, num_chips=cluster.num_chips)
-    mesh = {axis: int(sizes[0]) for axis, sizes in found.mesh.items()}
+    candidates = candidates_on_chips(space, space.setting.job.batch_seqs, num_chips=cluster.num_chips)
+    mesh = {axis: int(sizes[0]) for axis, sizes in candidates.mesh.items()}
     chunks = space.chunks or (default_chunks(space.template.schedule) if mesh["pipeline"] > 1 else 1)
-    one = msgspec.structs.replace(
+    strategy = msgspec.structs.replace(
         space.template, mesh=mesh, chunks=chunks, num_microbatches=space.num_microbatches or 1
     )
-    for refusal in legal(space.setting, one):
+    for refusal in legal(space.setting, strategy):
         return refusal
     words = mesh_words(mesh)
     raise CannotRunError(f"no layout of {words} on {cluster.short_name} was found. Leave an axis open.")

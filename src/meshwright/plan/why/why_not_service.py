@@ -51,19 +51,19 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
             raise InputError(f"--why-not {name}={value}: give {_EXAMPLES.get(name, 'a size, such as tensor=4')}.")
     setting, service = result.setting, result.service
     axes = {name: size for name, size in asked.items() if name in ENGINE_AXES}
-    kept = {name: size for name, size in result.axes.items() if name not in axes}
+    planned_axes = {name: size for name, size in result.axes.items() if name not in axes}
     weights, caches = ((asked[name],) if name in asked else () for name in ("weights", "kv"))
     stored = stored_dtypes(
-        weights or [one.weights for one in result.stored],
-        caches or [one.cache for one in result.stored],
+        weights or [pair.weights for pair in result.stored],
+        caches or [pair.cache for pair in result.stored],
         chip=setting.cluster.chip,
     )
-    found = ServiceWhyNot(asked=dict(asked))
+    answer = ServiceWhyNot(asked=dict(asked))
     try:
-        fleet_of(setting.model, setting.cluster, kept | axes)  # says which sizes do not divide
-        priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, kept), stored)
+        fleet_of(setting.model, setting.cluster, planned_axes | axes)  # says which sizes do not divide
+        priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, planned_axes), stored)
     except CannotRunError as error:
-        return msgspec.structs.replace(found, refusal=str(error))
+        return msgspec.structs.replace(answer, refusal=str(error))
     engines = np.ones(len(priced.fleet), dtype=bool)
     for axis, size in axes.items():
         engines &= priced.fleet.mesh[axis] == size
@@ -71,20 +71,20 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
     if "batch" in asked:
         steps = steps & (priced.decode.batch == asked["batch"])
     if not steps.any():
-        return msgspec.structs.replace(found, refusal=_does_not_fit(result, priced, engines, asked))
+        return msgspec.structs.replace(answer, refusal=_does_not_fit(result, priced, engines, asked))
     every = all_services(priced, service, setting.model)
     chosen = steps[every.decode] & (every.pools == asked.get("pools", every.pools))
     if not chosen.any():
         cut = f"; chunks of {service.chunk_len:,} tokens, one a step, may be too many to keep its batch full"
         refusal = f"no engines that fit are left to prefill for it{cut * bool(service.chunk_len)}."
-        return msgspec.structs.replace(found, refusal=refusal)
+        return msgspec.structs.replace(answer, refusal=refusal)
     these: Services = select(every, chosen)
     order = ranked(these, service)
     over = _exceeded(these, result)
     best = int(order[0]) if len(order) else int(np.argmin(np.max(list(over.values()), axis=0)))
     plan = service_plan(priced, these, best, service)
     return msgspec.structs.replace(
-        found,
+        answer,
         plan=plan,
         misses={name: float(times[best]) for name, times in over.items() if times[best] > 1},
         chip_s=_chip_seconds(result.plans[0], plan),
@@ -97,11 +97,11 @@ _EXAMPLES = {"pools": "true or false", "weights": "a dtype, such as weights=bf16
 def _exceeded(these: Services, result: ServiceResult) -> dict[str, np.ndarray]:
     """Returns how many times each service exceeds each target, and the chips that there are."""
     service, have = result.service, result.setting.cluster.num_chips
-    found = {"chips": these.num_chips / have}
+    times = {"chips": these.num_chips / have}
     targets = {"TTFT": (service.ttft_s, these.ttft_s), "TPOT": (service.tpot_s, these.tpot_s)}
     for name, (target, seconds) in {**targets, "ITL": (service.itl_s, these.itl_s)}.items():
-        found |= {name: seconds / target} if target is not None else {}
-    return found
+        times |= {name: seconds / target} if target is not None else {}
+    return times
 
 
 def _does_not_fit(result: ServiceResult, priced: PricedFleet, engines: np.ndarray, asked: Mapping[str, Any]) -> str:
@@ -112,9 +112,9 @@ def _does_not_fit(result: ServiceResult, priced: PricedFleet, engines: np.ndarra
     for number in numbers:
         batch = int(asked.get("batch", fleet.batch_shards[number]))
         for dtypes in priced.stored:
-            at = phase_setting(result.setting.on(fleet.parts[number]), "decode", dtypes, service.max_len, batch)
+            setting = phase_setting(result.setting.on(fleet.parts[number]), "decode", dtypes, service.max_len, batch)
             if batch % fleet.batch_shards[number] == 0:
-                memory = at.memory(fleet.strategy(number, dtypes.precision))
+                memory = setting.memory(fleet.strategy(number, dtypes.precision))
                 needs.append((float(total_bytes(memory)), number))
     if not needs:
         return does_not_fit(result.setting, service, priced)
@@ -134,11 +134,11 @@ def _does_not_fit(result: ServiceResult, priced: PricedFleet, engines: np.ndarra
 
 def _chip_seconds(first: ServicePlan, other: ServicePlan) -> dict[str, tuple[float, float]]:
     """Returns the chip-seconds of an output token by part: those of a decode step by themselves, and the rest."""
-    found: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
     for plan in (first, other):
-        own = plan.generate
-        each = own.part.num_chips / (own.batch_seqs * plan.step_tokens)
+        engine = plan.generate
+        per_token = engine.part.num_chips / (engine.batch_seqs * plan.step_tokens)
         for name in (*BOUNDS, "drafts"):
-            found.setdefault(name, []).append(each * own.bounds_s.get(name, 0.0))
-        found.setdefault("prefill, idle", []).append(1 / plan.tokens_per_s_per_chip - each * own.step_s)
-    return {name: (a, b) for name, (a, b) in found.items() if max(a, b) > 0}
+            seconds.setdefault(name, []).append(per_token * engine.bounds_s.get(name, 0.0))
+        seconds.setdefault("prefill, idle", []).append(1 / plan.tokens_per_s_per_chip - per_token * engine.step_s)
+    return {name: (a, b) for name, (a, b) in seconds.items() if max(a, b) > 0}

@@ -69,14 +69,14 @@ def _width(lane: Sequence[str], boxes: set[str]) -> int:
 
 def _centres(lanes: Sequence[Sequence[str]], boxes: set[str], width: int) -> dict[str, tuple[float, float]]:
     """Returns the centre of each box and bend in pixels; rows are centred."""
-    found = {}
+    centres = {}
     for row, lane in enumerate(lanes):
         x = (width - _width(lane, boxes)) / 2
         for key in lane:
-            own = _width([key], boxes)
-            found[key] = (x + own / 2, (row + 0.5) * (BOX_PX[1] + GAP_PX[1]))
-            x += own
-    return found
+            box_width = _width([key], boxes)
+            centres[key] = (x + box_width / 2, (row + 0.5) * (BOX_PX[1] + GAP_PX[1]))
+            x += box_width
+    return centres
 
 
 def _rows(graph: ComputationGraph) -> dict[str, int]:
@@ -88,10 +88,10 @@ def _rows(graph: ComputationGraph) -> dict[str, int]:
         after[a].append(b)
     rows: dict[str, int] = {}
     for node in graph.nodes:
-        rows[node.key] = max((rows[one] + 1 for one in before[node.key]), default=0)
+        rows[node.key] = max((rows[key] + 1 for key in before[node.key]), default=0)
     for node in reversed(graph.nodes):
         if not before[node.key] and after[node.key]:
-            rows[node.key] = min(rows[one] for one in after[node.key]) - 1
+            rows[node.key] = min(rows[key] for key in after[node.key]) - 1
     lowest = min(rows.values())
     return {key: row - lowest for key, row in rows.items()}
 
@@ -128,10 +128,10 @@ def _order(lanes: list[list[str]], paths: Sequence[Sequence[str]]) -> None:
         for row in order:
             beside = lanes[row - 1 if down else row + 1]
             # Positions count from the middle of a row, as rows are centred.
-            at = {key: number - len(beside) / 2 for number, key in enumerate(beside)}
-            own = {key: number - len(lanes[row]) / 2 for number, key in enumerate(lanes[row])}
-            near = {key: [at[one] for one in neighbours.get(key, []) if one in at] for key in lanes[row]}
-            middle = {key: fmean(places or [own[key]]) for key, places in near.items()}
+            place = {key: number - len(beside) / 2 for number, key in enumerate(beside)}
+            own_place = {key: number - len(lanes[row]) / 2 for number, key in enumerate(lanes[row])}
+            near = {key: [place[node] for node in neighbours.get(key, []) if node in place] for key in lanes[row]}
+            middle = {key: fmean(places or [own_place[key]]) for key, places in near.items()}
             lanes[row].sort(key=middle.__getitem__)
 
 

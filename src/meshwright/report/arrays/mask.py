@@ -19,8 +19,8 @@ PAIR = "visible pair of a partial block"
 def mask_figure(counted: CountedTable, *, title: str) -> Figure:
     """Draws the blocks of the first sequence and head, and the pairs within partial blocks where they are known."""
     first = counted.table.of(0, 0)
-    each = -(-max(first.kinds.shape[2:]) // MOST_BLOCKS)
-    shown = first.resized(first.q_block * each, first.kv_block * each)
+    merged = -(-max(first.kinds.shape[2:]) // MOST_BLOCKS)
+    shown = first.resized(first.q_block * merged, first.kv_block * merged)
     rows, columns = (
         np.append(np.arange(0, length, block), length)
         for length, block in ((shown.q_len, shown.q_block), (shown.kv_len, shown.kv_block))
@@ -45,7 +45,7 @@ def mask_figure(counted: CountedTable, *, title: str) -> Figure:
     layers.append(canvas.boxes(blocks, filled=False, stroke="white", strokeWidth=edge))
     note = f"{first.sparsity():.1%} of blocks of {first.q_block} x {first.kv_block} are empty"
     note += " in the first head" * (counted.table.kinds.shape[1] > 1)
-    note += f", {each} x {each} of them drawn as one" * (each > 1)
+    note += f", {merged} x {merged} of them drawn as one" * (merged > 1)
     # a pair is a whole number of pixels of a picture at scale 2, or pairs would have seams
     side = SIDE_PX if counted.points is None else shown.kv_len * max(1, round(2 * SIDE_PX / shown.kv_len)) / 2
     return themed(panel(*layers, size=(side, side * shown.q_len / shown.kv_len)), title, note)

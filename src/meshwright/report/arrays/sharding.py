@@ -54,8 +54,8 @@ def sharding_figure(
     if named:
         scale = alt.Scale(domain=list(range(count)), range=DEVICE_COLORS[:count])
     color = alt.Color("device:N" if named else "device:Q", scale=scale, legend=None)
-    found = {_shared(array, devices) for array in arrays for row in array.cells for devices in row}
-    kinds = {kind: fill for kind, fill in SHARED.items() if kind in found}
+    present = {_shared(array, devices) for array in arrays for row in array.cells for devices in row}
+    kinds = {kind: fill for kind, fill in SHARED.items() if kind in present}
     fills = alt.Scale(domain=list(kinds), range=list(kinds.values()))
     legend = alt.Legend(orient="bottom", title=None, symbolType="square", symbolStrokeColor=INK, direction="vertical")
     fill = alt.Fill("kind:N", scale=fills, legend=legend) if kinds else None
@@ -96,7 +96,7 @@ def _shared(array: ShardingPanel, devices: Sequence[int]) -> str:
 
 
 def _panel(array: ShardingPanel, color: Encoding, fill: Encoding | None) -> Layer:
-    rows, cols = (shown(len(found), MAX_BLOCKS_SHOWN, LAST_BLOCKS) for found in (array.row_labels, array.col_labels))
+    rows, cols = (shown(len(heads), MAX_BLOCKS_SHOWN, LAST_BLOCKS) for heads in (array.row_labels, array.col_labels))
     cell_px = (max(38, min(110, PANEL_PX[0] // len(cols))), max(24, min(56, PANEL_PX[1] // len(rows))))
     col_names = texts_of(cols, array.col_labels.__getitem__)
     row_names = texts_of(rows, array.row_labels.__getitem__)

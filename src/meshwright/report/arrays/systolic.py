@@ -84,16 +84,16 @@ def _panel(frame: SystolicFrame, rows: int, cols: int) -> Layer:
 
 
 def _cells(frame: SystolicFrame, rows: int) -> list[Datum]:
-    found = []
+    cells = []
     for row, (weights, activations) in enumerate(zip(frame.weights, frame.activations, strict=True)):
         for col, (weight, activation) in enumerate(zip(weights, activations, strict=True)):
             if activation is not None:
-                found.append(cell(col, row, kind="multiplies", text=f"{activation}·{weight}"))
+                cells.append(cell(col, row, kind="multiplies", text=f"{activation}·{weight}"))
             elif weight is not None:
-                found.append(cell(col, row, kind="weight", text=str(weight)))
+                cells.append(cell(col, row, kind="weight", text=str(weight)))
             else:
-                found.append(cell(col, row, kind="empty", text=""))
-    found += [cell(-one.distance, one.lane, kind="input waits", text=str(one.value)) for one in frame.inputs]
-    found += [cell(one.lane, -one.distance, kind="weight comes", text=str(one.value)) for one in frame.coming]
-    results = [(one.lane, rows - 1 + one.distance, one.value) for one in frame.results]
-    return found + [cell(x, y, kind="result leaves", text=str(value)) for x, y, value in results]
+                cells.append(cell(col, row, kind="empty", text=""))
+    cells += [cell(-entry.distance, entry.lane, kind="input waits", text=str(entry.value)) for entry in frame.inputs]
+    cells += [cell(entry.lane, -entry.distance, kind="weight comes", text=str(entry.value)) for entry in frame.coming]
+    results = [(entry.lane, rows - 1 + entry.distance, entry.value) for entry in frame.results]
+    return cells + [cell(x, y, kind="result leaves", text=str(value)) for x, y, value in results]

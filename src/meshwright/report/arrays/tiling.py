@@ -56,9 +56,9 @@ def _plane(shape: Shape) -> _Plane:
     dims = ("", "", *(f"dim {dim}" for dim in shape.order))
     # A tile over one dim is a row; the other dims repeat the plane.
     one_dim = len(shape.tiles[0]) == 1
-    own = ("", dims[-1]) if one_dim else (dims[-2], dims[-1])
+    names = ("", dims[-1]) if one_dim else (dims[-2], dims[-1])
     rows = 1 if one_dim else sizes[-2]
-    return _Plane(own, (rows, sizes[-1]), (tile[0], tile[1]), math.prod(sizes) // (rows * sizes[-1]))
+    return _Plane(names, (rows, sizes[-1]), (tile[0], tile[1]), math.prod(sizes) // (rows * sizes[-1]))
 
 
 def _tiles_panel(plane: _Plane) -> Layer:

@@ -31,8 +31,8 @@ def bench_figures(report: BenchReport) -> dict[str, Figure]:
         "throughput.png": _throughput,
         "collectives.png": _collectives,
     }
-    made = {name: draw(report) for name, draw in parts.items()}
-    return {name: figure for name, figure in made.items() if figure is not None}
+    figures = {name: draw(report) for name, draw in parts.items()}
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def _where(report: BenchReport) -> str:
@@ -58,16 +58,16 @@ def _roofline(report: BenchReport) -> Figure | None:
 
 def _points(report: BenchReport, products: Sequence[Product]) -> list[RooflinePoint]:
     """Returns the smallest and largest product, every second fused chain, and the first, middle and last layer."""
-    found = []
+    points = []
     for product in dict.fromkeys((products[0], products[-1])):
         intensity = 2 * product.n / (3 * DTYPE_BYTES[product.dtype])
-        found.append(RooflinePoint(f"{product.dtype} product of {product.n}", intensity, product.flops_per_s))
+        points.append(RooflinePoint(f"{product.dtype} product of {product.n}", intensity, product.flops_per_s))
     for chain in [chain for chain in report.elementwise.chains if chain.fused][::2] if report.elementwise else []:
         label = "1 multiply-add" if chain.repeats == 1 else f"{chain.repeats} fused"
-        found.append(RooflinePoint(label, FLOPS_EACH * chain.repeats / (2 * ELEMENT_BYTES), chain.flops_per_s))
+        points.append(RooflinePoint(label, FLOPS_EACH * chain.repeats / (2 * ELEMENT_BYTES), chain.flops_per_s))
     part = report.batch
     if part is None or not part.layers:
-        return found
+        return points
     for layer in dict.fromkeys((part.layers[0], part.layers[len(part.layers) // 2], part.layers[-1])):
         tokens = layer.tokens
         # Operands and results of every product are moved once.
@@ -75,8 +75,8 @@ def _points(report: BenchReport, products: Sequence[Product]) -> list[RooflinePo
         elements = sum(rows * columns + tokens * (rows + columns) for rows, columns in shapes)
         intensity = layer_flops(part.sizes, tokens) / (elements * DTYPE_BYTES[part.dtype])
         label = f"layer, {format_count(tokens)} token{'s' if tokens > 1 else ''}"
-        found.append(RooflinePoint(label, intensity, layer.flops_per_s))
-    return found
+        points.append(RooflinePoint(label, intensity, layer.flops_per_s))
+    return points
 
 
 def _matmul(report: BenchReport) -> Figure | None:
@@ -139,7 +139,7 @@ def _batch_times(report: BenchReport) -> Figure | None:
     curves = {"measured": [(float(layer.tokens), layer.seconds.median_s / scale) for layer in layers]}
     if knee:
         tokens = sorted({knee.at, *(float(layer.tokens) for layer in layers)})
-        curves["fitted"] = [(at, max(knee.floor, knee.slope * at) / scale) for at in tokens]
+        curves["fitted"] = [(batch, max(knee.floor, knee.slope * batch) / scale) for batch in tokens]
     return _over_batch(report, curves, f"time of a layer ({unit})", "Time of a layer against the batch")
 
 
@@ -176,21 +176,21 @@ def _over_batch(report: BenchReport, curves: Mapping[str, Points], y_title: str,
 
 def _collectives(report: BenchReport) -> Figure | None:
     """Draws measured time over bytes with the fitted lines: a panel per group, on equal axes. None if not measured."""
-    found = report.collectives.collectives if report.collectives else ()
-    if not found:
+    rows = report.collectives.collectives if report.collectives else ()
+    if not rows:
         return None
-    sizes = [time.array_bytes for one in found for time in one.times]
+    sizes = [time.array_bytes for row in rows for time in row.times]
     # In microseconds: times range from a few to some thousands.
-    times = [us for one in found for time in one.times for us in (time.seconds.median_s * 1e6, time.fitted_s * 1e6)]
+    times = [us for row in rows for time in row.times for us in (time.seconds.median_s * 1e6, time.fitted_s * 1e6)]
     x = log_axis(alt.X, "x", (min(sizes) / 1.5, max(sizes) * 1.5), "bytes of the array")
     groups: dict[tuple[str, int], list[Collective]] = {}
-    for one in found:
-        groups.setdefault((one.group.axis, one.group.size), []).append(one)
+    for row in rows:
+        groups.setdefault((row.group.axis, row.group.size), []).append(row)
     panels = []
-    for number, own in enumerate(groups.values()):
+    for number, group in enumerate(groups.values()):
         title = None if number % COLUMNS else "time (us)"
         y = log_axis(alt.Y, "y", (min(times) / 1.5, max(times) * 1.5), title)
-        panels.append(_panel(own, x, y))
+        panels.append(_panel(group, x, y))
     title = "Collectives: measured, and the fitted latency and rate"
     return themed(alt.concat(*panels, columns=COLUMNS), title, _where(report))
 
@@ -198,15 +198,15 @@ def _collectives(report: BenchReport) -> Figure | None:
 def _panel(found: Sequence[Collective], x: Encoding, y: Encoding) -> Layer:
     group = found[0].group
     points = [
-        {"name": BOOK_NAMES[one.kind], "x": time.array_bytes, "y": time.seconds.median_s * 1e6}
-        for one in found
-        for time in one.times
+        {"name": BOOK_NAMES[row.kind], "x": time.array_bytes, "y": time.seconds.median_s * 1e6}
+        for row in found
+        for time in row.times
     ]
     colors = dict(zip((BOOK_NAMES[kind] for kind in COLLECTIVES), PALETTE, strict=False))
     color = color_by("name", colors, orient="bottom", symbolType="circle", symbolOpacity=1)
     dots = plot(points).mark_point(filled=True, size=45, opacity=0.9).encode(x=x, y=y, color=color)
     name = f"{group.size} devices" if group.axis == "group" else f"{group.axis}, {group.size} devices"
-    fitted = lines({BOOK_NAMES[one.kind]: _fitted(one) for one in found}, x, y, color, strokeWidth=1.8)
+    fitted = lines({BOOK_NAMES[row.kind]: _fitted(row) for row in found}, x, y, color, strokeWidth=1.8)
     return panel(*fitted, dots, size=PANEL_PX, title=name)
 
 

@@ -35,10 +35,10 @@ def cache_figure(
         )
     states = dict.fromkeys(range(cache.num_pages), "free")
     states |= {page: "not shared" for pages in cache.requests.values() for page in pages}
-    states |= {one.page: _state(one) for one in cache.tree if one.page >= 0}
-    found = [*states.values(), *(_state(one) for one in cache.tree if one.page < 0)]
-    drawn = {state: color for state, color in STATES.items() if state in found}
-    counts = "; ".join(f"{found.count(state):,} {state}" for state in drawn)
+    states |= {node.page: _state(node) for node in cache.tree if node.page >= 0}
+    all_states = [*states.values(), *(_state(node) for node in cache.tree if node.page < 0)]
+    drawn = {state: color for state, color in STATES.items() if state in all_states}
+    counts = "; ".join(f"{all_states.count(state):,} {state}" for state in drawn)
     pools = [*([_tables(cache, states)] if cache.requests else []), _pool(states, drawn)]
     parts = [alt.hconcat(*pools, spacing=40), *([_tree(cache.tree, text)] if cache.tree else [])]
     note = f"{cache.num_pages:,} pages of {cache.page_len} positions: {counts}"
@@ -53,7 +53,7 @@ def _box(x: float, y: float, state: str, text: str = "", filled: float = 1) -> D
     """Returns a row of a page in its colour, of which ``filled`` is drawn."""
     color = STATES[state]
     box = cell(x + 0.03, y + 0.06, 0.94 * filled, 0.88, state=state, color=color, text=text, ink=ink_on(color))
-    pale = "".join(f"{255 - 6 * (255 - int(color[at : at + 2], 16)) // 10:02X}" for at in (1, 3, 5))
+    pale = "".join(f"{255 - 6 * (255 - int(color[first : first + 2], 16)) // 10:02X}" for first in (1, 3, 5))
     return box | {"mid_x": x + 0.5, "pale": f"#{pale}"}
 
 
@@ -105,20 +105,20 @@ def _tree(tree: Sequence[TreePage], text: Callable[[Sequence[int]], str]) -> Lay
     places, edges = list[tuple[int, int]](), list[Datum]()
     boxes, notes, row, columns = list[Datum](), list[Datum](), -1, 0
     first, last = NODE_LETTERS
-    for one in tree[:MAX_NODES]:
-        column, above = (0, -1) if one.parent is None else (places[one.parent][0] + 1, places[one.parent][1])
+    for node in tree[:MAX_NODES]:
+        column, above = (0, -1) if node.parent is None else (places[node.parent][0] + 1, places[node.parent][1])
         row = above if above >= 0 and (column, above) not in places else row + 1
         places.append((column, row))
         columns = max(columns, column + 1)
-        spelt = text(one.tokens).replace("\n", "\\n")
+        spelt = text(node.tokens).replace("\n", "\\n")
         # no SVG has control characters, and parts of a character are not worth a font of their own
         spelt = "".join(letter if letter.isprintable() and letter != "\ufffd" else "·" for letter in spelt)
         spelt = spelt if len(spelt) <= first + last + 1 else f"{spelt[:first]}…{spelt[-last:]}"
-        box = _box(column, row, _state(one), spelt, filled=0.84) | {"mid_x": column + 0.425}
+        box = _box(column, row, _state(node), spelt, filled=0.84) | {"mid_x": column + 0.425}
         boxes.append(box)
-        users = "idle" if not one.users else f"{one.users} {'request' if one.users == 1 else 'requests'}"
-        notes.append(box | {"text": "on the host" if one.page < 0 else f"page {one.page}, {users}"})
-        if one.parent is not None:
+        users = "idle" if not node.users else f"{node.users} {'request' if node.users == 1 else 'requests'}"
+        notes.append(box | {"text": "on the host" if node.page < 0 else f"page {node.page}, {users}"})
+        if node.parent is not None:
             edges.append({"x": column - 0.18, "y": above + 0.5, "x2": box["x"], "y2": row + 0.5})
     canvas = Canvas((0, columns), (0, row + 1))
     layers = [
@@ -127,6 +127,6 @@ def _tree(tree: Sequence[TreePage], text: Callable[[Sequence[int]], str]) -> Lay
         canvas.words(boxes, fontSize=11, dy=-7).encode(color=_field("ink")),
         canvas.words(notes, fontSize=10, dy=9).encode(color=_field("ink")),
     ]
-    more = f"; {len(tree) - MAX_NODES:,} more are not drawn" if len(tree) > MAX_NODES else ""
-    note = f"a box is a page of tokens that follow those to its left{more}"
+    left_out = f"; {len(tree) - MAX_NODES:,} more are not drawn" if len(tree) > MAX_NODES else ""
+    note = f"a box is a page of tokens that follow those to its left{left_out}"
     return panel(*layers, size=(NODE_PX[0] * columns, NODE_PX[1] * (row + 1)), title="prefix tree", note=note)

@@ -49,13 +49,13 @@ def report_text(profile: Profile) -> str:
     """Returns the page as Markdown."""
     plan, comparison = profile.plan, profile.comparison
     left = len(comparison.steps) - MAX_STEPS
-    more = f"\n{left} further steps differ by less.\n" if left > 0 else ""
+    rest = f"\n{left} further steps differ by less.\n" if left > 0 else ""
     sections = {
         "Furthest from the prediction": _terms(profile),
         "Where the wall time of a step goes": f"![where]({WHERE})\n\n{_where(profile)}\n{WHERE_WORDS}",
         "Parts of the model": f"![parts]({PARTS})\n\n{as_markdown(times_table(comparison.parts, 'part'))}",
         "Kinds of work": _classes(profile),
-        "Derived steps": as_markdown(times_table(comparison.steps[:MAX_STEPS], "step")) + more,
+        "Derived steps": as_markdown(times_table(comparison.steps[:MAX_STEPS], "step")) + rest,
         "Instructions": _ops(profile),
         "Float32 products": _float32(profile),
         "Memory": _memory(profile),
@@ -115,7 +115,7 @@ def times_table(rows: Sequence[TimeRow], what: str) -> Table:
 
 
 def _terms(profile: Profile) -> str:
-    lines = [f"- **{one.term}** ({difference_words(one.difference_s)}): {one.text}." for one in profile.advice]
+    lines = [f"- **{hint.term}** ({difference_words(hint.difference_s)}): {hint.text}." for hint in profile.advice]
     nothing = "Nothing is further from its prediction than 2% of the step."
     table = as_markdown(times_table(profile.comparison.terms, "kind of work"))
     return table + "\n" + ("\n".join(lines) or nothing) + "\n"
@@ -234,7 +234,7 @@ def where_figure(profile: Profile) -> Figure:
     devices = list(profile.times.devices.items())
     bars = {"predicted": profile.comparison.predicted.parts, "mean": profile.times.mean.parts}
     if len(devices) > 1:
-        bars |= {f"device {number}": found.parts for number, found in devices[:MAX_DEVICES]}
+        bars |= {f"device {number}": times.parts for number, times in devices[:MAX_DEVICES]}
     shown = f"; {MAX_DEVICES} of {len(devices)} devices shown" if len(devices) > MAX_DEVICES else ""
     subtitle = f"The wall time of a step, predicted and under the profiler{shown}"
     return step_breakdown_figure(bars, title="Where the time of a step goes", subtitle=subtitle)
@@ -278,8 +278,8 @@ def memory_timeline_figure(memory: MemoryProfile) -> Figure:
     time_scale, time_unit = si_scale(end_s, "s")
     # Fewer than 2 * MAX_SAMPLES, always with the peak.
     stride = max(1, len(memory.samples) // MAX_SAMPLES)
-    kept = sorted({*memory.samples[::stride], peak, memory.samples[-1]})
-    rows = [{"x": sample.at_s / time_scale, "y": sample.num_bytes / scale} for sample in kept]
+    samples = sorted({*memory.samples[::stride], peak, memory.samples[-1]})
+    rows = [{"x": sample.at_s / time_scale, "y": sample.num_bytes / scale} for sample in samples]
     across, up = (0.0, end_s / time_scale), (0.0, 1.15 * peak.num_bytes / scale)
     frame = Frame(x=across, y=up, size=(MEMORY_PX["width"], MEMORY_PX["height"]), log=(False, False))
     x = alt.X("x:Q", title=f"time ({time_unit})", axis=alt.Axis(grid=False), scale=alt.Scale(domain=across, nice=False))
@@ -288,10 +288,10 @@ def memory_timeline_figure(memory: MemoryProfile) -> Figure:
     top = {"x": highest[0], "y": highest[1], "text": format_bytes(peak.num_bytes)}
     taken = frame.dots([highest]) + frame.curve([(row["x"], row["y"]) for row in rows[:: 1 + len(rows) // 100]])
     area = plot(rows).mark_area(color=PALETTE[4], opacity=0.5, line={"color": PALETTE[0]})
-    at = [ReferenceLine(axis="x", value=one.at_s / time_scale, text=one.text, color=MUTED) for one in memory.marks]
+    lines = [ReferenceLine(axis="x", value=m.at_s / time_scale, text=m.text, color=MUTED) for m in memory.marks]
     chart = alt.layer(
         area.encode(x=x, y=y),
-        *(reference(line, frame, taken, font=10) for line in at),
+        *(reference(line, frame, taken, font=10) for line in lines),
         plot([top]).mark_point(filled=True, color=INK).encode(x=x, y=y),
         point_labels([top], frame, taken, fill=INK),
     )

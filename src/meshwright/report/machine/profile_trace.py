@@ -111,8 +111,8 @@ def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tupl
                 yield f"{name} {phase}, {repeats} x {count} microbatches", list(zip(costs, times, strict=True))
                 continue
             for number in range(repeats) if phase == "forward" else reversed(range(repeats)):
-                own = f" {number}" if repeats > 1 else ""
-                yield f"{name}{own} {phase}{which}", [(cost, often.get(id(cost), 1.0)) for cost in costs]
+                suffix = f" {number}" if repeats > 1 else ""
+                yield f"{name}{suffix} {phase}{which}", [(cost, often.get(id(cost), 1.0)) for cost in costs]
     yield "update", [(cost, float(cost.here)) for cost in priced.costs.once]
 
 
@@ -127,10 +127,10 @@ def measured_events(trace: DeviceTrace, program: TracedProgram) -> Iterator[Trac
     if len(inside) > MAX_EVENTS:
         inside = sorted(inside, key=lambda event: -event.seconds)[:MAX_EVENTS]
     for device in trace.devices:
-        own = sorted(
+        device_events = sorted(
             (event for event in inside if event.device == device), key=lambda event: (event.start_s, -event.end_s)
         )
-        lanes, pid = _nested(own), 10 + device
+        lanes, pid = _nested(device_events), 10 + device
         yield from _names(pid, f"device {device}, measured", ["steps", *(name for name, _ in lanes)], order=pid)
         for number, window in enumerate(trace.windows):
             yield _slice(pid, 1, f"step {number}", "step", window.start_s - zero, window.seconds)
@@ -150,17 +150,17 @@ def _nested(events: Iterable[OpEvent]) -> list[tuple[str, list[OpEvent]]]:
 
     Events of a stream that overlap in another way, such as asynchronous ones, move to a further thread.
     """
-    found: dict[tuple[str, int], tuple[list[OpEvent], list[float]]] = {}
+    lanes: dict[tuple[str, int], tuple[list[OpEvent], list[float]]] = {}
     for event in events:
         for number in range(1000):
-            own, ends = found.setdefault((event.lane, number), ([], []))
+            group, ends = lanes.setdefault((event.lane, number), ([], []))
             while ends and ends[-1] <= event.start_s:
                 ends.pop()
             if not ends or event.end_s <= ends[-1]:
-                own.append(event)
+                group.append(event)
                 ends.append(event.end_s)
                 break
-    return [(lane if not number else f"{lane} ({number + 1})", own) for (lane, number), (own, _) in found.items()]
+    return [(lane if not number else f"{lane} ({number + 1})", group) for (lane, number), (group, _) in lanes.items()]
 
 
 def _slice(pid: int, tid: int, name: str, kind: str, start_s: float, seconds: float) -> TraceEvent:

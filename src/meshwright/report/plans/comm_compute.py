@@ -55,7 +55,7 @@ def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, c
     low, high = min(every) / 1.3, max(every) * 1.3
     y = log_axis(alt.Y, "y", (low, high), "time", labelExpr=SECONDS_LABEL)
     # a logarithmic axis has no zero: it leaves a gap
-    shown = [(one, [(t, s or math.nan) for t, s in zip(tokens, one.seconds, strict=True)]) for one in curves]
+    shown = [(curve, [(t, s or math.nan) for t, s in zip(tokens, curve.seconds, strict=True)]) for curve in curves]
     work = [{"x": batch, "y": s, "text": "compute"} for batch, s in zip(tokens, compute_s, strict=True)]
     dashed = plot(work).mark_line(strokeDash=(6, 4), strokeWidth=2, color="black").encode(x=x, y=y)
     frame = Frame(x=(min(tokens), max(tokens)), y=(low, high), size=PANEL_PX)
@@ -67,16 +67,16 @@ def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, c
 
 def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, color: Encoding) -> Layer:
     shown = [
-        (one, [(batch, work / s) for batch, work, s in zip(tokens, one.compute_s, one.seconds, strict=True) if s > 0])
-        for one in curves
+        (c, [(batch, work / s) for batch, work, s in zip(tokens, c.compute_s, c.seconds, strict=True) if s > 0])
+        for c in curves
     ]
     ratios = [ratio for _, points in shown for _, ratio in points]
     up = (min([1.0, *ratios]) / 1.2, max([1.0, *ratios]) * 1.2)
     y = log_axis(alt.Y, "y", up, "compute / communication")
     frame = Frame(x=(min(tokens), max(tokens)), y=up, size=PANEL_PX)
     taken = [box for _, points in shown for box in frame.curve(points)]
-    taken += frame.dots([(one.crossing, 1.0) for one in curves if one.crossing])
-    crossings = plot({"x": one.crossing, "y": 1.0} for one in curves if one.crossing)
+    taken += frame.dots([(curve.crossing, 1.0) for curve in curves if curve.crossing])
+    crossings = plot({"x": curve.crossing, "y": 1.0} for curve in curves if curve.crossing)
     rings = crossings.mark_point(size=60, filled=False, color="black", opacity=1).encode(x=x, y=y)
     even = reference(ReferenceLine(axis="y", value=1.0, text="above: compute-bound", color=MUTED), frame, taken)
     return panel(*_lines(shown, x, y, color, dotted=True), even, rings, size=PANEL_PX)
@@ -87,9 +87,9 @@ def _lines(
 ) -> list[Layer]:
     """Returns a layer per curve, with ``dotted`` a second one where memory binds; strong curves are wide."""
     layers = []
-    for one, points in shown:
-        bound, width = one.memory_bound if dotted else 0, 3.2 if one.strong else 1.8
-        layers += lines({one.name: points[bound:]}, x, y, color, strokeWidth=width)
+    for curve, points in shown:
+        bound, width = curve.memory_bound if dotted else 0, 3.2 if curve.strong else 1.8
+        layers += lines({curve.name: points[bound:]}, x, y, color, strokeWidth=width)
         if bound:
-            layers += lines({one.name: points[: bound + 1]}, x, y, color, strokeWidth=width, strokeDash=(2, 3))
+            layers += lines({curve.name: points[: bound + 1]}, x, y, color, strokeWidth=width, strokeDash=(2, 3))
     return layers

@@ -62,10 +62,10 @@ BAND = 0.2
 def accuracy_figure(predictions: Sequence[Comparison], *, title: str, subtitle: str) -> Figure:
     """Draws predictions against measurements in seconds, the diagonal, and a band of 20% around it."""
     points = [
-        {"measured": one.measured_s, "predicted": one.predicted_s, "group": one.group or "no group", "id": one.id}
-        for one in predictions
+        {"measured": p.measured_s, "predicted": p.predicted_s, "group": p.group or "no group", "id": p.id}
+        for p in predictions
     ]
-    seconds = [value for one in predictions for value in (one.measured_s, one.predicted_s)]
+    seconds = [value for prediction in predictions for value in (prediction.measured_s, prediction.predicted_s)]
     ends = min(seconds, default=0.1) / 1.3, max(seconds, default=10.0) * 1.3
     x = log_axis(alt.X, "measured", ends, "measured seconds of a step")
     y = log_axis(alt.Y, "predicted", ends, "predicted seconds of a step")

@@ -68,9 +68,9 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
     # a step function keeps the memory of the faster plan up to the time of the slower one
     corners = [(row["x"], row["y"]) for row in rows]
     if interpolate == "step-after":
-        corners = [corners[0], *(at for a, b in pairwise(corners) for at in ((b[0], a[1]), b))]
+        corners = [corners[0], *(corner for a, b in pairwise(corners) for corner in ((b[0], a[1]), b))]
     taken = [*frame.curve(corners), *frame.dots([(row["x"], row["y"]) for row in rows], half=4)]
-    every, chosen = (plot(some).encode(x=x.drawn, y=y.drawn) for some in (rows, named))
+    every, chosen = (plot(dots).encode(x=x.drawn, y=y.drawn) for dots in (rows, named))
     return panel(
         every.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
         *(reference(line, frame, taken) for line in limit),
@@ -113,29 +113,29 @@ def services_figure(
     Parts overlap in time, so that they do not add up; those that take nothing are left out.
     """
     x, y, name = chosen
-    check_positive((one, value) for one, points in curves.items() for point in points for value in point)
-    across = [x, *(at for points in curves.values() for at, _ in points)]
-    up = [y, *(at for points in curves.values() for _, at in points)]
+    check_positive((curve, value) for curve, points in curves.items() for point in points for value in point)
+    across = [x, *(ms for points in curves.values() for ms, _ in points)]
+    up = [y, *(rate for points in curves.values() for _, rate in points)]
     low, high = min(across), max(across)
     domain = (low / 1.05, high * 1.05)
     shared = log_axis(alt.X, "x", domain, WHOLE + " (ms)")
     tall = (min(up) / 1.5, max(up) * 1.5)
-    made = log_axis(alt.Y, "y", tall, "output tokens per second and chip")
+    rate_axis = log_axis(alt.Y, "y", tall, "output tokens per second and chip")
     drawn = {"strokeWidth": 2.4, "point": {"size": 28}}
     rows = [{"x": x, "y": y, "text": name}]
-    first = plot(rows).mark_point(size=170, color=INK, strokeWidth=2.4, opacity=1).encode(x=shared, y=made)
+    first = plot(rows).mark_point(size=170, color=INK, strokeWidth=2.4, opacity=1).encode(x=shared, y=rate_axis)
     frame = Frame(x=domain, y=tall, size=SIZE_PX)
     taken = [box for points in curves.values() for box in (*frame.curve(points), *frame.dots(points, half=4))]
     label = point_labels(rows, frame, [*taken, *frame.dots([(x, y)], half=9)], fill=INK)
     legend = {"orient": "right", "symbolStrokeWidth": 3}
-    above = lines(curves, shared, made, stroke_colors(curves, **legend), **drawn)
-    shown = {WHOLE: [(at, at) for at in sorted({at for points in split.values() for at, _ in points})]}
+    above = lines(curves, shared, rate_axis, stroke_colors(curves, **legend), **drawn)
+    shown = {WHOLE: [(ms, ms) for ms in sorted({ms for points in split.values() for ms, _ in points})]}
     # a logarithmic axis has no zero: parts below a thousandth of the time are not seen
-    kept = {part: [(at, s if s > at / 1000 else float("nan")) for at, s in points] for part, points in split.items()}
-    shown |= {part: points for part, points in kept.items() if any(s == s for _, s in points)}
+    seen = {part: [(ms, s if s > ms / 1000 else float("nan")) for ms, s in points] for part, points in split.items()}
+    shown |= {part: points for part, points in seen.items() if any(s == s for _, s in points)}
     least = min(s for points in shown.values() for _, s in points if s == s)
     parts = log_axis(alt.Y, "y", (least / 1.3, high * 1.3), "ms of each part by itself")
-    colors = {WHOLE: INK, **palette_of(one for one in shown if one != WHOLE)}
+    colors = {WHOLE: INK, **palette_of(part for part in shown if part != WHOLE)}
     below = lines(shown, shared, parts, color_by("name", colors, symbolType="stroke", **legend), **drawn)
     panels = (panel(*above, first, label, size=SIZE_PX), panel(*below, size=SPLIT_PX))
     return themed(alt.concat(*panels, columns=1, spacing=28).resolve_scale(color="independent"), title, subtitle)

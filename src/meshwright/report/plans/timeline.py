@@ -55,7 +55,7 @@ def timeline_figure(
             what = "input gradients"
         group = what if schedule.num_chunks == 1 else f"{what}, chunk {op.chunk}"
         white, hue = 0.6 * op.chunk / max(schedule.num_chunks - 1, 1), COLORS[what]
-        parts = (int(hue[at : at + 2], 16) for at in (1, 3, 5))
+        parts = (int(hue[first : first + 2], 16) for first in (1, 3, 5))
         color = "#" + "".join(f"{round(part + (255 - part) * white):02X}" for part in parts)
         colors[list(COLORS).index(what), op.chunk] = group, color
         text = str(op.microbatch) if row_px >= LEAST_ROW_WITH_NUMBERS_PX else ""
@@ -168,25 +168,25 @@ def slots_figure(pools: Mapping[str, Sequence[SlotSpan]], *, title: str, subtitl
     Grey boxes are held by requests that have all their tokens; in pale ones a slot is free. Raises InputError if there
     are too many boxes to be seen.
     """
-    every = [(name, one) for name, found in pools.items() for one in found]
-    held = {(name, one.replica, one.slot) for name, one in every}
+    every = [(name, slot_span) for name, slot_spans in pools.items() for slot_span in slot_spans]
+    held = {(name, slot_span.replica, slot_span.slot) for name, slot_span in every}
     if not 0 < len(every) <= MAX_SPANS or len(held) > MAX_SLOTS:
         raise InputError(
             f"{len(every):,} spans in {len(held):,} slots; a picture shows 1 to {MAX_SPANS:,} in at most {MAX_SLOTS} "
             f"slots. Simulate fewer seconds, a lower --rate, or smaller engines and batches."
         )
-    scale, unit = si_scale(max(one.end_s for _, one in every), "s")
-    end = max(one.end_s for _, one in every) / scale
+    scale, unit = si_scale(max(slot_span.end_s for _, slot_span in every), "s")
+    end = max(slot_span.end_s for _, slot_span in every) / scale
     order = [key for name in pools for key in sorted(held) if key[0] == name]
     numbered = {name for name, replica, _ in held if replica}
     rows = {key: f"{key[0]}{f' {key[1] + 1}' * (key[0] in numbered)}, slot {key[2] + 1}" for key in order}
     row_px = 22 if len(order) <= 24 else 12 if len(order) <= 64 else 7
     boxes = []
-    for name, one in every:
-        what = "ended, held" if one.phase == "ended" else one.phase
-        times = (one.start_s / scale, one.end_s / scale)
-        row = rows[name, one.replica, one.slot]
-        text = str(one.request + 1) if row_px > 7 else ""
+    for name, slot_span in every:
+        what = "ended, held" if slot_span.phase == "ended" else slot_span.phase
+        times = (slot_span.start_s / scale, slot_span.end_s / scale)
+        row = rows[name, slot_span.replica, slot_span.slot]
+        text = str(slot_span.request + 1) if row_px > 7 else ""
         boxes.append(span(*times, text, SLOT_COLORS[what], WIDTH_PX / end, slot=row, what=what))
     names = [rows[key] for key in order]
     y = alt.Y("slot:O", sort=names, title=None, axis=alt.Axis(ticks=False, domain=False, labelOverlap=True))

@@ -56,16 +56,17 @@ class NgramDrafter:
 
     def propose(self, asked: Sequence[Drafting], table: np.ndarray) -> list[list[int]]:
         """Returns the tokens after the latest earlier place; [] where there is none."""
-        return [self._found(one) for one in asked]
+        return [self._found(drafting) for drafting in asked]
 
     def _found(self, one: Drafting) -> list[int]:
         tokens, places = one.tokens, self._places.setdefault(one.number, {})
+        # without the last n-gram, which is the one to look for
         for end in range(self._done.get(one.number, 0), len(tokens)):
             places.update((tuple(tokens[end - length : end]), end) for length in self._lengths if length <= end)
         self._done[one.number] = len(tokens)
         for length in self._lengths:
-            if at := places.get(tuple(tokens[-length:])):
-                return tokens[at : at + one.most]
+            if place := places.get(tuple(tokens[-length:])):
+                return tokens[place : place + one.most]
         return []
 
     def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
@@ -91,38 +92,40 @@ class ModelDrafter:
         self.num_drafts = num_drafts
         self._step, self._params, self._cache = step, params, step.init_cache()
         self._drawer = TokenDrawer(step.max_seqs, step.model.vocab_size, step.logits_sharding, step.programs)
+        # two rows each: after right drafts the last of them is not in the cache yet
         self._sizes = sizes_up_to(2 * step.max_seqs, halves_from=8)
         self._ends = np.zeros(step.max_seqs, int)  # positions of each slot that the cache has, if the tokens are right
 
     def propose(self, asked: Sequence[Drafting], table: np.ndarray) -> list[list[int]]:
         """Returns what the model draws after each other. Nothing is read before the last step is dispatched."""
         drawn = []
-        for number in range(max(one.most for one in asked)):
-            rows, outputs = self._rows([one for one in asked if one.most > number], table, number)
+        for number in range(max(drafting.most for drafting in asked)):
+            rows, outputs = self._rows([drafting for drafting in asked if drafting.most > number], table, number)
             logits, self._cache = self._step.step(self._params, self._cache, self._drawer.latest, rows, 1)
             drawn.append(self._drawer.draw(logits, outputs, adjusted=False))
-        for one in asked:
-            self._ends[one.slot] = len(one.tokens) + one.most - 1
+        for drafting in asked:
+            self._ends[drafting.slot] = len(drafting.tokens) + drafting.most - 1
         # a draw has rows of those requests alone that want more drafts than there were
-        tokens = [iter(np.asarray(each.token).tolist()) for each in drawn]
-        return [[next(draw) for draw in tokens[: one.most]] for one in asked]
+        tokens = [iter(np.asarray(draw.token).tolist()) for draw in drawn]
+        return [[next(draw) for draw in tokens[: drafting.most]] for drafting in asked]
 
     def _rows(self, asked: Sequence[Drafting], table: np.ndarray, number: int) -> tuple[PackedRows, list[OutputRow]]:
         """Returns the rows that draw the drafts after ``number`` others, first with those that the cache lacks."""
         tokens, sources, positions, slots, last = [], list[int](), list[int](), list[int](), list[int]()
-        for one in asked:
-            end = len(one.tokens) + number
-            first = end - 1 if number else min(self._ends[one.slot], end - 1)
-            tokens += [0] if number else one.tokens[first:]
-            sources += [one.slot if number else -1] * (end - first)
+        for drafting in asked:
+            end = len(drafting.tokens) + number
+            # beyond a wrong draft the cache is written again
+            first = end - 1 if number else min(self._ends[drafting.slot], end - 1)
+            tokens += [0] if number else drafting.tokens[first:]
+            sources += [drafting.slot if number else -1] * (end - first)
             positions += range(first, end)
-            slots += [one.slot] * (end - first)
+            slots += [drafting.slot] * (end - first)
             last.append(len(positions) - 1)
         size = next(size for size in self._sizes if size >= len(tokens))
-        at = slots_of(np.array(positions), table, slots, self._step.storage.page_len)
-        rows = PackedRows(tokens, sources, positions, at, [], [], [], table, last)
+        cache_slots = slots_of(np.array(positions), table, slots, self._step.storage.page_len)
+        rows = PackedRows(tokens, sources, positions, cache_slots, [], [], [], table, last)
         rows = rows.each_alone(slots)
-        outputs = [OutputRow(one.slot, one.num_before + number) for one in asked]
+        outputs = [OutputRow(drafting.slot, drafting.num_before + number) for drafting in asked]
         return PackedRows.joined([rows], PackedShape(size, size, size, 1)), outputs
 
     def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:

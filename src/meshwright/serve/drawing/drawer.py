@@ -54,24 +54,24 @@ def _draw(logits: Array, latest: Array, rows: SamplingRows, more: dict[str, Arra
     return latest.at[more["slots"]].set(token, mode="drop"), token
 
 
-@partial(jax.jit, donate_argnums=2)
+@partial(jax.jit, donate_argnums=2)  # the history, [S, V], is written in place
 def _draw_adjusted(
     logits: Array, latest: Array, history: TokenHistory, rows: SamplingRows, more: dict[str, Array]
 ) -> tuple[Array, TokenHistory, Drawn]:
     slots, counts, targets = more["slots"], more["counts"], more["targets"]
-    own = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), history)
+    row_history = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), history)
     # summed in an order that does not depend on the number of rows
     shifted = logits - logits.max(axis=-1, keepdims=True)
     logprobs = shifted - jnp.log(sum_of_halves(jnp.exp(shifted)))
     repetition, presence, frequency = (more[name][:, None] for name in _PENALTIES)
-    met = own.in_prompt | (own.in_output > 0)
+    met = row_history.in_prompt | (row_history.in_output > 0)
     factor = jnp.where(met, repetition, 1.0)
-    adjusted = logits + jnp.where(more["has_bias"][:, None], own.bias, 0.0)
+    adjusted = logits + jnp.where(more["has_bias"][:, None], row_history.bias, 0.0)
     adjusted = jnp.where(adjusted > 0, adjusted / factor, adjusted * factor)
-    adjusted -= presence * (own.in_output > 0) + frequency * own.in_output
+    adjusted -= presence * (row_history.in_output > 0) + frequency * row_history.in_output
     token_ids = jnp.arange(logits.shape[1])
     allowed = more["allowed"][:, token_ids // 32] >> (token_ids % 32)[None] & 1
-    adjusted = jnp.where(own.late & more["early"][:, None] | (allowed == 0), -jnp.inf, adjusted)
+    adjusted = jnp.where(row_history.late & more["early"][:, None] | (allowed == 0), -jnp.inf, adjusted)
     token = draw(adjusted, rows, counts)
     wanted = jnp.where(targets >= 0, targets, token)
     logprob = jnp.take_along_axis(logprobs, wanted[:, None], axis=1)[:, 0]
@@ -82,7 +82,7 @@ def _draw_adjusted(
 
 @partial(jax.jit, donate_argnums=0)
 def _enter(history: TokenHistory, slot: Array, own: TokenHistory) -> TokenHistory:
-    return jax.tree.map(lambda all, one: all.at[slot].set(one), history, own)
+    return jax.tree.map(lambda all, row: all.at[slot].set(row), history, own)
 
 
 class OutputRow(NamedTuple):
@@ -102,7 +102,7 @@ class TokenDrawer:
         self._compiled: dict[tuple[int, bool], jax.stages.Compiled] = {}
         self.latest: Array = jnp.zeros(num_slots, jnp.int32)
         self._size = num_slots, vocab_size
-        self._fields = as_arrays([LIKELIEST] * (num_slots + 1))
+        self._fields = as_arrays([LIKELIEST] * (num_slots + 1))  # the last is of rows that draw nothing
         self._penalties = {name: np.full(num_slots + 1, getattr(LIKELIEST, name), np.float32) for name in _PENALTIES}
         self._fewest = np.zeros(num_slots + 1, np.int32)
         self._has_bias = np.zeros(num_slots + 1, bool)
@@ -121,22 +121,22 @@ class TokenDrawer:
             return
         vocab = self._size[1]
         prompt, late = np.zeros(vocab, bool), np.zeros(vocab, bool)
-        own = TokenHistory(prompt, np.bincount(output, minlength=vocab), np.zeros(vocab), late)
+        entry = TokenHistory(prompt, np.bincount(output, minlength=vocab), np.zeros(vocab), late)
         prompt[list(request.prompt)] = True
         for token, bias in sampling.logit_bias:
-            own.bias[token] += bias
+            entry.bias[token] += bias
         late[list(request.stop_tokens)] = True
         history = self._all()
-        own = TokenHistory(*(np.asarray(one, all.dtype) for one, all in zip(own, history, strict=True)))
-        self._history = _enter(history, np.int32(slot), own)
+        entry = TokenHistory(*(np.asarray(array, all.dtype) for array, all in zip(entry, history, strict=True)))
+        self._history = _enter(history, np.int32(slot), entry)
 
     def _all(self) -> TokenHistory:
         if self._history is None:
-            self._history = TokenHistory(*(jnp.zeros(one.shape, one.dtype) for one in self._shapes()))
+            self._history = TokenHistory(*(jnp.zeros(shape.shape, shape.dtype) for shape in self._shapes()))
         return self._history
 
     def _shapes(self) -> TokenHistory:
-        return TokenHistory(*(jax.ShapeDtypeStruct(self._size, each) for each in (bool, np.int32, np.float32, bool)))
+        return TokenHistory(*(jax.ShapeDtypeStruct(self._size, dtype) for dtype in (bool, np.int32, np.float32, bool)))
 
     def draw(self, logits: Array, rows: Sequence[OutputRow], *, adjusted: bool, allowed: Any = None) -> Drawn:
         """Returns what is drawn from logits [O, V], on the devices, for the first rows of O; others draw nothing.
@@ -145,16 +145,16 @@ class TokenDrawer:
         are log-probabilities.
         """
         size = logits.shape[0]
-        program, given = self.compiled(size, adjusted), self._given(size, rows)
+        program, settings = self.compiled(size, adjusted), self._given(size, rows)
         if not adjusted:
-            self.latest, token = program(logits, self.latest, *given)
+            self.latest, token = program(logits, self.latest, *settings)
             return Drawn(token)
         if allowed is None:
             if size not in self._all_allowed:
                 self._all_allowed[size] = jnp.full(self._mask_shape(size), -1, jnp.int32)
             allowed = self._all_allowed[size]
-        given[1]["allowed"] = allowed
-        self.latest, self._history, drawn = program(logits, self.latest, self._all(), *given)
+        settings[1]["allowed"] = allowed
+        self.latest, self._history, drawn = program(logits, self.latest, self._all(), *settings)
         return drawn
 
     def _mask_shape(self, size: int) -> tuple[int, int]:
@@ -166,10 +166,10 @@ class TokenDrawer:
         targets = np.full(size, -1, np.int32)
         if rows:
             slots[: len(rows)], counts[: len(rows)], targets[: len(rows)] = np.array(rows, np.int32).T
-        more: dict[str, Any] = {name: array[slots] for name, array in self._penalties.items()}
-        more |= {"slots": slots, "counts": counts, "targets": targets}
-        more |= {"early": counts < self._fewest[slots], "has_bias": self._has_bias[slots]}
-        return {name: array[slots] for name, array in self._fields.items()}, more
+        arrays: dict[str, Any] = {name: array[slots] for name, array in self._penalties.items()}
+        arrays |= {"slots": slots, "counts": counts, "targets": targets}
+        arrays |= {"early": counts < self._fewest[slots], "has_bias": self._has_bias[slots]}
+        return {name: array[slots] for name, array in self._fields.items()}, arrays
 
     def compiled(self, size: int, adjusted: bool) -> jax.stages.Compiled:
         """Returns the program for a number of rows; compiles it once."""
@@ -177,12 +177,12 @@ class TokenDrawer:
             logits = jax.ShapeDtypeStruct((size, self._size[1]), np.float32, sharding=self._sharding)
             latest = jax.ShapeDtypeStruct(self._size[:1], np.int32)
             function: Any = _draw_adjusted if adjusted else _draw
-            rows, more = self._given(size, [])
+            rows, arrays = self._given(size, [])
             if adjusted:
-                more["allowed"] = jax.ShapeDtypeStruct(self._mask_shape(size), np.int32)
-            given = (logits, latest, *([self._shapes()] if adjusted else []), rows, more)
+                arrays["allowed"] = jax.ShapeDtypeStruct(self._mask_shape(size), np.int32)
+            arguments = (logits, latest, *([self._shapes()] if adjusted else []), rows, arrays)
             name = f"draw-{size}{'-adjusted' if adjusted else ''}"
-            self._compiled[size, adjusted] = self._programs.get(name, lambda: function.lower(*given))
+            self._compiled[size, adjusted] = self._programs.get(name, lambda: function.lower(*arguments))
         return self._compiled[size, adjusted]
 
 

@@ -51,15 +51,15 @@ class GrammarReader:
     def _read(self, kind: GrammarKind, text: str) -> Grammar:
         try:
             if kind == "json_schema":
-                found = LLMatcher.grammar_from_json_schema(text)
+                grammar = LLMatcher.grammar_from_json_schema(text)
             elif kind == "regex":
-                found = LLMatcher.grammar_from_regex(text)
+                grammar = LLMatcher.grammar_from_regex(text)
             else:
-                choices = [json.dumps(one, ensure_ascii=False) for one in json.loads(text)] if kind == "choice" else []
-                found = LLMatcher.grammar_from_lark("start: " + " | ".join(choices) if choices else text)
+                quoted = [json.dumps(item, ensure_ascii=False) for item in json.loads(text)] if kind == "choice" else []
+                grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(quoted) if quoted else text)
         except ValueError as error:
             raise _invalid(kind, str(error)) from None
-        matcher = LLMatcher(self._tokenizer, found, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         # the first mask makes the most work, for which no step should wait, and shows what can never match
         can_begin = not matcher.is_error() and any(matcher.compute_bitmask())
         if not can_begin or matcher.is_error():
@@ -76,18 +76,18 @@ def _invalid(kind: GrammarKind, why: str) -> InputError:
 def _plain(tokenizer: Tokenizer) -> str:
     """Returns a tokenizer, as JSON, whose special tokens have names that no text has: a text with the name of one is
     made of other tokens."""
-    found = json.loads(tokenizer.to_str())
-    names = {one["content"]: f"\ufdd0{one['id']}\ufdd1" for one in found["added_tokens"] if one["special"]}
-    for one in found["added_tokens"]:
-        one["content"] = names.get(one["content"], one["content"])
-    model = found["model"]
+    document = json.loads(tokenizer.to_str())
+    names = {token["content"]: f"\ufdd0{token['id']}\ufdd1" for token in document["added_tokens"] if token["special"]}
+    for token in document["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = document["model"]
     if isinstance(model.get("vocab"), dict):
         model["vocab"] = {names.get(name, name): number for name, number in model["vocab"].items()}
     elif "vocab" in model:
         model["vocab"] = [[names.get(name, name), score] for name, score in model["vocab"]]
     if "unk_token" in model:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    return json.dumps(found | {"post_processor": None})
+    return json.dumps(document | {"post_processor": None})
 
 
 class MaskedRow(NamedTuple):
@@ -106,9 +106,9 @@ class TokenMasks:
 
     def of(self, size: int, rows: Sequence[MaskedRow]) -> np.ndarray:
         """Returns bits [size, V / 32]: 1 for a token that may be drawn, everywhere in rows without a grammar."""
-        found = allocate_token_bitmask(size, self._vocab_size)
-        if alone := [(one.matcher, one.row) for one in rows if not one.drafts]:
-            fill_next_token_bitmask_par(self._executor, alone, found)
-        if drafted := [(one.matcher, one.row, one.drafts) for one in rows if one.drafts]:
-            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, found)
-        return found
+        masks = allocate_token_bitmask(size, self._vocab_size)
+        if alone := [(masked.matcher, masked.row) for masked in rows if not masked.drafts]:
+            fill_next_token_bitmask_par(self._executor, alone, masks)
+        if drafted := [(masked.matcher, masked.row, masked.drafts) for masked in rows if masked.drafts]:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
+        return masks

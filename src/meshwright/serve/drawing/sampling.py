@@ -96,7 +96,7 @@ def draw(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, " B
     The argmax of logit / temperature plus Gumbel noise is a sample of the softmax.
     """
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return lax.cond(
+    return lax.cond(  # no noise is made where nobody draws at random
         jnp.any(rows["temperature"] > 0), lambda: _sample(logits, rows, counts, likeliest), lambda: likeliest
     )
 
@@ -104,10 +104,11 @@ def draw(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, " B
 def _sample(logits: Array, rows: SamplingRows, counts: Any, likeliest: Array) -> Array:
     temperature, top_k, top_p, min_p, seed, number = (jnp.asarray(rows[name]) for name in _DTYPES)
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    limited = jnp.any((top_k > 0) | (top_p < 1))
+    limited = jnp.any((top_k > 0) | (top_p < 1))  # sorting [B, V] is left out where nobody asks for it
     kept = lax.cond(limited, lambda: kept_tokens(scaled, top_k, top_p), lambda: jnp.ones(scaled.shape, bool))
     kept &= scaled >= scaled.max(axis=-1, keepdims=True) + jnp.log(min_p)[:, None]
     fold = jax.vmap(jax.random.fold_in)
+    # of seed, number and place alone: the rest of a batch changes nothing
     keys = fold(fold(jax.vmap(jax.random.key)(seed), number), jnp.asarray(counts))
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (logits.shape[1],)))(keys)
     drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)

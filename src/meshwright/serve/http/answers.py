@@ -119,7 +119,7 @@ class Writer:
     def event(self, choice: GrowingText, usage: Usage | None = None) -> bytes:
         """Returns the event for what a choice has not sent yet; b"" for nothing."""
         if not choice.piece and not choice.finish:
-            return b""
+            return b""  # nothing yet: part of a character, or of a stop string
         piece, entries = choice.take()
         text = self.before_text + encode(piece) + self.after_text if piece else self.no_text
         logprobs = encode(self.logprobs(choice, entries)) if entries else b"null"
@@ -141,8 +141,8 @@ class Writer:
         for choice in choices:
             text, entries = choice.take()
             rows.append(self.row(choice, text, self.logprobs(choice, entries) if choice.reports else None))
-        given = {"id": self.name, "created": self.created_s, "model": self.served.name}
-        return encode(self.whole(**given, choices=rows, usage=usage))
+        head = {"id": self.name, "created": self.created_s, "model": self.served.name}
+        return encode(self.whole(**head, choices=rows, usage=usage))
 
     def row(self, choice: GrowingText, text: str, logprobs: Any) -> Any:
         """Returns a choice of a whole answer."""
@@ -166,21 +166,21 @@ class CompletionWriter(Writer):
     before_text, after_text, no_text = b'"text":', b"", b'"text":""'
 
     def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> CompletionLogprobs:
-        found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for token, given in entries:
+        columns = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token, reported in entries:
             first = choice.at_start
             text, raw = self._token(token, first)
-            found.tokens.append(text)
-            found.token_logprobs.append(None if given is None else given.logprob)
+            columns.tokens.append(text)
+            columns.token_logprobs.append(None if reported is None else reported.logprob)
             top = dict[str, float]()
-            for one, value in (*given.top, (token, given.logprob)) if given else ():
-                name = self._token(one, first)[0]
+            for likely, value in (*reported.top, (token, reported.logprob)) if reported else ():
+                name = self._token(likely, first)[0]
                 # One text may be that of several tokens: the sampled one has it, or the likeliest of the others.
-                is_taken = one != token and (name == text or name in top)
-                top.setdefault(f"token_id:{one}" if is_taken else name, value)
-            found.top_logprobs.append(top if given else None)
-            found.text_offset.append(choice.place(token, raw))
-        return found
+                is_taken = likely != token and (name == text or name in top)
+                top.setdefault(f"token_id:{likely}" if is_taken else name, value)
+            columns.top_logprobs.append(top if reported else None)
+            columns.text_offset.append(choice.place(token, raw))
+        return columns
 
     def row(self, choice: GrowingText, text: str, logprobs: Any) -> CompletionChoice:
         return CompletionChoice(index=choice.index, text=text, logprobs=logprobs, finish_reason=choice.finish)
@@ -188,7 +188,7 @@ class CompletionWriter(Writer):
     def _token(self, token: int, first: bool) -> tuple[str, bytes]:
         """Returns a token's text, for a part of a character its bytes as OpenAI writes them, and its bytes."""
         text, raw = self.served.piece(token, first=first)
-        return text if "\ufffd" not in text else "bytes:" + "".join(rf"\x{one:02x}" for one in raw), raw
+        return text if "\ufffd" not in text else "bytes:" + "".join(rf"\x{byte:02x}" for byte in raw), raw
 
 
 class ChatWriter(Writer):
@@ -203,15 +203,15 @@ class ChatWriter(Writer):
 
     def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> ChatLogprobs:
         rows = []
-        for token, given in entries:
-            if given is not None:
+        for token, reported in entries:
+            if reported is not None:
                 first = choice.at_start
                 top = []
-                for one, value in given.top:
-                    text, raw = self.served.piece(one, first=first)
+                for likely, value in reported.top:
+                    text, raw = self.served.piece(likely, first=first)
                     top.append(LikelyToken(token=text, logprob=value, bytes=list(raw)))
                 text, raw = self.served.piece(token, first=first)
-                rows.append(ChatToken(token=text, logprob=given.logprob, bytes=list(raw), top_logprobs=top))
+                rows.append(ChatToken(token=text, logprob=reported.logprob, bytes=list(raw), top_logprobs=top))
                 choice.place(token, raw)
         return ChatLogprobs(rows)
 

@@ -135,24 +135,24 @@ class Handlers:
             if decoder is not None:
                 body = await read_body(request, decoder, self.options.most_body_bytes)
                 self._named(body.model)
-            found = await call(request, body)
-            if isinstance(found, msgspec.Struct):
-                return Response(msgspec.json.encode(found), media_type="application/json")
-            return found
+            answer = await call(request, body)
+            if isinstance(answer, msgspec.Struct):
+                return Response(msgspec.json.encode(answer), media_type="application/json")
+            return answer
 
         return Route(row.path.replace("{model}", "{model:path}"), endpoint, methods=[row.method.upper()])
 
     async def completions(self, request: Request, body: CompletionBody) -> Exchange:
         served = self._named(body.model)
-        asked = await asked_of_completion(body, served, self.frontend)
+        asked_text = await asked_of_completion(body, served, self.frontend)
         writer = CompletionWriter(served, f"cmpl-{request.state.request_id}", int(time.time()))
-        return Exchange(asked, writer, self.frontend, self.metrics, request.state.known)
+        return Exchange(asked_text, writer, self.frontend, self.metrics, request.state.known)
 
     async def chat(self, request: Request, body: ChatBody) -> Exchange:
         served = self._named(body.model)
-        asked = await asked_of_chat(body, served, self.frontend)
+        asked_text = await asked_of_chat(body, served, self.frontend)
         writer = ChatWriter(served, f"chatcmpl-{request.state.request_id}", int(time.time()))
-        return Exchange(asked, writer, self.frontend, self.metrics, request.state.known)
+        return Exchange(asked_text, writer, self.frontend, self.metrics, request.state.known)
 
     async def tokenize(self, _: Request, body: TokenizeBody) -> TokenizeAnswer:
         if (body.prompt is None) == (body.messages is None):
@@ -162,7 +162,7 @@ class Handlers:
             text = await chat_text(self.served, body.messages or [], body.tools, template_variables(body))
             special = bool(body.add_special_tokens)
         tokens = await encoded(self.served, text, special)
-        shown = [self.served.piece(one)[0] for one in tokens] if body.return_token_strs else None
+        shown = [self.served.piece(token)[0] for token in tokens] if body.return_token_strs else None
         length = self.frontend.max_len
         return TokenizeAnswer(count=len(tokens), max_model_len=length, tokens=tokens, token_strs=shown)
 
@@ -182,6 +182,7 @@ class Handlers:
         return HealthAnswer()
 
     async def figures(self, *_: Any) -> Response:
+        # steps are priced for it, which takes tens of milliseconds
         return Response(await asyncio.to_thread(self.metrics.text), media_type=METRICS_TYPE)
 
     async def tokenizer_info(self, *_: Any) -> TokenizerAnswer:
@@ -196,8 +197,8 @@ class Handlers:
         return VersionAnswer(__version__)
 
     async def document(self, *_: Any) -> Response:
-        found = openapi(OPERATIONS, with_key=bool(self.options.api_keys))
-        return Response(msgspec.json.encode(found), media_type="application/json")
+        description = openapi(OPERATIONS, with_key=bool(self.options.api_keys))
+        return Response(msgspec.json.encode(description), media_type="application/json")
 
     def _card(self, served: ServedModel) -> ModelCard:
         name, parent, length = served.name, served.parent, self.frontend.max_len
@@ -205,12 +206,12 @@ class Handlers:
 
     def _named(self, name: str | None) -> ServedModel:
         """Returns the model, or adapter, that a request names. Raises RequestError for another name."""
-        found = self.models_by_name.get(self.served.name if name is None else name)
-        if found is None:
+        served = self.models_by_name.get(self.served.name if name is None else name)
+        if served is None:
             there = ", ".join(map(repr, self.models_by_name))
             message = f"the model {name!r} is not served here; {there} {'are' if self.served.adapters else 'is'}."
             raise RequestError(message, 404, param="model", code="model_not_found")
-        return found
+        return served
 
 
 def make_app(frontend: Frontend, served: ServedModel, options: HttpOptions | None = None) -> Starlette:

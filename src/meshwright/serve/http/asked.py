@@ -51,17 +51,17 @@ async def asked_of_completion(body: CompletionBody, served: ServedModel, fronten
     if body.best_of not in (None, body.n or 1):
         raise RequestError("best_of may only equal n. Leave it out.", param="best_of")
     special = body.add_special_tokens is not False
-    given = _prompts("" if body.prompt is None else body.prompt)
-    _require_room(len(given) * (body.n or 1), frontend)
-    for one in given:
-        if isinstance(one, str):
-            _require_length(one, "prompt", served, frontend)
-    prompts = [tuple(await encoded(served, one, special)) if isinstance(one, str) else tuple(one) for one in given]
-    asked = _asked(body, served, frontend, prompts, body.logprobs, await _grammar(body, served))
+    inputs = _prompts("" if body.prompt is None else body.prompt)
+    _require_room(len(inputs) * (body.n or 1), frontend)
+    for item in inputs:  # all of them before any is encoded, which takes longer
+        if isinstance(item, str):
+            _require_length(item, "prompt", served, frontend)
+    prompts = [tuple(await encoded(served, item, special)) if isinstance(item, str) else tuple(item) for item in inputs]
+    asked_text = _asked(body, served, frontend, prompts, body.logprobs, await _grammar(body, served))
     if body.echo:
-        decode = asked.text.decode
-        asked.echoes = [one if isinstance(one, str) else decode(one) for one in given]
-    return asked
+        decode = asked_text.text.decode
+        asked_text.echoes = [item if isinstance(item, str) else decode(item) for item in inputs]
+    return asked_text
 
 
 async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend) -> AskedText:
@@ -71,8 +71,8 @@ async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend)
     if body.functions:
         raise RequestError("functions are not supported. Send tools, which replace them.", param="functions")
     _require_room(body.n or 1, frontend)
-    more = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    text = await chat_text(served, body.messages, body.tools, more | template_variables(body))
+    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    text = await chat_text(served, body.messages, body.tools, effort | template_variables(body))
     _require_length(text, "messages", served, frontend)
     prompt = tuple(await encoded(served, text, bool(body.add_special_tokens)))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -81,7 +81,7 @@ async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend)
 
 async def _grammar(body: GenerationBody, served: ServedModel) -> Grammar | None:
     """Returns what the text may be, None if it may be anything. Raises RequestError for a form that is not valid."""
-    asked = list[tuple[str, GrammarKind, Any]]()
+    forms = list[tuple[str, GrammarKind, Any]]()
     if form := body.response_format:
         if (form.type == "json_schema") != (form.json_schema is not None):
             raise RequestError(
@@ -90,24 +90,24 @@ async def _grammar(body: GenerationBody, served: ServedModel) -> Grammar | None:
                 param="response_format",
             )
         if form.json_schema:
-            asked.append(("response_format", "json_schema", form.json_schema.schema))
+            forms.append(("response_format", "json_schema", form.json_schema.schema))
         elif form.type == "json_object":
-            asked.append(("response_format", "json_schema", {"type": "object"}))
+            forms.append(("response_format", "json_schema", {"type": "object"}))
     if (outputs := body.structured_outputs) is not None:
         any_object = {"type": "object"} if outputs.json_object else None
-        given: dict[GrammarKind, Any] = {"regex": outputs.regex, "choice": outputs.choice, "lark": outputs.grammar}
-        given["json_schema"] = any_object if outputs.json is None else outputs.json
-        found = [("structured_outputs", kind, value) for kind, value in given.items() if value is not None]
-        if not found:
+        by_kind: dict[GrammarKind, Any] = {"regex": outputs.regex, "choice": outputs.choice, "lark": outputs.grammar}
+        by_kind["json_schema"] = any_object if outputs.json is None else outputs.json
+        chosen = [("structured_outputs", kind, value) for kind, value in by_kind.items() if value is not None]
+        if not chosen:
             raise RequestError(
                 "structured_outputs is empty. Give json, regex, choice or grammar.", param="structured_outputs"
             )
-        asked += found
-    if not asked:
+        forms += chosen
+    if not forms:
         return None
-    if len(asked) > 1:
-        raise RequestError("the form of the answer is given more than once. Give one.", param=asked[-1][0])
-    ((param, kind, value),) = asked
+    if len(forms) > 1:
+        raise RequestError("the form of the answer is given more than once. Give one.", param=forms[-1][0])
+    ((param, kind, value),) = forms
     try:
         return await asyncio.to_thread(served.grammar, kind, value)
     except InputError as error:
@@ -118,9 +118,9 @@ async def chat_text(
     served: ServedModel, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
 ) -> str:
     """Returns the text of a chat; raises RequestError for what its template refuses, or a text that is not UTF-8."""
-    given = messages, tools, variables
+    arguments = messages, tools, variables
     is_short = len(messages) < _MANY_MESSAGES
-    text = served.render(*given) if is_short else await asyncio.to_thread(served.render, *given)
+    text = served.render(*arguments) if is_short else await asyncio.to_thread(served.render, *arguments)
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -196,12 +196,12 @@ def _prompts(given: str | list[Any]) -> list[str | list[int]]:
     """Returns the prompts of a text, texts, tokens, or lists of tokens."""
     if isinstance(given, str):
         return [given]
-    kinds = {type(one) for one in given}
+    kinds = {type(item) for item in given}
     if kinds == {int}:
         return [given]
     if len(kinds) != 1:
-        said = "mixes texts and tokens" if kinds else "is an empty list"
-        raise RequestError(f"prompt {said}. Give a text, texts, tokens, or lists of tokens.", param="prompt")
+        fault = "mixes texts and tokens" if kinds else "is an empty list"
+        raise RequestError(f"prompt {fault}. Give a text, texts, tokens, or lists of tokens.", param="prompt")
     return given
 
 
@@ -222,7 +222,7 @@ def _asked(
     if body.stop_token_ids:
         require_tokens(body.stop_token_ids, vocab_size, "stop_token_ids")
     ends = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else served.end_tokens)
-    seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
+    seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32  # clients send 64 signed bits
     requests, reports = list[TokenRequest](), echo and logprobs is not None
     for prompt in prompts:
         require_tokens(prompt, vocab_size, "prompt")
@@ -240,7 +240,7 @@ def _asked(
                 echo=reports or (echo and limit == 0),
                 grammar=grammar,
             )
-            for number in range(len(requests), len(requests) + n)
+            for number in range(len(requests), len(requests) + n)  # sequences of one seed would else be alike
         )
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     keeps_stop, skips_special = body.include_stop_str_in_output or body.no_stop_trim, body.skip_special_tokens
@@ -261,17 +261,17 @@ def _asked(
 
 def _max_tokens(body: GenerationBody, prompt_len: int, max_len: int) -> int:
     """Returns the most tokens after a prompt. Raises RequestError if they are more than the model's positions."""
-    asked, room = body.max_tokens, max_len - prompt_len
+    num_tokens, room = body.max_tokens, max_len - prompt_len
     if isinstance(body, ChatBody):
-        asked = body.max_completion_tokens if body.max_completion_tokens is not None else asked
-        asked = max(1, room) if asked is None else asked
-    elif asked is None:
-        asked = min(COMPLETION_TOKENS, max(1, room))
-    if asked > room:
+        num_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else num_tokens
+        num_tokens = max(1, room) if num_tokens is None else num_tokens
+    elif num_tokens is None:
+        num_tokens = min(COMPLETION_TOKENS, max(1, room))  # without room it is refused below
+    if num_tokens > room:
         raise RequestError(
-            f"the model has {max_len:,} positions; the prompt has {prompt_len:,} tokens and {asked:,} more are asked "
-            "for. Shorten the prompt, or lower max_tokens.",
+            f"the model has {max_len:,} positions; the prompt has {prompt_len:,} tokens and {num_tokens:,} more are "
+            "asked for. Shorten the prompt, or lower max_tokens.",
             param="messages" if isinstance(body, ChatBody) else "prompt",
             code="context_length_exceeded",
         )
-    return asked
+    return num_tokens

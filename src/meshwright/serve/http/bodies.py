@@ -199,7 +199,7 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body], most
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
-        if len(raw) > most_bytes:
+        if len(raw) > most_bytes:  # a body in chunks has no Content-Length
             raise too_large
     try:
         return decoder.decode(raw)
@@ -217,18 +217,19 @@ def _misfit(said: str, kind: Any, raw: bytearray) -> RequestError:
     with suppress(LookupError, TypeError):
         for name in path.split("."):
             hint = get_type_hints(field)[name]
-            kinds = (one for one in (*get_args(hint), hint) if one is not NoneType and not isinstance(one, str))
+            kinds = (part for part in (*get_args(hint), hint) if part is not NoneType and not isinstance(part, str))
             field = next(kinds, None)
         if get_origin(field) is Literal:
             what += f": give one of {', '.join(get_args(field))}"
     if what.startswith("Object contains unknown field"):
         names = [f"{path}.{what.split('`')[1]}".removeprefix(".")]
         with suppress(*DAMAGED_JSON):
+            # msgspec names the first one alone, and clients send several
             names = list(_unknown(msgspec.json.decode(raw), inspect.type_info(kind))) or names
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        said, left = ("are not fields", "them") if names[1:] else ("is not a field", "it")
-        said = f"{', '.join(names[:_MOST_NAMED])}{more} {said} that this server knows. Leave {left} out."
-        return RequestError(said, param=names[0])
+        rest = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        predicate, left = ("are not fields", "them") if names[1:] else ("is not a field", "it")
+        message = f"{', '.join(names[:_MOST_NAMED])}{rest} {predicate} that this server knows. Leave {left} out."
+        return RequestError(message, param=names[0])
     param = path.partition("[")[0] or None
     if what.startswith("Object missing required field"):
         param = param or what.split("`")[1]
@@ -236,11 +237,11 @@ def _misfit(said: str, kind: Any, raw: bytearray) -> RequestError:
     if what.startswith("Expected `null`"):
         return RequestError(f"{where} is not supported by this server. Leave it out.", param=param)
     with suppress(*DAMAGED_JSON, LookupError, TypeError):
-        found = msgspec.json.decode(raw)
+        value = msgspec.json.decode(raw)
         for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
-            found = found[int(index) if index else name]
-        if isinstance(found, str | float | int):
-            where += f" is {msgspec.json.encode(found).decode()[:60]}"
+            value = value[int(index) if index else name]
+        if isinstance(value, str | float | int):
+            where += f" is {msgspec.json.encode(value).decode()[:60]}"
     return RequestError(f"{where}: {what[:1].lower()}{what[1:]}.", param=param)
 
 
@@ -249,11 +250,11 @@ def _unknown(found: Any, kind: inspect.Type, path: str = "") -> Iterator[str]:
     if isinstance(kind, inspect.Metadata):
         yield from _unknown(found, kind.type, path)
     elif isinstance(kind, inspect.UnionType):
-        for one in kind.types:
-            yield from _unknown(found, one, path)
+        for member in kind.types:
+            yield from _unknown(found, member, path)
     elif isinstance(kind, inspect.ListType) and isinstance(found, list):
-        for number, one in enumerate(found):
-            yield from _unknown(one, kind.item_type, f"{path}[{number}]")
+        for number, item in enumerate(found):
+            yield from _unknown(item, kind.item_type, f"{path}[{number}]")
     elif isinstance(kind, inspect.StructType) and isinstance(found, dict):
         types = {field.encode_name: field.type for field in kind.fields}
         for name, value in found.items():

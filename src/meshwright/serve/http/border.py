@@ -41,8 +41,8 @@ class Border:
             await self.app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
-        name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        sent = headers.get(b"x-request-id", b"").decode("latin-1")
+        name = sent if _REQUEST_ID.fullmatch(sent) else secrets.token_hex(16)  # it goes into a header and the log
         known: dict[str, Any] = {}
         start_s, status = time.perf_counter(), 0
         scope.setdefault("state", {}).update(request_id=name, start_s=start_s, known=known)
@@ -73,4 +73,5 @@ class Border:
 
     def _knows(self, given: bytes) -> bool:
         scheme, _, sent = given.partition(b" ")
+        # in a time that does not tell how much of a wrong key is right
         return scheme.lower() == b"bearer" and any(hmac.compare_digest(sent, key) for key in self.keys)

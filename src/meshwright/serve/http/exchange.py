@@ -36,18 +36,18 @@ class Exchange:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for choice in self.choices:
-            choice.times.start_s = scope["state"]["start_s"]
+            choice.times.start_s = scope["state"]["start_s"]  # from its head on, so encoding counts
         with self.frontend.open(self.asked.requests) as feed:
             watch, accepted = asyncio.create_task(_abandon_when_gone(receive, feed)), False
             try:
-                await feed.accepted()
+                await feed.accepted()  # before any status is sent: what can never run is a 400
                 accepted = True
                 await (self._stream(feed, send) if self.asked.stream else self._whole(feed, send))
             except AbandonedError:
                 self.log["error"] = "the client went"
             finally:
                 watch.cancel()
-                if accepted:
+                if accepted:  # what was refused is no sequence that ended
                     self._note_end()
 
     async def _whole(self, feed: Feed, send: Send) -> None:
@@ -75,7 +75,7 @@ class Exchange:
                     await _send(send, events)
             last = writer.last(self.usage()) if self.asked.include_usage else b""
         except AbandonedError:
-            raise
+            raise  # nobody is there to read an end
         except Exception as error:  # the status is sent: the stream says it
             status, answer, _ = error_of(error)
             self.log["error"] = answer.error.message
@@ -91,7 +91,7 @@ class Exchange:
         choices, metrics = self.choices, self.metrics
         for place, output, at_s in arrived:
             choice = choices[place]
-            if choice.finish:
+            if choice.finish:  # outputs that came before the engine knew of its stop string
                 continue
             if not choice.started:
                 metrics.prompt_tokens += len(choice.prompt)
@@ -104,7 +104,7 @@ class Exchange:
                 else:
                     metrics.inter_token.add(gap)
             if choice.push(output):
-                feed.cancel(place)
+                feed.cancel(place)  # the engine knows stop tokens, not strings
             if choice.finish:
                 metrics.ended(choice.times, choice.finish, at_s)
             changed[place] = choice
@@ -112,13 +112,13 @@ class Exchange:
 
     def usage(self) -> Usage:
         """Returns the tokens until now."""
-        made = sum(choice.num_tokens for choice in self.choices)
+        drawn = sum(choice.num_tokens for choice in self.choices)
         # Sequences of one prompt share it: what the first found in the cache is what was cached of it.
         cached = sum(choice.cached for choice in self.choices[:: self.asked.n])
         details = CachedTokens(cached) if cached else None
-        total = self.prompt_tokens + made
+        total = self.prompt_tokens + drawn
         return Usage(
-            prompt_tokens=self.prompt_tokens, completion_tokens=made, total_tokens=total, prompt_tokens_details=details
+            prompt_tokens=self.prompt_tokens, completion_tokens=drawn, total_tokens=total, prompt_tokens_details=details
         )
 
     def _note_end(self) -> None:
@@ -127,12 +127,12 @@ class Exchange:
         for choice in self.choices:
             if not choice.finish:
                 self.metrics.ended(choice.times, "abort", now)
-        firsts = [one.times.ttft_s for one in self.choices if one.times.ttft_s is not None]
-        means = [one.times.tpot_s for one in self.choices if one.times.tpot_s is not None]
+        firsts = [choice.times.ttft_s for choice in self.choices if choice.times.ttft_s is not None]
+        means = [choice.times.tpot_s for choice in self.choices if choice.times.tpot_s is not None]
         self.log |= {
             "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": sum(one.num_tokens for one in self.choices),
-            "finish_reasons": [one.finish or "abort" for one in self.choices],
+            "completion_tokens": sum(choice.num_tokens for choice in self.choices),
+            "finish_reasons": [choice.finish or "abort" for choice in self.choices],
             "ttft_s": min(firsts) if firsts else None,
             "tpot_s": sum(means) / len(means) if means else None,
         }

@@ -35,9 +35,10 @@ class GrowingText:
         self._scan = StopScan(asked.stops)
         self._special, self._skips_special = asked.special, asked.skips_special
         self._echo, self._placed, self._offset = self.piece, 0, 0
+        # a token may be a part of a character, which counts once it is whole
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.at_start = self._echoes or (
-            asked.skips_special and all(one in asked.special for one in request.prompt[-8:])
+            asked.skips_special and all(token in asked.special for token in request.prompt[-8:])
         )
 
     def push(self, output: TokenOutput) -> bool:
@@ -46,8 +47,9 @@ class GrowingText:
             self.started, self.cached = True, output.cached
             if self._echoes:
                 self.entries.append((self.prompt[0], None))
-                self.entries += ((one.token, one) for one in output.prompt)
+                self.entries += ((logprob.token, logprob) for logprob in output.prompt)
         text = special = ""
+        # the stop token that ended it counts, as vLLM counts it
         self.num_tokens += output.token is not None or (output.finish == "stop" and self._max_tokens > 0)
         if output.token is not None:
             text = self._stream.push(output.token)
@@ -62,8 +64,9 @@ class GrowingText:
         elif text or special:
             certain, stopped = self._scan.push(text)
             if special and not stopped:
-                more, stopped = self._scan.push(special, hidden=True)
-                certain += more
+                # a stop string may hold a special token that the text leaves out
+                rest, stopped = self._scan.push(special, hidden=True)
+                certain += rest
             self.piece += certain
         if output.finish is not None:
             self.finish = "stop" if stopped or output.finish == "stop" else "length"
@@ -77,13 +80,13 @@ class GrowingText:
     def place(self, token: int, raw: bytes) -> int:
         """Returns where in the text the next reported token begins, in characters that are whole before it. ``raw`` are
         its bytes; a special token that the text leaves out has no width."""
-        at, special = self._offset, self._special.get(token)
+        offset, special = self._offset, self._special.get(token)
         is_echo = self._echoes and self._placed < len(self.prompt)
         self._placed += 1
-        if special is None or (self._echo.startswith(special, at) if is_echo else not self._skips_special):
+        if special is None or (self._echo.startswith(special, offset) if is_echo else not self._skips_special):
             self._offset += len(self._utf8.decode(raw))
             self.at_start = False
-        return at
+        return offset
 
     def take(self) -> tuple[str, list[ReportedToken]]:
         """Returns the text and the reported tokens since the last call."""

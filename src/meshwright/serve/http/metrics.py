@@ -117,8 +117,8 @@ class ServerMetrics(Collector):
         devices meanwhile is kept. May run in another thread."""
         (start_s, counts, sums), (end_s, now_counts, now_sums) = self._seen, self._present()
         self._seen, took_s = (end_s, now_counts, now_sums), end_s - start_s
-        more = {key: np.subtract(now, sums.get(key, 0)) for key, now in now_sums.items()}
-        steps, state = self._priced({key: row for key, row in more.items() if row[0]}), self.frontend.state
+        added = {key: np.subtract(now, sums.get(key, 0)) for key, now in now_sums.items()}
+        steps, state = self._priced({key: row for key, row in added.items() if row[0]}), self.frontend.state
         work, prices = sum(steps.values(), np.zeros(len(_STEPS))) / took_s, self._prices if now_sums else None
         if prices and prices.peak_flops_per_s:
             self._utilisation = work[5] / prices.peak_flops_per_s, (work[3] + work[4]) / prices.peak_bytes_per_s
@@ -143,20 +143,21 @@ class ServerMetrics(Collector):
     def _present(self) -> tuple[float, Any, dict[StepKey, Any]]:
         state = self.frontend.state
         counts = self.prompt_tokens, self.generation_tokens, state.prefix_queries, state.prefix_hits
-        return self._now(), np.array(counts), dict(state.sums)
+        return self._now(), np.array(counts), dict(state.sums)  # a copy, as the engine goes on
 
     def _priced(self, sums: Mapping[StepKey, Any]) -> dict[StepKey, Any]:
         """Returns the numbers of `_STEPS` for each kind of steps; one that is not known is not a number."""
-        found = np.full((len(sums), len(_STEPS)), np.nan)
+        priced = np.full((len(sums), len(_STEPS)), np.nan)
         if sums:
             table = np.array([*sums.values()], float)
-            found[:, :2], steps = table[:, :2], table[:, :1]
+            priced[:, :2], steps = table[:, :2], table[:, :1]
             try:
-                found[:, 2:] = steps * self._prices.of(table[:, 2:] / steps) if self._prices else np.nan
+                # the mean step of a kind is priced once for all of them
+                priced[:, 2:] = steps * self._prices.of(table[:, 2:] / steps) if self._prices else np.nan
             except Exception:  # no figure may end the server
                 _LOGGER.exception("steps are not priced any more")
                 self._prices = None
-        return dict(zip(sums, found, strict=True))
+        return dict(zip(sums, priced, strict=True))
 
     @cached_property
     def _prices(self) -> "StepPrices | None":
@@ -164,6 +165,7 @@ class ServerMetrics(Collector):
 
     @property
     def _num_waiting(self) -> int:
+        # `running` is of the last step: some may have ended since
         return max(0, self.frontend.in_system - self.frontend.state.running)
 
     @property

@@ -49,8 +49,8 @@ class Operation(NamedTuple):
 def openapi(operations: Sequence[Operation], *, with_key: bool) -> dict[str, Any]:
     """Returns the document for these routes; ``with_key``: an API key is needed."""
     kinds = list(dict.fromkeys(kind for row in operations for kind in (row.body, row.answer, ErrorAnswer) if kind))
-    found, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    schema = dict(zip(kinds, found, strict=True))
+    references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    schema = dict(zip(kinds, references, strict=True))
     paths: dict[str, Any] = {}
     for row in operations:
         answer = {"text/plain": {"schema": {"type": "string"}}}

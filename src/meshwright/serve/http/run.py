@@ -43,7 +43,7 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
         try:
             if self.uds:
                 if Path(self.uds).is_socket():
-                    Path(self.uds).unlink()
+                    Path(self.uds).unlink()  # left by a server that was killed
                 bound.bind(self.uds)
             else:
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -100,7 +100,7 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
+        self.force_exit = self.should_exit  # true at a second signal
         self.should_exit = True
         self.frontend.stop_taking()
 
@@ -126,7 +126,7 @@ def serve_app(
     try:
         DrainingServer(app, frontend, listening, lambda: on_ready(url), on_line).run(sockets=[bound])
     finally:
-        frontend.join()
+        frontend.join()  # a second signal leaves out the end of the app's lifespan
         if listening.uds:
             with suppress(OSError):
                 Path(listening.uds).unlink()

@@ -50,7 +50,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def each(self) -> dict[str, "ServedModel"]:
         """Returns the model and its adapters by name."""
         of_adapters = (msgspec.structs.replace(self, name=name, parent=self.name) for name in self.adapters)
-        return {self.name: self} | {one.name: one for one in of_adapters}
+        return {self.name: self} | {adapter.name: adapter for adapter in of_adapters}
 
     @property
     def adapter(self) -> str:
@@ -66,8 +66,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Returns the tokens of a text; ``special``: with those that the tokenizer puts around it."""
         if isinstance(self.text, TokenizedText):
             # of several texts the tokenizer lets other threads run meanwhile
-            (found,) = self.text.tokenizer.encode_batch_fast([text], add_special_tokens=special)
-            return list(found.ids)
+            (encoding,) = self.text.tokenizer.encode_batch_fast([text], add_special_tokens=special)
+            return list(encoding.ids)
         return self.text.encode(text)
 
     @cached_property
@@ -83,9 +83,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Returns the text of a chat. Raises RequestError without a chat template, or for what it refuses."""
         if self.chat is None:
             raise RequestError(f"{self.name} has no chat template. Use /v1/completions.", param="messages")
-        given = [_texts_alone(one, number) for number, one in enumerate(messages)]
+        plain_messages = [_texts_alone(message, number) for number, message in enumerate(messages)]
         try:
-            return self.chat.render(given, tools, **variables).translate(_UNMARKED)
+            return self.chat.render(plain_messages, tools, **variables).translate(_UNMARKED)
         except InputError as error:
             raise RequestError(str(error), param="messages") from None
 
@@ -105,7 +105,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if not isinstance(self.text, TokenizedText):
             return {}
         added = self.text.tokenizer.get_added_tokens_decoder()
-        return {token: one.content for token, one in added.items() if one.special}
+        return {token: added_token.content for token, added_token in added.items() if added_token.special}
 
     def piece(self, token: int, *, first: bool = False) -> tuple[str, bytes]:
         """Returns what a token adds to a text, and its bytes, also of one that is a part of a character; ``first``: to
@@ -113,13 +113,13 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         if first:
             text = self.whole.decode([token])
             return text, self._bytes(token, text)
-        found = self.pieces.get(token)
-        if found is None:
-            before, whole = self._before
+        piece = self.pieces.get(token)
+        if piece is None:
+            before, whole = self._before  # alone, a token of SentencePiece loses its space
             text = self.whole.decode([*before, token])
             text = text[len(whole) :] if text.startswith(whole) else self.whole.decode([token])
-            found = self.pieces[token] = (text, self._bytes(token, text))
-        return found
+            piece = self.pieces[token] = (text, self._bytes(token, text))
+        return piece
 
     @cached_property
     def _before(self) -> tuple[list[int], str]:
@@ -164,15 +164,15 @@ def _texts_alone(message: ChatMessage, number: int) -> dict[str, Any]:
     if any(part.type != "text" or part.text is None for part in parts):
         where = f"messages[{number}].content"
         raise RequestError(f"{where} has a part that is no text. This server takes text alone.", param="messages")
-    found: dict[str, Any] = msgspec.to_builtins(message)
-    return found
+    fields: dict[str, Any] = msgspec.to_builtins(message)
+    return fields
 
 
 def _bytes_by_letter() -> dict[str, int]:
     """Returns the byte of each letter of GPT-2's alphabet, in which byte-level tokens are written."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    rest = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(rest)}
 
 
 _BYTE_OF = _bytes_by_letter()

@@ -85,19 +85,19 @@ def generate_file(
                 number = whose[output.number]
                 tokens.setdefault(number, []).extend([] if output.token is None else [output.token])
                 if output.finish is not None:
-                    made = tokens.pop(number)
+                    answer = tokens.pop(number)
                     line = CompletionLine(
                         line=number,
                         id=requests[number][0].id,
-                        text=source.text.decode(made),
-                        tokens=made,
+                        text=source.text.decode(answer),
+                        tokens=answer,
                         finish=output.finish,
                         digest=digests[number],
                     )
                     written.write(msgspec.json.encode(line).decode() + "\n")
                     done, ended = done + 1, True
             if ended:
-                written.flush()
+                written.flush()  # a call that is stopped keeps what has ended
                 on_done(done, len(requests))
         os.fsync(written.fileno())
     return BulkDone(done - len(there), len(there))
@@ -132,23 +132,23 @@ def _submit(
 
 def read_lines(path: Path) -> dict[int, PromptLine]:
     """Returns the lines of a file of prompts by number. Raises InputError for one that cannot be read, or for none."""
-    found = {}
+    lines = {}
     text = read_text(path, "Give a file with a JSON object on each line.")
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         try:
-            given = msgspec.json.decode(line)
-            if not isinstance(given, dict):
+            fields = msgspec.json.decode(line)
+            if not isinstance(fields, dict):
                 raise InputError("it is no JSON object.")
-            found[number] = convert_fields(given, PromptLine, section="line")
+            lines[number] = convert_fields(fields, PromptLine, section="line")
         except DAMAGED_JSON as error:
             raise InputError(f"{path}:{number}: {as_sentence(str(error))} {_LIKE}") from None
         except InputError as error:
             raise InputError(f"{path}:{number}: {error} {_LIKE}") from None
-    if not found:
+    if not lines:
         raise InputError(f"{path} has no prompts. {_LIKE}")
-    return found
+    return lines
 
 
 _LIKE = 'A line is like {"prompt": "The statement", "id": 1}.'
@@ -159,27 +159,27 @@ def read_prompts(
 ) -> dict[int, tuple[PromptLine, TokenRequest]]:
     """Returns the lines of a file of prompts by number, with their requests. Raises InputError for one that ``check``
     refuses."""
-    found = {}
-    for number, given in read_lines(path).items():
+    requests = {}
+    for number, line in read_lines(path).items():
         try:
-            tokens = source.text.encode(given.prompt) if isinstance(given.prompt, str) else given.prompt
+            tokens = source.text.encode(line.prompt) if isinstance(line.prompt, str) else line.prompt
             request = TokenRequest(
                 prompt=tuple(tokens),
-                max_tokens=usual.max_tokens if given.max_tokens is None else given.max_tokens,
-                sampling=given.sampling or usual.sampling,
+                max_tokens=usual.max_tokens if line.max_tokens is None else line.max_tokens,
+                sampling=line.sampling or usual.sampling,
                 stop_tokens=source.end_tokens,
-                adapter=given.adapter,
+                adapter=line.adapter,
             )
             check(request)
         except InputError as error:
             raise InputError(f"{path}:{number}: {error}") from None
-        found[number] = given, request
-    return found
+        requests[number] = line, request
+    return requests
 
 
 def _digest(source: ModelFolder, request: TokenRequest) -> str:
-    said = source.model.name, request.prompt, request.max_tokens, request.sampling, request.adapter
-    return hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]
+    facts = source.model.name, request.prompt, request.max_tokens, request.sampling, request.adapter
+    return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
 
 
 def _lines_there(out: Path, digests: Mapping[int, str]) -> set[int]:
@@ -192,15 +192,15 @@ def _lines_there(out: Path, digests: Mapping[int, str]) -> set[int]:
         if not line.endswith(b"\n"):
             break
         try:
-            made = msgspec.json.decode(line, type=CompletionLine)
+            answer = msgspec.json.decode(line, type=CompletionLine)
         except msgspec.DecodeError:
             raise InputError(f"{out} holds a line that is not of an earlier run. Name another file.") from None
-        if digests.get(made.line) != made.digest:
+        if digests.get(answer.line) != answer.digest:
             raise InputError(
-                f"{out}: line {made.line} of the prompts was answered with another prompt, other settings or another "
+                f"{out}: line {answer.line} of the prompts was answered with another prompt, other settings or another "
                 f"model. Name another file."
             )
-        there.add(made.line)
+        there.add(answer.line)
         whole += len(line)
     os.truncate(out, whole)
     return there

@@ -50,16 +50,16 @@ def as_requests(
     """
     if not prompts:
         raise InputError("there is no prompt. Give at least one.")
-    given = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
-    seen, found = dict[tuple[int, ...], int](), list[TokenRequest]()
-    for number, (prompt, one) in enumerate(zip(map(tuple, prompts), given, strict=True), start=1):
+    samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+    seen, requests = dict[tuple[int, ...], int](), list[TokenRequest]()
+    for number, (prompt, settings) in enumerate(zip(map(tuple, prompts), samplings, strict=True), start=1):
         if not prompt:
             raise InputError(f"prompt {number} is empty. Give at least one word or token.")
         times = seen[prompt] = seen.get(prompt, -1) + 1
-        own = msgspec.structs.replace(one, number=one.number + times)
+        numbered = msgspec.structs.replace(settings, number=settings.number + times)
         stop = frozenset(end_tokens)
-        found.append(TokenRequest(prompt=prompt, max_tokens=max_tokens, sampling=own, stop_tokens=stop))
-    return found
+        requests.append(TokenRequest(prompt=prompt, max_tokens=max_tokens, sampling=numbered, stop_tokens=stop))
+    return requests
 
 
 def generate(engine: TokenEngine, requests: Sequence[TokenRequest], on_token: OnToken | None = None) -> Generated:
@@ -84,7 +84,7 @@ def generate(engine: TokenEngine, requests: Sequence[TokenRequest], on_token: On
     after_s, num_tokens = time.perf_counter() - start - first_s, sum(map(len, tokens))
     rate = (num_tokens - num_begun) / after_s if num_tokens > num_begun else None
     return Generated(
-        completions=tuple(Completion(tokens=tuple(own), finish=finish[place]) for place, own in enumerate(tokens)),
+        completions=tuple(Completion(tokens=tuple(row), finish=finish[place]) for place, row in enumerate(tokens)),
         pace=GenerationPace(first_token_s=first_s, tokens_per_s=rate, num_tokens=num_tokens),
     )
 
@@ -96,11 +96,11 @@ def generate_uncached(engine: TokenEngine, request: TokenRequest) -> list[int]:
     """
     if request.sampling.temperature:
         raise InputError(f"temperature={request.sampling.temperature}: each pass would draw anew. Give 0.")
-    found = list[int]()
+    tokens = list[int]()
     for _ in range(request.max_tokens):
-        asked = msgspec.structs.replace(request, prompt=(*request.prompt, *found), max_tokens=1)
-        (completion,) = generate(engine, [asked]).completions
-        found += completion.tokens
+        extended = msgspec.structs.replace(request, prompt=(*request.prompt, *tokens), max_tokens=1)
+        (completion,) = generate(engine, [extended]).completions
+        tokens += completion.tokens
         if completion.finish == "stop":
             break
-    return found
+    return tokens

@@ -67,8 +67,8 @@ class SlotEngine:
             raise InputError(f"a prompt has tokens {min(tokens)} to {max(tokens)}. Give 0 to {vocab - 1:,}, below V.")
         size = max(8, step.row_parts(2), 1 << (length - 1).bit_length())
         shape = PackedShape(size, 1, 1, size)
-        at = np.arange(length)
-        rows = _rows(at, np.asarray(tokens), at, np.arange(self._each)[None])
+        positions = np.arange(length)
+        rows = _rows(positions, np.asarray(tokens), positions, np.arange(self._each)[None])
         rows = rows._replace(counts=np.array([length]), lengths=np.array([length]), last=np.array([length - 1]))
         rows = PackedRows.joined([rows._replace(first=np.zeros(1, int))], shape)
         logits, cache = step.step(params, step.init_cache(), jnp.zeros(1, jnp.int32), rows, size)
@@ -117,7 +117,7 @@ def _inserted(cache: Cache, prefix: Cache, first: Any) -> Cache:
     def into(name: str) -> Any:
         if isinstance(cache[name], tuple):  # of layers, whose first dim is pages
             pairs = zip(cache[name], prefix[name], strict=True)
-            return tuple(jax.lax.dynamic_update_slice_in_dim(all, one, first, axis=0) for all, one in pairs)
+            return tuple(jax.lax.dynamic_update_slice_in_dim(all, new, first, axis=0) for all, new in pairs)
         return jax.lax.dynamic_update_slice_in_dim(cache[name], prefix[name], first, axis=1)
 
     return {name: into(name) for name in cache}

@@ -31,19 +31,19 @@ class SequenceOwner:
     def __init__(
         self, limits: SchedulerLimits, number: int, num_owners: int, *, num_on_host: int, windows: tuple[int, int]
     ) -> None:
-        self.limits = own = replace(
+        self.limits = share = replace(
             limits,
             max_requests=limits.max_requests // num_owners,
             num_pages=limits.num_pages // num_owners,
             token_budget=limits.token_budget // num_owners,
         )
-        self.pages = PrefixTree(own.num_pages, own.page_len, num_on_host // num_owners, number * own.num_pages)
+        self.pages = PrefixTree(share.num_pages, share.page_len, num_on_host // num_owners, number * share.num_pages)
         window, num_pages = windows
         if num_pages:
-            each = num_pages // num_owners
-            self.pages.windows = WindowPages(window, own.page_len, each, number * each)
-        self.scheduler = Scheduler(own, self.pages)
-        self.free_slots = list(range(number * own.max_requests, (number + 1) * own.max_requests))[::-1]
+            num_each = num_pages // num_owners
+            self.pages.windows = WindowPages(window, share.page_len, num_each, number * num_each)
+        self.scheduler = Scheduler(share, self.pages)
+        self.free_slots = list(range(number * share.max_requests, (number + 1) * share.max_requests))[::-1]
 
     def order(self, prompt: tuple[int, ...], adapter: int) -> tuple[bool, int, int]:
         """Returns what is least of the owner that a request should have: one with a free slot, which knows most of its
@@ -90,12 +90,12 @@ class Live:
     def vacate(self) -> None:
         """Frees the slot and the pages, of which full ones stay in the tree. Steps that are dispatched already write
         there before others do."""
-        if self.slot >= 0:
+        if self.slot >= 0:  # one that waits has none
             self.owner.free_slots.append(self.slot)
             self.owner.pages.release(self.number, self.pages, self.tokens[: self.computed])
             if windows := self.owner.pages.windows:
                 windows.clear(self.window)
-        self.pages.clear()
+        self.pages.clear()  # the same list stays: the tree reads numbers of pages from it
         self.slot, self.computed, self.num_shared = -1, 0, 0
 
     @property

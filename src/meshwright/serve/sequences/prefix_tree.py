@@ -90,6 +90,7 @@ class PrefixTree(PagePool):
     ) -> None:
         """Tells the tokens of a request's prompt, and what will have the numbers of its pages. Prompts share pages with
         those of the same ``adapter``."""
+        # a page that is not full is still written to, so nobody shares it
         starts = range(0, len(tokens) - self.page_len + 1, self.page_len)
         self._blocks[prefix] = [tuple(tokens[start : start + self.page_len]) for start in starts]
         self._roots[prefix] = self.roots.setdefault(adapter, PrefixNode((), -1, None))
@@ -133,10 +134,10 @@ class PrefixTree(PagePool):
                 self.windows.forget(node)
             self.free.append(node.page)
             self.num_free += 1
-            self._leaving[node], node.page = node.page, -1
+            self._leaving[node], node.page = node.page, -1  # copied before the next step writes there
             self._on_host[node] = None
             if len(self._on_host) > self.num_on_host:
-                oldest, _ = self._on_host.popitem(last=False)
+                oldest, _ = self._on_host.popitem(last=False)  # without room on the host this is the node itself
                 self._leaving.pop(oldest, None)
                 if oldest.parent is not None:
                     del oldest.parent.children[oldest.tokens]
@@ -155,9 +156,9 @@ class PrefixTree(PagePool):
     def num_known(self, tokens: Sequence[int], adapter: int) -> int:
         """Returns how many pages of a prompt the tree has, whether or not it is a request's."""
         self.enter(-1, tokens, (), adapter)
-        found = self.usable(-1, len(tokens))
+        usable = self.usable(-1, len(tokens))
         self.leave(-1)
-        return found
+        return usable
 
     def pin(self, prefix: int, num_pages: int) -> None:
         """Lets a request hold the first pages of its prompt that the tree has, on the devices."""
@@ -167,13 +168,13 @@ class PrefixTree(PagePool):
             self._idle_nodes.pop(node, None)
             self._on_host.pop(node, None)
             node.users += 1
-        self.take(len(coming))
+        self.take(len(coming))  # after all are held, so that none of them goes to make room
         self._coming += coming
         self._held[prefix], self._num_shared[prefix] = nodes, len(nodes)
 
     def unpin(self, prefix: int) -> None:
         """Lets go of all that a request holds."""
-        for node in reversed(self._held.pop(prefix, [])):
+        for node in reversed(self._held.pop(prefix, [])):  # children first, so that what goes is a leaf
             node.users -= 1
             if not node.users:
                 self._idle_nodes[node] = None
@@ -182,36 +183,36 @@ class PrefixTree(PagePool):
         """Makes nodes of the next pages of a request, which are computed; the request holds them."""
         held = self._held.setdefault(prefix, [])
         for _ in range(num_pages):
-            parent, at = held[-1] if held else self._roots[prefix], len(held)
-            node = PrefixNode(self._blocks[prefix][at], self._owned[prefix][at], parent)
+            parent, place = held[-1] if held else self._roots[prefix], len(held)
+            node = PrefixNode(self._blocks[prefix][place], self._owned[prefix][place], parent)
             node.users = 1
             parent.children[node.tokens] = node
             held.append(node)
-            self._share_window(prefix, at, node)
+            self._share_window(prefix, place, node)
         self._num_shared[prefix] = len(held)
 
     def release(self, prefix: int, pages: Sequence[int], tokens: Sequence[int] = ()) -> None:
         """Frees the pages of a request beyond those that the tree has; full ones of ``tokens`` become idle nodes, as
         many as are not taken again yet. The scheduler has given all of them back."""
-        node, path, own = self._roots.get(prefix), list[PrefixNode](), list(pages[self.num_shared(prefix) :])
-        for at in range(min(len(pages), len(tokens) // self.page_len) if node else 0):
-            block = tuple(tokens[at * self.page_len : (at + 1) * self.page_len])
+        node, path, own_pages = self._roots.get(prefix), list[PrefixNode](), list(pages[self.num_shared(prefix) :])
+        for place in range(min(len(pages), len(tokens) // self.page_len) if node else 0):
+            block = tuple(tokens[place * self.page_len : (place + 1) * self.page_len])
             assert node is not None
             child = node.children.get(block)
-            if child is None and pages[at] in own and self.num_free:
-                own.remove(pages[at])
-                child = node.children[block] = PrefixNode(block, pages[at], node)
+            if child is None and pages[place] in own_pages and self.num_free:
+                own_pages.remove(pages[place])
+                child = node.children[block] = PrefixNode(block, pages[place], node)
                 self._idle_nodes[child] = None
                 self.num_free -= 1
-            if child is None or child.page < 0:
+            if child is None or child.page < 0:  # below a page on the host none is on the devices
                 break
             path.append(child)
-            self._share_window(prefix, at, child)
+            self._share_window(prefix, place, child)
             node = child
         for child in reversed(path):
             if not child.users:
                 self._idle_nodes.move_to_end(child)
-        self.free += reversed(own)
+        self.free += reversed(own_pages)
 
     def _share_window(self, prefix: int, place: int, node: PrefixNode) -> None:
         held = self._held_windows.get(prefix)
@@ -233,20 +234,20 @@ class PrefixTree(PagePool):
             return
         node = self._roots[prefix]
         for block in self._blocks[prefix]:
-            found = node.children.get(block)
-            if found is None:
+            child = node.children.get(block)
+            if child is None:
                 return
-            yield found
-            node = found
+            yield child
+            node = child
 
 
 def tree_pages(*trees: PrefixTree) -> tuple[TreePage, ...]:
     """Returns the pages of trees, each after its parent and before its next sibling."""
-    found, below = list[TreePage](), list[tuple[int | None, PrefixNode]]()
+    pages, below = list[TreePage](), list[tuple[int | None, PrefixNode]]()
     roots = [root for tree in reversed(trees) for root in tree.roots.values()]
     below += [(None, child) for root in roots for child in reversed(root.children.values())]
     while below:
         parent, node = below.pop()
-        found.append(TreePage(parent=parent, tokens=node.tokens, page=node.page, users=node.users))
-        below += [(len(found) - 1, child) for child in reversed(node.children.values())]
-    return tuple(found)
+        pages.append(TreePage(parent=parent, tokens=node.tokens, page=node.page, users=node.users))
+        below += [(len(pages) - 1, child) for child in reversed(node.children.values())]
+    return tuple(pages)

@@ -33,12 +33,12 @@ def masked_rows(expected: Sequence[OutputOf | None]) -> list[MaskedRow]:
 def read_outputs(expected: Sequence[OutputOf | None], drawn: Drawn) -> ReadOutputs:
     """Returns what rows have drawn, and adds the tokens to their requests. Rows of requests that have ended, and those
     behind a wrong draft, are dropped."""
-    found = ReadOutputs([], [], {})
+    read = ReadOutputs([], [], {})
     wrong = set[int]()
-    for row, one in enumerate(expected):
-        if one is None or one.live.is_closed or one.live.number in wrong:
+    for row, output in enumerate(expected):
+        if output is None or output.live.is_closed or output.live.number in wrong:
             continue
-        live, target, draft = one
+        live, target, draft = output
         request, token = live.request, int(drawn.token[row])
         if target >= 0:
             live.prompt_logprobs.append(drawn.logprob_of(row, target, request.logprobs or 0))
@@ -46,12 +46,12 @@ def read_outputs(expected: Sequence[OutputOf | None], drawn: Drawn) -> ReadOutpu
         has_token, finish = _ending(live, token)
         if has_token:
             live.tokens.append(token)
-        asked = has_token and request.logprobs is not None
-        found.outputs.append(
+        has_logprob = has_token and request.logprobs is not None
+        read.outputs.append(
             TokenOutput(
                 number=live.number,
                 token=token if has_token else None,
-                logprob=drawn.logprob_of(row, token, request.logprobs or 0) if asked else None,
+                logprob=drawn.logprob_of(row, token, request.logprobs or 0) if has_logprob else None,
                 prompt=tuple(live.prompt_logprobs),
                 finish=finish,
                 cached=live.num_hit,
@@ -60,13 +60,13 @@ def read_outputs(expected: Sequence[OutputOf | None], drawn: Drawn) -> ReadOutpu
         )
         live.prompt_logprobs, live.num_hit = [], 0
         if finish is not None:
-            live.is_closed = True
-            found.ended.append(live)
+            live.is_closed = True  # at once: its later rows, here and in the next step, are dropped
+            read.ended.append(live)
         elif draft is not None and draft == token:
-            found.accepted[live.number] = found.accepted.get(live.number, 0) + 1
+            read.accepted[live.number] = read.accepted.get(live.number, 0) + 1
         elif draft is not None:
             wrong.add(live.number)
-    return found
+    return read
 
 
 def _ending(live: Live, token: int) -> tuple[bool, Finish | None]:

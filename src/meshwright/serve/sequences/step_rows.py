@@ -50,33 +50,33 @@ def rows_of(step: PackedStep, tables: Tables, adapters: Mapping[str, int], parts
         known = live.tokens[start:end] + drafts
         sources += [-1] * (end - start) if known else [live.slot]  # else the devices alone know the token
         tokens += known or [0]
-        live.computed = end - len(drafts)
+        live.computed = end - len(drafts)  # drafts count once they were right
         prompt = live.request.prompt
         if live.request.echo and not live.produced:
-            for at in range(start, min(end, len(prompt) - 1)):
-                expected.append(OutputOf(live, prompt[at + 1]))
-                outputs.append(OutputRow(step.max_seqs, 0, prompt[at + 1]))
-                last.append(row + at - start)
-        if live.computed == len(prompt) + live.produced:
+            for position in range(start, min(end, len(prompt) - 1)):
+                expected.append(OutputOf(live, prompt[position + 1]))
+                outputs.append(OutputRow(step.max_seqs, 0, prompt[position + 1]))
+                last.append(row + position - start)
+        if live.computed == len(prompt) + live.produced:  # else more is known than is computed, and nothing is drawn
             following = [*drafts, None]
             expected += [OutputOf(live, draft=draft) for draft in following]
-            outputs += [OutputRow(live.slot, live.produced + at) for at in range(len(following))]
+            outputs += [OutputRow(live.slot, live.produced + place) for place in range(len(following))]
             last += range(row + end - start - len(following), row + end - start)
             live.produced += 1
-    own, page_len = [live.slot for live, *_ in parts], step.storage.page_len
-    pages = tables.pages[own]
+    table_rows, page_len = [live.slot for live, *_ in parts], step.storage.page_len
+    pages = tables.pages[table_rows]
     slots = slots_of(positions, pages, whose, page_len)
     rows = PackedRows(tokens, sources, positions, slots, first, counts, ends, pages, last)
     if step.has_windows:
-        pages = tables.windows[own]
+        pages = tables.windows[table_rows]
         rows = rows._replace(window_slots=slots_of(positions, pages, whose, page_len), window_pages=pages)
     if step.storage.adapters:
         numbers = [adapters[live.request.adapter] for live, *_ in parts]
         rows = rows._replace(adapters=np.array(numbers, np.int32)[whose])
     for name in step.mask_fields:  # a prefix is the whole prompt; no other position is special
         of_seqs = [len(live.request.prompt) for live, *_ in parts]
-        given = of_seqs if name == "prefix" else np.zeros((len(parts), step.max_len))
-        rows = rows._replace(**{name: np.array(given, np.int32)})
+        data = of_seqs if name == "prefix" else np.zeros((len(parts), step.max_len))
+        rows = rows._replace(**{name: np.array(data, np.int32)})
     return OwnRows(rows, whose, expected, outputs)
 
 
@@ -84,10 +84,10 @@ def joined_rows(
     step: PackedStep, every: Sequence[OwnRows], shape: PackedShape
 ) -> tuple[PackedRows, list[OutputOf | None], list[OutputRow]]:
     """Returns the rows of all owners as arrays of a shape, and what is expected and drawn of each row with logits."""
-    rows = [own.rows.each_alone(own.whose) if shape.longest == 1 else own.rows for own in every]
+    rows = [owned.rows.each_alone(owned.whose) if shape.longest == 1 else owned.rows for owned in every]
     expected, outputs = list[OutputOf | None](), list[OutputRow]()
-    for number, own in enumerate(every):
+    for number, owned in enumerate(every):
         between = shape.outputs // len(every) * number - len(outputs)  # rows of the owner before that draw nothing
-        expected += [*[None] * between, *own.expected]
-        outputs += [*[OutputRow(step.max_seqs, 0)] * between, *own.outputs]
+        expected += [*[None] * between, *owned.expected]
+        outputs += [*[OutputRow(step.max_seqs, 0)] * between, *owned.outputs]
     return PackedRows.joined(rows, shape), expected, outputs

@@ -34,6 +34,7 @@ class StepShapes:
         self.ready = set[PackedShape]()
         most = {
             "chunked": limits.token_budget,
+            # one prompt alone may be above the budget
             "interleaved": max(limits.token_budget, step.num_owners * step.max_len),
             "static": step.max_seqs * step.max_len,
         }[limits.policy]
@@ -56,11 +57,11 @@ class StepShapes:
 
     def _set_chunk_sizes(self, sizes: Sequence[int]) -> None:
         most = self._limits.max_requests
-        each = [(size, min(most, size)) for size in sizes]
+        pairs = [(size, min(most, size)) for size in sizes]
         # the second of a size has logits of all rows, for log-probabilities of prompts
         self.chunks = [
             PackedShape(size, sequences, outputs, size // self._num_owners)
-            for size, sequences in each
+            for size, sequences in pairs
             for outputs in dict.fromkeys((sequences, size))
         ]
 
@@ -80,15 +81,16 @@ class StepShapes:
     def keep_for(self, requests: Sequence[TokenRequest]) -> None:
         """Leaves the two shapes out of which one holds every step of these requests and of no others."""
         checked = 1 + self._limits.num_drafts
-        own, slots = -(-len(requests) // self._num_owners), self._limits.max_requests // self._num_owners
-        running = self._num_owners * min(own, slots)
-        rows = running * max(checked, *(len(one.prompt) for one in requests))
-        self.set_decode_sizes([next(one.rows for one in self.decode if one.rows >= running * checked)])
-        sizes = [one.rows for one in self.chunks]
+        requests_each, slots = -(-len(requests) // self._num_owners), self._limits.max_requests // self._num_owners
+        running = self._num_owners * min(requests_each, slots)
+        rows = running * max(checked, *(len(request.prompt) for request in requests))
+        self.set_decode_sizes([next(shape.rows for shape in self.decode if shape.rows >= running * checked)])
+        sizes = [shape.rows for shape in self.chunks]
         self._set_chunk_sizes([next((size for size in sizes if size >= rows), sizes[-1])])
 
     def fitting(self, rows: int, outputs: int, *, alone: bool) -> PackedShape:
         """Returns the shape of a step with so many rows, and of these with logits; ``alone``: all of them decode."""
+        # a batch-invariant engine has no other shapes
         holding = [shape for shape in self.decode if shape.rows >= rows] if alone or not self.chunks else []
         holding += [shape for shape in self.chunks if shape.rows >= rows and shape.outputs >= outputs]
         return next((shape for shape in holding if shape in self.ready), holding[0])

@@ -41,12 +41,12 @@ class WindowPages:
 
     def usable(self, pages: Sequence[WindowPage | None]) -> int:
         """Returns behind how many of these pages of a prompt a request can begin, as its window is there."""
-        found = run = 0
+        usable = run = 0
         for number, page in enumerate(pages, start=1):
             run = run + 1 if page else 0
             if run >= number - self.first_of(number * self.page_len):
-                found = number
-        return found
+                usable = number
+        return usable
 
     def begin(self, held: HeldWindow, pages: Sequence[WindowPage | None], row: np.ndarray) -> None:
         """Lets a request begin behind these pages; ``row`` of the table of windows names those of its own window."""
@@ -54,13 +54,13 @@ class WindowPages:
         for place in range(held.first, len(pages)):
             held.pages[place] = page = pages[place]
             assert page is not None
-            self.idle.pop(page, None)
+            self.idle.pop(page, None)  # not there while another request has it
             page.users += 1
             row[place] = page.number
 
     def advance(self, held: HeldWindow, start: int, end: int, row: np.ndarray) -> None:
         """Lets go of what queries from ``start`` on do not see, and takes the pages of positions up to ``end``."""
-        self._drop(held, self.first_of(start))
+        self._drop(held, self.first_of(start))  # first: what it frees may be taken below
         while len(held.pages) * self.page_len < end:
             number = self.free.pop() if self.free else self._evicted()
             row[len(held.pages)] = number

@@ -57,12 +57,12 @@ def formats() -> dict[str, Format]:
         tables = tomllib.load(file)
 
     def laid_over_bases(name: str) -> dict[str, Any]:
-        own = dict(tables[name])
-        found: dict[str, Any] = {}
-        for table in (*map(laid_over_bases, own.pop("base", ())), own):
-            for part, given in table.items():
-                found[part] = found.get(part, {}) | given if isinstance(given, dict) else given
-        return found
+        entry = dict(tables[name])
+        merged: dict[str, Any] = {}
+        for table in (*map(laid_over_bases, entry.pop("base", ())), entry):
+            for part, value in table.items():
+                merged[part] = merged.get(part, {}) | value if isinstance(value, dict) else value
+        return merged
 
     for name in FAMILIES:
         if name not in tables:
@@ -76,8 +76,8 @@ def config_fields() -> dict[str, Any]:
     """Returns the fields of all configuration classes of one version of ``transformers``: those ``common`` to all,
     which no model reads; by family, those that its code has "read" and "not_read"; of all models, those
     ``read_by_some`` and ``read_by_none``."""
-    found: dict[str, Any] = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
-    return found
+    fields: dict[str, Any] = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
+    return fields
 
 
 @functools.cache

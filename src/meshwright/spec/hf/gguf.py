@@ -55,19 +55,19 @@ def gguf_files(path: Path) -> list[Path]:
 
     Raises InputError for a folder with several models, and for a model of which a file is missing.
     """
-    found = [path] if path.suffix == ".gguf" and path.is_file() else []
+    files = [path] if path.suffix == ".gguf" and path.is_file() else []
     if path.is_dir():
-        found = sorted(file for file in path.glob("*.gguf") if not file.name.startswith("mmproj"))  # of a vision tower
-    stems = {gguf_name(file): file for file in found}
+        files = sorted(file for file in path.glob("*.gguf") if not file.name.startswith("mmproj"))  # of a vision tower
+    stems = {gguf_name(file): file for file in files}
     if len(stems) > 1:
         raise InputError(f"{path} has {len(stems)} models: {', '.join(stems)}. Give the file of one of them.")
     for name, file in stems.items():
         if parts := _PART.search(file.stem):
             number = int(parts[1])
-            found = [file.with_name(f"{name}-{part + 1:05}-of-{number:05}.gguf") for part in range(number)]
-            if missing := next((file for file in found if not file.is_file()), None):
+            files = [file.with_name(f"{name}-{part + 1:05}-of-{number:05}.gguf") for part in range(number)]
+            if missing := next((file for file in files if not file.is_file()), None):
                 raise InputError(f"{missing} is missing, one of {number} files of {name}. Fetch it.")
-    return found
+    return files
 
 
 def is_gguf(path: Path) -> bool:
@@ -90,10 +90,10 @@ def _read(files: tuple[tuple[Path, int], ...]) -> Gguf:
     values, tensors = dict[str, Any](), dict[str, StoredBlocks]()
     for file, _ in files:
         with _whole(file):
-            one = _Reader(file).header()
-        if twice := next(iter(tensors.keys() & one.tensors.keys()), None):
+            header = _Reader(file).header()
+        if twice := next(iter(tensors.keys() & header.tensors.keys()), None):
             raise InputError(f"{file} and {tensors[twice].file} both have {twice}. Remove one of them.")
-        values, tensors = one.values | values, tensors | one.tensors
+        values, tensors = header.values | values, tensors | header.tensors
     return Gguf(values, tensors)
 
 
@@ -124,26 +124,26 @@ class _Reader:
             raise InputError(f"{self.file} is GGUF version {version:#x}; 2 and 3 are read, little-endian. Convert it.")
         num_tensors, num_values = self.take("QQ")
         values = {self.text(): self.value(self.take("I")[0]) for _ in range(num_values)}
-        found = {}
+        rows = {}
         for _ in range(num_tensors):
             name, num_dims = self.text(), self.take("I")[0]
-            if num_dims > MOST_DIMS or name in found:
+            if num_dims > MOST_DIMS or name in rows:
                 raise InputError(f"{self.file} has {name} twice, or with {num_dims} dims. Fetch it again.")
-            found[name] = (self.take("Q" * num_dims)[::-1], *self.take("IQ"))
+            rows[name] = (self.take("Q" * num_dims)[::-1], *self.take("IQ"))
         align = values.get("general.alignment", ALIGNMENT)
-        if wrong := next((name for name, (*_, at) in found.items() if at % align), None):
+        if wrong := next((name for name, (*_, offset) in rows.items() if offset % align), None):
             raise InputError(f"{self.file}: {wrong} begins at no multiple of {align} bytes. Fetch it again.")
         first = -(-self.at // align) * align
         return Gguf(
-            values, {n: StoredBlocks(shape, kind, self.file, first + at) for n, (shape, kind, at) in found.items()}
+            values, {n: StoredBlocks(shape, kind, self.file, first + start) for n, (shape, kind, start) in rows.items()}
         )
 
     def bytes(self, number: int) -> bytes:
-        found = self.data[self.at : self.at + number]
-        if len(found) < number:
+        data = self.data[self.at : self.at + number]
+        if len(data) < number:
             raise InputError(f"{self.file} is cut short: it ends in its header. Fetch it again.")
         self.at += number
-        return found
+        return data
 
     def take(self, form: str) -> tuple[Any, ...]:
         return struct.unpack(f"<{form}", self.bytes(struct.calcsize(f"<{form}")))
@@ -154,29 +154,29 @@ class _Reader:
     def value(self, kind: int) -> Any:
         of, count = self.take("IQ") if kind == _ARRAY else (kind, 1)
         if of == _STRING:
-            found: list[Any] = [self.text() for _ in range(count)]
+            values: list[Any] = [self.text() for _ in range(count)]
         elif of in _SCALARS:
-            found = list(self.take(f"{count}{_SCALARS[of]}"))
+            values = list(self.take(f"{count}{_SCALARS[of]}"))
         else:
             raise InputError(f"{self.file} has a value of type {of}, which GGUF does not have. Fetch it again.")
-        if kind == _ARRAY or of != _FLOAT32 or not math.isfinite(found[0]):
-            return found if kind == _ARRAY else found[0]
+        if kind == _ARRAY or of != _FLOAT32 or not math.isfinite(values[0]):
+            return values if kind == _ARRAY else values[0]
         # 1e-6, not the float64 of the float32 next to it
-        shorter = (float(f"{found[0]:.{digits}g}") for digits in range(6, 9))
-        return next((one for one in shorter if struct.unpack("f", struct.pack("f", one))[0] == found[0]), found[0])
+        shorter = (float(f"{values[0]:.{digits}g}") for digits in range(6, 9))
+        return next((near for near in shorter if struct.unpack("f", struct.pack("f", near))[0] == values[0]), values[0])
 
 
 def stored_bytes(path: Path) -> dict[str, int]:
     """Returns the bytes that tensors of each type take in the GGUF files of a model, by the type's name."""
-    tensors = sorted(read_gguf(gguf_files(path)).tensors.values(), key=lambda one: (one.file, one.start))
-    found: dict[str, int] = {}
-    for one, after in itertools.zip_longest(tensors, tensors[1:]):
-        end = after.start if after and after.file == one.file else one.file.stat().st_size
-        if end <= one.start:
-            raise InputError(f"{one.file} is cut short: it ends before its last tensors. Fetch it again.")
-        name = gguf_names()["types"].get(str(one.kind), f"type {one.kind}")
-        found[name] = found.get(name, 0) + end - one.start
-    return found
+    tensors = sorted(read_gguf(gguf_files(path)).tensors.values(), key=lambda tensor: (tensor.file, tensor.start))
+    sizes: dict[str, int] = {}
+    for tensor, after in itertools.zip_longest(tensors, tensors[1:]):
+        end = after.start if after and after.file == tensor.file else tensor.file.stat().st_size
+        if end <= tensor.start:
+            raise InputError(f"{tensor.file} is cut short: it ends before its last tensors. Fetch it again.")
+        name = gguf_names()["types"].get(str(tensor.kind), f"type {tensor.kind}")
+        sizes[name] = sizes.get(name, 0) + end - tensor.start
+    return sizes
 
 
 # -- metadata as a config -----------------------------------------------------------------------------
@@ -202,10 +202,10 @@ def _config(gguf: Gguf, file: Path) -> dict[str, Any]:
     names, (values, tensors) = gguf_names(), gguf
     if (arch := str(values.get("general.architecture"))) not in (known := names["architectures"]):
         raise InputError(f"{file}: the architecture {arch!r} is not read from GGUF. Known: {', '.join(known)}.")
-    given = {n.removeprefix(f"{arch}."): v for n, v in values.items() if n.startswith(f"{arch}.") and v not in (0, "")}
-    if lacks := {"block_count", "embedding_length", "attention.head_count"} - given.keys():
+    facts = {n.removeprefix(f"{arch}."): v for n, v in values.items() if n.startswith(f"{arch}.") and v not in (0, "")}
+    if lacks := {"block_count", "embedding_length", "attention.head_count"} - facts.keys():
         raise InputError(f"{file}: its metadata lacks {arch}.{min(lacks)}, or has 0 there. Fetch it again.")
-    keys = {key: value for name, value in given.items() if (key := names["keys"].get(name, name))}
+    keys = {key: value for name, value in facts.items() if (key := names["keys"].get(name, name))}
     keys |= {key: values[f"tokenizer.ggml.{n}"] for key, n in _TOKENS.items() if f"tokenizer.ggml.{n}" in values}
     keys |= {"model_type": names["architectures"][arch], "tie_word_embeddings": "output.weight" not in tensors}
     if "token_embd.weight" in tensors:
@@ -224,9 +224,9 @@ def _config(gguf: Gguf, file: Path) -> dict[str, Any]:
     if arch.endswith("moe"):
         keys |= {"norm_topk_prob": arch == "qwen3moe", "decoder_sparse_step": 1}
         keys.setdefault("intermediate_size", keys.get("moe_intermediate_size"))
-    if (turned := given.get("rope.dimension_count", head_dim)) != head_dim:
+    if (turned := facts.get("rope.dimension_count", head_dim)) != head_dim:
         keys["partial_rotary_factor"] = turned / head_dim
-    return keys | _stretched(gguf, given, file)
+    return keys | _stretched(gguf, facts, file)
 
 
 def _stretched(gguf: Gguf, given: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -247,10 +247,10 @@ def _floats(gguf: Gguf, name: str) -> tuple[float, ...]:
     tensor = gguf.tensors[name]
     with tensor.file.open("rb") as file:
         file.seek(tensor.start)
-        found = file.read(4 * math.prod(tensor.shape))
-    if tensor.kind != 0 or len(found) != 4 * math.prod(tensor.shape):
+        data = file.read(4 * math.prod(tensor.shape))
+    if tensor.kind != 0 or len(data) != 4 * math.prod(tensor.shape):
         raise InputError(f"{tensor.file}: {name} is cut short, or not in float32. Fetch it again.")
-    return struct.unpack(f"<{len(found) // 4}f", found)
+    return struct.unpack(f"<{len(data) // 4}f", data)
 
 
 def _llama3(factors: Sequence[float], gguf: Gguf, file: Path) -> dict[str, Any]:
@@ -258,8 +258,8 @@ def _llama3(factors: Sequence[float], gguf: Gguf, file: Path) -> dict[str, Any]:
     base, low, high, original = (gguf.values.get("llama.rope.freq_base", 1e4), *_LLAMA3.values())
     factor = max(factors)
     turns = (original / (2 * math.pi * base ** (number / len(factors))) for number in range(len(factors)))
-    blends = (min(max((each - low) / (high - low), 0.0), 1.0) for each in turns)
-    made = (1 / ((1 - blend) / factor + blend) for blend in blends)
-    if not all(math.isclose(*pair, rel_tol=1e-3) for pair in zip(made, factors, strict=True)):
+    blends = (min(max((turn - low) / (high - low), 0.0), 1.0) for turn in turns)
+    expected = (1 / ((1 - blend) / factor + blend) for blend in blends)
+    if not all(math.isclose(*pair, rel_tol=1e-3) for pair in zip(expected, factors, strict=True)):
         raise InputError(f"{file}: rope_freqs is not that of Llama 3.1 to 3.3. Give the model's safetensors.")
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}

@@ -78,12 +78,12 @@ EVERY = "Linear"
 def quantisation_of(keys: Mapping[str, Any], *, family: str, what: str) -> Quantisation | None:
     """Returns the quantisation of a config.json object, None without one. Raises InputError or CannotRunError, in one
     line, for a method, or a form of one, that is not read."""
-    given = next((keys[key] for key in CONFIG_KEYS if keys.get(key)), None)
-    if given is None:
+    config = next((keys[key] for key in CONFIG_KEYS if keys.get(key)), None)
+    if config is None:
         return None
-    table = given if isinstance(given, Mapping) else {"quant_method": given}
+    table = config if isinstance(config, Mapping) else {"quant_method": config}
     method = table.get("quant_method", "compressed-tensors" if "config_groups" in table else None)
-    reader = _READERS.get(method) if isinstance(method, str) and isinstance(given, Mapping) else None
+    reader = _READERS.get(method) if isinstance(method, str) and isinstance(config, Mapping) else None
     if reader is None or (method == "mxfp4" and family != "gpt_oss"):
         named = f"is {method!r}" if method else "names no quant_method"
         raise InputError(
@@ -91,15 +91,15 @@ def quantisation_of(keys: Mapping[str, Any], *, family: str, what: str) -> Quant
             f"weights in one of these or in bf16, or take quantization_config out to plan the shapes alone."
         )
     try:
-        found = reader(table)
-        for pattern in (*found.plain, *(pattern for pattern, _ in found.schemes)):
+        quantisation = reader(table)
+        for pattern in (*quantisation.plain, *(pattern for pattern, _ in quantisation.schemes)):
             _matches(pattern, "")
-        return found
+        return quantisation
     except (InputError, CannotRunError) as error:
         raise type(error)(f"{what}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, re.error) as error:
-        other = "a part has another form" if isinstance(error, TypeError | AttributeError) else str(error)
-        why = f"it lacks {error}" if isinstance(error, KeyError) else other
+        reason = "a part has another form" if isinstance(error, TypeError | AttributeError) else str(error)
+        why = f"it lacks {error}" if isinstance(error, KeyError) else reason
         raise InputError(f"{what}: quantization_config of {method} is not understood ({why}). Mend it.") from None
 
 
@@ -119,17 +119,17 @@ def _inputs(given: Mapping[str, Any], default: int) -> int:
 
 def _block(given: Mapping[str, Any], key: str) -> tuple[int, int]:
     """Returns the outputs and inputs of a block."""
-    found = given[key]
-    if not isinstance(found, list) or len(found) != 2 or not all(type(one) is int and one > 0 for one in found):
-        raise InputError(f"quantization_config has {key}={found!r}. Write outputs and inputs of a block: [128, 128].")
-    return found[0], found[1]
+    block = given[key]
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise InputError(f"quantization_config has {key}={block!r}. Write outputs and inputs of a block: [128, 128].")
+    return block[0], block[1]
 
 
 def _require(given: Mapping[str, Any], forms: tuple[str, ...], *keys: str) -> None:
     """Raises CannotRunError for a layout of weights, or of their scales, that is not in ``forms``."""
     for key in keys:
-        if (found := given.get(key)) and str(found).lower() not in forms:
-            raise CannotRunError(f"weights with {key}={found!r} are not read in this version, only {', '.join(forms)}. "
+        if (form := given.get(key)) and str(form).lower() not in forms:
+            raise CannotRunError(f"weights with {key}={form!r} are not read in this version, only {', '.join(forms)}. "
                                  f"Give a folder in one of these.")  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def _compressed(given: Mapping[str, Any]) -> Quantisation:
         notes.append("kv_cache_scheme is not used: choose the cache's dtype with --cache-dtype")
     return Quantisation(
         method="compressed-tensors",
-        schemes=tuple(sorted(schemes, key=lambda one: one[0] == EVERY)),
+        schemes=tuple(sorted(schemes, key=lambda pair: pair[0] == EVERY)),
         plain=tuple(given.get("ignore") or ()),
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -216,7 +216,7 @@ def _scheme(weights: Mapping[str, Any]) -> Scheme:
 
 
 _MXFP4 = Quantisation(method="mxfp4", schemes=(("experts", Scheme(dtype="fp4", inputs=32)),))
-_READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "mxfp4": lambda given: _MXFP4}
+_READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq, "mxfp4": lambda table: _MXFP4}
 
 SCALES = (".weight_scale_inv", ".weight_scale", ".scales")
 """Ends of the names of scales."""
@@ -229,18 +229,18 @@ def stored_matrices(
 ) -> tuple[StoredMatrices | None, dict[tuple[str, str], int]]:
     """Returns the matrices of a folder that generation keeps narrow, and the numbers of parameters that are widened, by
     dtype and reason. The ``names`` of its tensors say which are quantised, else the config."""
-    found, wide, group = list[tuple[str, Any, bool]](), dict[tuple[str, str], int](), 0
+    narrow, wide, group = list[tuple[str, Any, bool]](), dict[tuple[str, str], int](), 0
     for row in weight_table(model):
         if row.kind != "matrix" or row.tied_to or row.part in ("embedding", "router"):
             continue
         every = itertools.product(row.layers or (0,), range(model.num_experts if "{expert}" in row.hf_name else 1))
-        modules = [row.hf_name.format(layer=at, expert=one).removesuffix(".weight") for at, one in every]
+        modules = [row.hf_name.format(layer=layer, expert=expert).removesuffix(".weight") for layer, expert in every]
         ends = *SCALES, "_scales"
         plain = [not any(m + end in names for end in ends) if names else quantisation.is_plain(m) for m in modules]
         schemes = {None if left else quantisation.scheme(m) for m, left in zip(modules, plain, strict=True)}
-        if not (some := [scheme for scheme in schemes if scheme]):
+        if not (stored := [scheme for scheme in schemes if scheme]):
             continue
-        scheme = some[0]
+        scheme = stored[0]
         why = scheme.why_wide or "layers that are stored in another form" * (len(schemes) > 1)
         if (grouped := scheme.inputs > 0 or scheme.dtype == "int4") and not why:
             size = scheme.inputs or GROUP
@@ -252,8 +252,8 @@ def stored_matrices(
         if why:
             wide[scheme.dtype, why] = wide.get((scheme.dtype, why), 0) + row.num_params
         else:
-            found.append((row.name, scheme.dtype, grouped))
-    return StoredMatrices(matrices=tuple(found), group=group or GROUP) if found else None, wide
+            narrow.append((row.name, scheme.dtype, grouped))
+    return StoredMatrices(matrices=tuple(narrow), group=group or GROUP) if narrow else None, wide
 
 
 class FolderWeights(NamedTuple):
@@ -281,11 +281,11 @@ def folder_weights(model: Model, folder: Path, tensors: Mapping[str, Any]) -> Fo
     served in float32 where none is in 16 bits."""
     file, base = folder / "config.json", replace(model, lora=None)
     keys = {} if is_gguf(folder) else read_json(file, "Give the folder of a model.")
-    found = quantisation_of(keys, family=model.family, what=str(file))
-    names = {one.dtype.name for name, one in tensors.items() if not name.endswith(_BESIDE)}
+    stored = quantisation_of(keys, family=model.family, what=str(file))
+    names = {tensor.dtype.name for name, tensor in tensors.items() if not name.endswith(_BESIDE)}
     dtype: Any = "fp32" if "float32" in names and not names & {"bfloat16", "float16"} else "bf16"
     blocks = Counter[tuple[str, str]]()
-    for one in (tensor for tensor in tensors.values() if hasattr(tensor, "kind")):
-        if (kind := one.kind.name) not in ("F32", "F16", "BF16"):
-            blocks[kind, "blocks of GGUF"] += math.prod(one.shape)
-    return FolderWeights(dtype, found, *(stored_matrices(base, found, tensors) if found else (None, blocks)))
+    for tensor in (tensor for tensor in tensors.values() if hasattr(tensor, "kind")):
+        if (kind := tensor.kind.name) not in ("F32", "F16", "BF16"):
+            blocks[kind, "blocks of GGUF"] += math.prod(tensor.shape)
+    return FolderWeights(dtype, stored, *(stored_matrices(base, stored, tensors) if stored else (None, blocks)))

@@ -58,10 +58,10 @@ class _Config:
     def _rope(self) -> dict[str, Any]:
         """Returns ``rope_scaling`` or the newer ``rope_parameters``, which may differ between kinds of layers."""
         tables = (self.read(key, dict) for key in ("rope_scaling", "rope_parameters") if self.has(key))
-        found: dict[str, Any] = next(filter(None, tables), {})
-        full, local = found.get("full_attention"), found.get("sliding_attention")
+        table: dict[str, Any] = next(filter(None, tables), {})
+        full, local = table.get("full_attention"), table.get("sliding_attention")
         if self.family != "gemma3" or not isinstance(full, Mapping):
-            return found or self.form.rope
+            return table or self.form.rope
         if isinstance(local, Mapping):
             for key in local.keys() - {"rope_theta"}:
                 if local[key] not in (None, "default"):
@@ -86,7 +86,7 @@ class _Config:
                 if value not in values:
                     words = " or ".join(map(repr, values))
                     raise InputError(f"{self.what}: {key} is {value!r}. Only {words} is known here.")
-            elif not value or key in known or any(fnmatchcase(key, one) for one in self.form.harmless):
+            elif not value or key in known or any(fnmatchcase(key, pattern) for pattern in self.form.harmless):
                 continue
             elif key in rotary or (key not in idle and _says_numbers(key)):
                 raise InputError(
@@ -106,22 +106,22 @@ class _Config:
             if key in self.given:
                 raise InputError(f"{self.what}: {key} is null. Write {need} instead.")
             misspelt = difflib.get_close_matches(key, {*self.given, *self.rope} - self.form.known, n=1, cutoff=0.8)
-            renamed = [f"The file has {one!r}: rename it to {key!r}." for one in misspelt]
+            renamed = [f"The file has {name!r}: rename it to {key!r}." for name in misspelt]
             hint = renamed[0] if renamed else f"A {self.family} config needs it: add it to the file."
             raise InputError(f"{self.what}: the key {key!r} is missing. {hint}")
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
             raise InputError(f"{self.what}: {key} is {value!r}. Write {need} instead.")
         for _, fault in figure_faults(value):
             raise InputError(f"{self.what}: {key} is {fault}")
-        found = kind(value)
-        if kind is tuple and not all(isinstance(one, of) and not isinstance(one, bool) for one in found):
+        converted = kind(value)
+        if kind is tuple and not all(isinstance(entry, of) and not isinstance(entry, bool) for entry in converted):
             raise InputError(f"{self.what}: {key} is {value!r}. Write a list of {'numbers' if of is int else 'names'}.")
-        if kind is int and found < 0:
+        if kind is int and converted < 0:
             raise InputError(f"{self.what}: {key} is {value}. Write a number that is not negative.")
         most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
-        if kind is int and found > most:
+        if kind is int and converted > most:
             raise InputError(f"{self.what}: {key} is {value:,}. Write at most {most:,}.")
-        return found
+        return converted
 
     def fields(self, keys: Mapping[str, str]) -> dict[str, Any]:
         """Returns the value of each field; leaves out fields whose nullable key is null or absent."""
@@ -148,9 +148,9 @@ def similar(name: str, known: Iterable[str]) -> str:
         return re.sub(r"[\W_]", "", text.lower())
 
     def spellings(text: str) -> set[str]:
-        return {text, *(text[:at] + text[at + 1 :] for at in range(len(text)) if not text[at].isdigit())}
+        return {text, *(text[:index] + text[index + 1 :] for index in range(len(text)) if not text[index].isdigit())}
 
-    return next((f" Did you mean {one!r}?" for one in known if plain(name) in spellings(plain(one))), "")
+    return next((f" Did you mean {word!r}?" for word in known if plain(name) in spellings(plain(word))), "")
 
 
 def model_from_config(config: str | Path | Mapping[str, Any], name: str | None = None) -> Model:
@@ -243,13 +243,13 @@ def _unrotated(config: _Config) -> tuple[int, ...]:
 
 def _of_every_layer(config: _Config, key: str, of: type) -> tuple[Any, ...]:
     """Returns a list of one value for each layer."""
-    found: tuple[Any, ...] = config.read(key, tuple, of)
-    if len(found) != len(config.layers()):
+    values: tuple[Any, ...] = config.read(key, tuple, of)
+    if len(values) != len(config.layers()):
         raise InputError(
-            f"{config.what}: {key} has {len(found)} entries for num_hidden_layers={len(config.layers())}. "
+            f"{config.what}: {key} has {len(values)} entries for num_hidden_layers={len(config.layers())}. "
             f"Give one entry per layer."
         )
-    return found
+    return values
 
 
 def _rope_scaling(config: _Config) -> RopeScaling | None:

@@ -49,17 +49,17 @@ def _rope(model: Model) -> dict[str, Any]:
     if scaling is None:  # in a config of gpt-oss null means yarn
         return {"rope_scaling": {"rope_type": "default"} if model.family == "gpt_oss" else None}
     plain = msgspec.to_builtins(RopeScaling(kind=""))
-    given = msgspec.to_builtins(scaling).items()
-    keys = {ROPE_KEYS[name]: value for name, value in given if name == "factor" or value != plain[name]}
+    fields = msgspec.to_builtins(scaling).items()
+    keys = {ROPE_KEYS[name]: value for name, value in fields if name == "factor" or value != plain[name]}
     if model.family != "phi3" or scaling.kind != "longrope":
         return {"rope_scaling": keys}
     # Phi-3 has the original length outside the scaling, and a factor only where it is not the quotient of lengths.
     original = scaling.original_max_positions or model.max_positions
     names = ("short_factor", "long_factor", "attention_factor", "factor")
-    kept = {key: keys[key] for key in names if key in keys}
+    table = {key: keys[key] for key in names if key in keys}
     if scaling.factor == model.max_positions / original:
-        del kept["factor"]
-    return {"original_max_position_embeddings": original, "rope_scaling": {"type": "longrope", **kept}}
+        del table["factor"]
+    return {"original_max_position_embeddings": original, "rope_scaling": {"type": "longrope", **table}}
 
 
 _COMPUTED: dict[str, Callable[[Model], Any]] = {

@@ -103,7 +103,7 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path, mask: R
     """
     packing = settings.packing and not (mask and "prefix" in mask.data)
     path, skipped = Path(settings.tokenizer), 0
-    given = open_tokenizer(path, vocab_size=vocab_size) if settings.tokenizer else None
+    encoder = open_tokenizer(path, vocab_size=vocab_size) if settings.tokenizer else None
     train, held_out = list[Source](), list[Source]()
     for name, share in data_sources(settings.data).items():
         store = open_tokens(Path(name), vocab_size=vocab_size)
@@ -113,17 +113,17 @@ def open_data(settings: TrainSettings, *, vocab_size: int, folder: Path, mask: R
                 store = open_records(corpus, mask, vocab_size=vocab_size)
                 skipped += len(corpus.bad or ())
         if store is None:
-            if not settings.tokenizer and (corpus.is_chat or (train and not given)):
+            if not settings.tokenizer and (corpus.is_chat or (train and not encoder)):
                 raise InputError(f"data {name!r} needs train.tokenizer: {NEEDS_TOKENIZER[corpus.is_chat]}.")
-            chats = open_chat_tokenizer(path, given, loss_on=settings.loss_on) if given and corpus.is_chat else None
-            found = open_store(corpus, chats or given, vocab_size=vocab_size, folder=folder)
-            given, store = given or TextTokenizer(found.tokenizer, found.end_id), found.store
-            skipped += found.skipped_records
+            chats = open_chat_tokenizer(path, encoder, loss_on=settings.loss_on) if encoder and corpus.is_chat else None
+            opened = open_store(corpus, chats or encoder, vocab_size=vocab_size, folder=folder)
+            encoder, store = encoder or TextTokenizer(opened.tokenizer, opened.end_id), opened.store
+            skipped += opened.skipped_records
         store = with_mask_data(store, mask, name)
         for sources, part in zip((train, held_out), split(store, settings.held_out), strict=True):
             sources.append(Source(part, packing, name, share))
-    kept = tuple(one for one in held_out if len(one.store))
-    return Data(given.tokenizer if given else None, tuple(train), kept, skipped)
+    filled = tuple(source for source in held_out if len(source.store))
+    return Data(encoder.tokenizer if encoder else None, tuple(train), filled, skipped)
 
 
 class Batches:
@@ -144,8 +144,8 @@ class Batches:
         """Raises InputError where a source does not fill one row."""
         self.batch_seqs, self.seq_len, self.sources = batch_seqs, seq_len, sources
         self.order = np.arange(seq_len) if order is None else np.asarray(order, np.int64)
-        draw = Draw(seq_len=seq_len, packing=all(one.packing for one in sources), seed=seed)
-        shares, tokens = {one.name: one.share for one in sources}, {one.name: len(one.store) for one in sources}
+        draw = Draw(seq_len=seq_len, packing=all(source.packing for source in sources), seed=seed)
+        shares, tokens = {data.name: data.share for data in sources}, {data.name: len(data.store) for data in sources}
         self._begin(DataPhase(shares=shares, tokens=tokens, draw=draw))
         for source, samples in zip(sources, self.samples, strict=True):
             if len(samples.rows):
@@ -164,8 +164,8 @@ class Batches:
     def _begin(self, phase: DataPhase) -> None:
         self.phase, self._mixture = phase, SourcePattern(list(phase.shares.values()))
         self.samples = [
-            Samples(one.store, phase.draw, phase.drawn.get(one.name, ()), number=number)
-            for number, one in enumerate(self.sources)
+            Samples(source.store, phase.draw, phase.drawn.get(source.name, ()), number=number)
+            for number, source in enumerate(self.sources)
         ]
 
     def go_on(self, phase: DataPhase | None, samples: int) -> None:
@@ -178,14 +178,14 @@ class Batches:
         """Lines to print: that a phase has begun, and how the records of each source fill rows."""
         begun = f"goes on after sample {self.phase.first} with what is left of each source, in rows of {self.seq_len}"
         named = zip(self.sources, self.samples, strict=True)
-        records = [f"{one.name}: {found.rows.summary}" for one, found in named if isinstance(found.rows, WholeRows)]
+        records = [f"{source.name}: {part.rows.summary}" for source, part in named if isinstance(part.rows, WholeRows)]
         return ([begun] if self.phase.first else []) + records
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Returns how often each source has been seen after ``samples`` of the run."""
         counts = self._mixture.drawn(samples - self.phase.first)
         return {
-            name: one.epochs(count) for name, one, count in zip(self.phase.shares, self.samples, counts, strict=True)
+            name: part.epochs(count) for name, part, count in zip(self.phase.shares, self.samples, counts, strict=True)
         }
 
     def find(self, sample: int) -> tuple[Rows, int]:
@@ -207,14 +207,14 @@ class Batches:
     ) -> dict[str, np.ndarray]:
         """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch;
         ``with_second`` adds `second_labels`, ``data`` what a mask reads, by the names of `MASK_DATA`."""
-        found, positions = self._found(first_sample, row_slice), self.order[position_slice]
+        places, positions = self._found(first_sample, row_slice), self.order[position_slice]
 
         def read(positions: np.ndarray) -> dict[str, np.ndarray]:
-            parts = zip(*(rows.read(number, positions) for rows, number in found), strict=True)
+            parts = zip(*(rows.read(number, positions) for rows, number in places), strict=True)
             return {name: np.stack(arrays) for name, arrays in zip(RowPart._fields, parts, strict=True)}
 
         here = read(positions)
-        here |= {name: np.stack([rows.mask_data(name, number, positions) for rows, number in found]) for name in data}
+        here |= {name: np.stack([rows.mask_data(name, number, positions) for rows, number in places]) for name in data}
         return here | second_labels(here, read(np.minimum(positions + 1, self.seq_len - 1))) if with_second else here
 
     def num_labels(self, first_sample: int, *, skipped: int = 0) -> int:

@@ -50,15 +50,15 @@ class ChatTokenizer(NamedTuple):
         Raises InputError for a record that is malformed or that the template refuses; with ``skip_bad`` it becomes
         None.
         """
-        found: list[list[int] | None] = []
+        encoded: list[list[int] | None] = []
         for piece in pieces:
             try:
-                found.append(self._tokens(msgspec.json.decode(piece.text), piece.text, piece.where))
+                encoded.append(self._tokens(msgspec.json.decode(piece.text), piece.text, piece.where))
             except InputError as error:
                 if not skip_bad:
                     raise InputError(f"{str(error).removesuffix('.')}; {SKIP}.") from None
-                found.append(None)
-        return found
+                encoded.append(None)
+        return encoded
 
     def _tokens(self, record: dict[str, Any], raw: str, where: str) -> list[int]:
         if BEGIN in raw or END in raw:
@@ -74,16 +74,16 @@ class ChatTokenizer(NamedTuple):
             before, ids = self.tokenizer.encode(prompt).ids, self.tokenizer.encode(text).ids
             counted = np.ones(len(ids), bool)
         else:
-            asked = _messages(prompt, where)
-            before, _ = self._rendered(record, asked, where, add_generation_prompt=True)
-            chat = asked + _messages(completion, where)
+            question = _messages(prompt, where)
+            before, _ = self._rendered(record, question, where, add_generation_prompt=True)
+            chat = question + _messages(completion, where)
             ids, counted = self._rendered(record, chat, where)
         if prompt is not None and self.loss_on != "all":
             # Tokens may merge where the completion begins: it counts from the first token that differs.
-            same = [one == other for one, other in zip(before, ids, strict=False)]
+            same = [left == right for left, right in zip(before, ids, strict=False)]
             counted[: (*same, False).index(False)] = False
         if self.loss_on == "assistant" and not counted.any():
-            roles = dict.fromkeys(str(one.get("role")) for one in chat)
+            roles = dict.fromkeys(str(message.get("role")) for message in chat)
             raise InputError(
                 f"{where} has no message of the assistant, but of {', '.join(roles)}. Mend or leave out the record, or "
                 "leave out train.loss_on=assistant."
@@ -100,13 +100,13 @@ class ChatTokenizer(NamedTuple):
                 f"{where} is a chat, and {self.folder} has no chat template: neither {TEMPLATE} nor one in "
                 f"{TOKENIZER_CONFIG}. Add it."
             )
-        tools, more = record.get("tools"), record.get("chat_template_kwargs") or {}
+        tools, options = record.get("tools"), record.get("chat_template_kwargs") or {}
         try:
             tools = json.loads(tools) if isinstance(tools, str) else tools
-            text = self.chats.render(messages, tools, **{**asked, **more})
+            text = self.chats.render(messages, tools, **{**asked, **options})
         except Exception as error:  # of the tools, or of their names and the template's
-            said = str(error).removesuffix(".").removeprefix(REFUSES)
-            raise InputError(f"{where}: {REFUSES}{said}. Mend the record.") from None
+            reason = str(error).removesuffix(".").removeprefix(REFUSES)
+            raise InputError(f"{where}: {REFUSES}{reason}. Mend the record.") from None
         parts = re.split(f"[{BEGIN}{END}]", text)
         encoding = self.tokenizer.encode("".join(parts), add_special_tokens=False)
         counted = np.full(len(encoding.ids), self.loss_on != "assistant")
@@ -120,15 +120,15 @@ class ChatTokenizer(NamedTuple):
 
 def _messages(found: Any, where: str) -> list[dict[str, Any]]:
     """Returns the messages of a chat, each of which says something."""
-    if not (isinstance(found, list) and found and all(isinstance(one, dict) and "role" in one for one in found)):
+    if not (isinstance(found, list) and found and all(isinstance(entry, dict) and "role" in entry for entry in found)):
         raise InputError(
             f"{where} is no chat. Give messages=[{{role, content}}, ...], or prompt and completion, both texts or both "
             "such lists (lists for train.loss_on=assistant)."
         )
-    for number, one in enumerate(found, 1):
-        if not _says_something(one):
+    for number, message in enumerate(found, 1):
+        if not _says_something(message):
             raise InputError(
-                f"{where}: message {number}, of role {one.get('role')!r}, has no content that is a text. "
+                f"{where}: message {number}, of role {message.get('role')!r}, has no content that is a text. "
                 "Mend the record."
             )
     return found
@@ -148,8 +148,8 @@ def open_chat_tokenizer(path: Path, given: TextTokenizer, *, loss_on: LossOn) ->
 
     Raises InputError, with ``loss_on`` "assistant", for a template without `generation` blocks.
     """
-    found = as_folder(path.expanduser())
-    folder = found if found.is_dir() else found.parent
+    place = as_folder(path.expanduser())
+    folder = place if place.is_dir() else place.parent
     chats = read_chat_templates(folder)
     if chats and loss_on == "assistant" and not re.search(r"\{%-?\s*generation\s*-?%\}", chats.sources["default"]):
         raise InputError(

@@ -33,18 +33,18 @@ def open_records(corpus: FileCorpus, rule: Rule | None, *, vocab_size: int) -> T
     image, and not where another branch of a tree begins. Raises InputError for a record that is malformed or has too
     large a token, unless the corpus leaves bad records out.
     """
-    found = list[dict[str, np.ndarray]]()
+    records = list[dict[str, np.ndarray]]()
     for record, where in corpus.records():
         try:
-            found.append(_read(record, where, rule, vocab_size))
+            records.append(_read(record, where, rule, vocab_size))
         except InputError as error:
             if corpus.bad is None:
                 raise InputError(f"{str(error).removesuffix('.')}; {SKIP}.") from None
             corpus.bad.add(where)
-    if not found:
+    if not records:
         raise InputError(f"data {corpus.data!r} has no record of tokens that can be read.")
-    edges = np.cumsum([0, *(len(one["tokens"]) for one in found)], dtype=np.uint64)
-    columns = {name: np.concatenate([one[name] for one in found]) for name in found[0]}
+    edges = np.cumsum([0, *(len(record["tokens"]) for record in records)], dtype=np.uint64)
+    columns = {name: np.concatenate([record[name] for record in records]) for name in records[0]}
     return TokenStore(columns.pop("tokens"), edges, columns=columns)
 
 
@@ -71,31 +71,31 @@ def _read(fields: dict[str, Any], where: str, rule: Rule | None, vocab_size: int
 
 def _column(record: TokenRecord, name: str, where: str) -> np.ndarray:
     """Returns what a mask reads of each token of a record, int32."""
-    length, field, found = len(record.tokens), FIELDS[name], np.zeros(len(record.tokens), np.int32)
-    given: Any = getattr(record, field)
-    if given is None:
+    length, field, column = len(record.tokens), FIELDS[name], np.zeros(len(record.tokens), np.int32)
+    value: Any = getattr(record, field)
+    if value is None:
         raise InputError(f"{where} has no {field}, which the mask of the model reads. Add it.")
     if name == "prefix":
-        if not 0 <= given <= length:
-            raise InputError(f"{where}: prefix is {given}, of {length} tokens. Use 0 to {length}.")
-        return found + np.int32(given)
+        if not 0 <= value <= length:
+            raise InputError(f"{where}: prefix is {value}, of {length} tokens. Use 0 to {length}.")
+        return column + np.int32(value)
     if name == "spans":
-        for number, (first, end) in enumerate(given, start=1):
-            if not 0 <= first < end <= length or found[first:end].any():
+        for number, (first, end) in enumerate(value, start=1):
+            if not 0 <= first < end <= length or column[first:end].any():
                 raise InputError(
                     f"{where}: span [{first}, {end}) is empty, overlaps another or exceeds the {length} tokens. Give "
                     "the first token of each image and the one after its last."
                 )
-            found[first:end] = number
-        return found
-    if len(given) != length:
-        raise InputError(f"{where} has {length} tokens and {len(given)} of {field}. Give one for each token.")
+            column[first:end] = number
+        return column
+    if len(value) != length:
+        raise InputError(f"{where} has {length} tokens and {len(value)} of {field}. Give one for each token.")
     if name == "is_global":
-        return found + np.array(given, np.int32)
-    for token, parent in enumerate(given):
+        return column + np.array(value, np.int32)
+    for token, parent in enumerate(value):
         if not -1 <= parent < token:
             raise InputError(f"{where}: token {token} has the parent {parent}. Give an earlier one, or -1 for a root.")
-    return tree_walk(np.array([given], np.int32))[name == "leave"][0]
+    return tree_walk(np.array([value], np.int32))[name == "leave"][0]
 
 
 def with_mask_data(store: TokenStore, rule: Rule | None, data: str) -> TokenStore:

@@ -57,8 +57,8 @@ class Rows:
         """Returns the edges between pieces, as indices in the row, and for each piece (one more than edges) the shift
         from an index in the row to the index in the store."""
         start = number * self.seq_len
-        found = self.store.boundaries(start, start + self.seq_len) if self.packing else np.empty(0, np.int64)
-        return found - start, np.full(len(found) + 1, start)
+        edges = self.store.boundaries(start, start + self.seq_len) if self.packing else np.empty(0, np.int64)
+        return edges - start, np.full(len(edges) + 1, start)
 
     def read(self, number: int, positions: np.ndarray) -> RowPart:
         """Reads these positions of a row; reads only their tokens, and the token after each, from disk."""
@@ -67,9 +67,9 @@ class Rows:
         last = len(self.store) - 1
         # Padding continues the positions before it, for attention that has no document numbers.
         begins = np.concatenate([[0], inner])[documents - (places > last)]
-        found = self.store.read(np.minimum(places, last))
+        stored = self.store.read(np.minimum(places, last))
         # A token without a loss is stored as its complement, below 0.
-        tokens = np.where(places <= last, np.maximum(found, ~found), PADDING)
+        tokens = np.where(places <= last, np.maximum(stored, ~stored), PADDING)
         following = self.store.read(np.minimum(places + 1, last))
         goes_on = (np.searchsorted(inner, positions + 1, side="right") == documents) & (places < last)
         labels = np.where(goes_on, np.maximum(following, NO_LABEL), NO_LABEL)
@@ -111,18 +111,18 @@ class WholeRows(Rows):
         self._starts, self._stops = edges[:-1], edges[1:]
         self._sizes = np.minimum(np.diff(edges), seq_len)
         self._predicted = np.flatnonzero(store.read(np.arange(len(store))) >= 0)
-        kept = np.flatnonzero(self._labels(np.arange(len(self._sizes))))
-        self._rows = fill_rows(self._sizes, kept, seq_len) if packing else [[int(number)] for number in kept]
+        used = np.flatnonzero(self._labels(np.arange(len(self._sizes))))
+        self._rows = fill_rows(self._sizes, used, seq_len) if packing else [[int(number)] for number in used]
         self._length = len(self._rows)
-        filled = self._sizes[kept].sum() / max(1, self._length * seq_len)
+        filled = self._sizes[used].sum() / max(1, self._length * seq_len)
         self.summary = (
-            f"{len(kept)} records {'packed' if packing else 'padded'} into {self._length} rows of {seq_len}, "
-            f"{filled:.0%} filled; {(np.diff(edges)[kept] > seq_len).sum()} cut, "
-            f"{len(edges) - 1 - len(kept)} left out: nothing to predict in their first {seq_len} tokens"
+            f"{len(used)} records {'packed' if packing else 'padded'} into {self._length} rows of {seq_len}, "
+            f"{filled:.0%} filled; {(np.diff(edges)[used] > seq_len).sum()} cut, "
+            f"{len(edges) - 1 - len(used)} left out: nothing to predict in their first {seq_len} tokens"
         )
 
     def spans(self, number: int) -> list[TokenSpan]:
-        return [(int(self._starts[one]), int(self._stops[one])) for one in self._rows[number]]
+        return [(int(self._starts[document]), int(self._stops[document])) for document in self._rows[number]]
 
     def _pieces(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         row = self._rows[number]
@@ -146,15 +146,15 @@ def fill_rows(sizes: np.ndarray, kept: np.ndarray, seq_len: int) -> list[list[in
     rooms: list[int] = []  # the keys of ``by_room``, sorted
     for number in kept[np.argsort(-sizes[kept], kind="stable")]:
         size = int(sizes[number])
-        at = bisect_left(rooms, size)
-        if at == len(rooms):
+        index = bisect_left(rooms, size)
+        if index == len(rooms):
             row, room = list[int](), seq_len
             rows.append(row)
         else:
-            room = rooms[at]
+            room = rooms[index]
             row = by_room[room].popleft()
             if not by_room[room]:
-                del by_room[room], rooms[at]
+                del by_room[room], rooms[index]
         row.append(int(number))
         if room > size:
             if room - size not in by_room:

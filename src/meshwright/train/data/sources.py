@@ -118,7 +118,7 @@ class Samples:
         if first == samples >= rest:
             return []
         rows = self.find(first)[0]
-        taken = sorted(span for one in range(first, samples) for span in rows.spans(self.find(one)[1]))
+        taken = sorted(span for sample in range(first, samples) for span in rows.spans(self.find(sample)[1]))
         edges = [0, *(edge for span in taken for edge in span), len(rows.store)]
         gaps = zip(edges[::2], edges[1::2], strict=True)
         return [span for start, stop in gaps if start < stop for span in rows.store.in_file(start, stop)]
@@ -137,12 +137,12 @@ class SourcePattern:
 
     def find(self, sample: int) -> tuple[int, int]:
         """Returns the source of a sample, and its number among the samples of that source."""
-        repeats, at = divmod(sample, len(self.pattern))
-        source = int(self.pattern[at])
-        return source, repeats * self.counts[source] + int(self._number[at])
+        repeats, place = divmod(sample, len(self.pattern))
+        source = int(self.pattern[place])
+        return source, repeats * self.counts[source] + int(self._number[place])
 
     def drawn(self, samples: int) -> list[int]:
         """Returns how many of the first ``samples`` are of each source."""
-        repeats, at = divmod(samples, len(self.pattern))
-        found = np.bincount(self.pattern[:at], minlength=len(self.counts))
-        return [repeats * count + int(one) for count, one in zip(self.counts, found, strict=True)]
+        repeats, place = divmod(samples, len(self.pattern))
+        rest = np.bincount(self.pattern[:place], minlength=len(self.counts))
+        return [repeats * count + int(further) for count, further in zip(self.counts, rest, strict=True)]

@@ -207,10 +207,10 @@ def tokenise(corpus: Corpus, encoder: AnyTokenizer, *, folder: Path) -> Written:
     """
     dtype, written = encoder.dtype, Written()
     with suppress(OSError, *DAMAGED_JSON):
-        found = msgspec.json.decode((folder / JOURNAL).read_bytes(), type=Written)
+        journal = msgspec.json.decode((folder / JOURNAL).read_bytes(), type=Written)
         # else begins anew: after a loss of power the files may be shorter than the journal says
-        if all(path.is_file() and path.stat().st_size >= size for path, size in found.files(folder, dtype)):
-            written = found
+        if all(path.is_file() and path.stat().st_size >= size for path, size in journal.files(folder, dtype)):
+            written = journal
     with ExitStack() as stack:
         tokens, starts = (stack.enter_context(_opened(*file)) for file in written.files(folder, dtype))
         # shown on stderr, if that is a terminal

@@ -86,10 +86,10 @@ class FileCorpus(NamedTuple):
         digest = hashlib.sha256(self.field.encode() + (b"" if self.bad is None else b" without bad records"))
         whole = self.total_bytes <= HASHED_BYTES
         for file in self.files:
-            found = file.stat()
-            digest.update(f" {file.relative_to(self.folder)} {found.st_size} ".encode())
+            status = file.stat()
+            digest.update(f" {file.relative_to(self.folder)} {status.st_size} ".encode())
             try:
-                content = hashlib.sha256(file.read_bytes()).digest() if whole else str(found.st_mtime_ns).encode()
+                content = hashlib.sha256(file.read_bytes()).digest() if whole else str(status.st_mtime_ns).encode()
             except OSError as error:
                 raise InputError(f"{file} cannot be read: {error.strerror}. Mend or remove it.") from None
             digest.update(content)
@@ -97,13 +97,13 @@ class FileCorpus(NamedTuple):
 
     def pieces(self) -> Iterator[TextPiece]:
         """Yields all documents; ``bytes_read`` counts over all files. Raises InputError when none has text."""
-        before, found = 0, False
+        before, has_text = 0, False
         for file in self.files:
             for piece in read_pieces(file, self.field, self.bad):
-                found = True
+                has_text = True
                 yield piece._replace(bytes_read=before + piece.bytes_read)
             before += file.stat().st_size
-        if not found:
+        if not has_text:
             raise InputError(f"data {self.data!r} holds no text. {_WHAT}")
 
     def records(self) -> Iterator[tuple[dict[str, Any], str]]:
@@ -186,9 +186,9 @@ def _first_fields(files: list[Path], skip_bad: bool) -> set[str]:
     with suppress(InputError, CannotRunError, OSError, EOFError):  # raised again when the file is read
         for file in files:
             for record, _, _ in _records(file, "", set() if skip_bad else None):
-                found = {FIELD, "messages", "prompt", "tokens"} & record.keys()
-                if found or not skip_bad:
-                    return found
+                fields = {FIELD, "messages", "prompt", "tokens"} & record.keys()
+                if fields or not skip_bad:
+                    return fields
     return set()
 
 

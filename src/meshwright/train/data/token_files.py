@@ -39,8 +39,8 @@ def open_tokens(path: Path, *, vocab_size: int) -> TokenStore | None:
         raise InputError(f"{path} is not a corpus of tokens: {error}. Mend or remove that file.") from None
     if not arrays:
         return None
-    found = TokenFiles(arrays, vocab_size=vocab_size)
-    return TokenStore(found, np.unique(found.edges).astype(np.uint64))
+    tokens = TokenFiles(arrays, vocab_size=vocab_size)
+    return TokenStore(tokens, np.unique(tokens.edges).astype(np.uint64))
 
 
 def _tokens(file: Path) -> np.ndarray:
@@ -66,7 +66,7 @@ def _megatron(index: Path, vocab_size: int) -> TokenStore:
     raw, file = index.read_bytes(), index.with_suffix(".bin")
     if not raw.startswith(INDEX_MAGIC) or len(raw) < INDEX_HEADER_BYTES or raw[17] not in INDEX_DTYPES:
         raise ValueError(f"{index.name} is not a Megatron index of version 1 with integer tokens")
-    sequences, documents = (int(one) for one in np.frombuffer(raw, "<u8", count=2, offset=18))
+    sequences, documents = (int(number) for number in np.frombuffer(raw, "<u8", count=2, offset=18))
     if len(raw) < INDEX_HEADER_BYTES + 12 * sequences + 8 * documents:
         raise ValueError(f"{index.name} is cut short")
     lengths = np.frombuffer(raw, "<i4", count=sequences, offset=INDEX_HEADER_BYTES)

@@ -77,20 +77,20 @@ class TokenFiles:
 
     def __getitem__(self, indices: np.ndarray | int) -> np.ndarray:
         """Returns the tokens at these indices. Raises InputError for one that the model does not embed."""
-        at = np.asarray(indices) % len(self)
-        files = np.searchsorted(self.edges, at, side="right") - 1
-        found = np.zeros(at.shape, np.int64)
+        wanted = np.asarray(indices) % len(self)
+        files = np.searchsorted(self.edges, wanted, side="right") - 1
+        result = np.zeros(wanted.shape, np.int64)
         for number in np.unique(files):
             here = files == number
-            tokens = np.asarray(self.arrays[number][at[here] - self.edges[number]], np.int64)
+            tokens = np.asarray(self.arrays[number][wanted[here] - self.edges[number]], np.int64)
             wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
             if len(wrong):
                 raise InputError(
                     f"{self.paths[number]} has the token {wrong[0]}, but the model has vocab_size={self.vocab_size}. "
                     "Its tokenizer or its dtype is another. Give tokens of the model's own tokenizer."
                 )
-            found[here] = tokens
-        return found
+            result[here] = tokens
+        return result
 
 
 class TokenStore:
@@ -112,8 +112,8 @@ class TokenStore:
         self.tokens, self.columns = tokens, columns
         self.starts = np.array([0, len(tokens)], np.uint64) if starts is None else np.asarray(starts)
         assert self.starts.dtype == np.uint64, "starts must be uint64: to search another dtype would copy them"
-        asked = ((0, len(tokens)),) if spans is None else spans
-        self.spans = tuple((start, stop) for start, stop in asked if start < stop)
+        wanted = ((0, len(tokens)),) if spans is None else spans
+        self.spans = tuple((start, stop) for start, stop in wanted if start < stop)
         # The index in the store at which each span begins, and the length; the shifts to indices of the file.
         self._edges = np.cumsum([0, *(stop - start for start, stop in self.spans)])
         self._shifts = np.array([start for start, _ in self.spans] or [0]) - self._edges[: max(len(self.spans), 1)]
@@ -181,7 +181,7 @@ class TokenStore:
         """
         after = int(np.searchsorted(self.starts, np.uint64(index)))
         around = self.starts[max(after - 1, 0) : after + 1]
-        return min(map(int, around), key=lambda found: abs(found - index))
+        return min(map(int, around), key=lambda start: abs(start - index))
 
 
 def _mapped(path: Path, dtype: str) -> np.ndarray:

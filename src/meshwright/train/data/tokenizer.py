@@ -45,9 +45,9 @@ class TextTokenizer(NamedTuple):
 
     def encode(self, pieces: Sequence[TextPiece], *, skip_bad: bool = False) -> Sequence[list[int] | None]:
         """Returns the tokens of each piece, and the end token after the last piece of a document."""
-        found = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
+        encodings = self.tokenizer.encode_batch_fast([piece.text for piece in pieces], add_special_tokens=False)
         ends = ([self.end_id] if piece.ends_document else [] for piece in pieces)
-        return [one.ids + end for one, end in zip(found, ends, strict=True)]
+        return [encoding.ids + end for encoding, end in zip(encodings, ends, strict=True)]
 
 
 def train_tokenizer(documents: Iterable[str], *, vocab_size: int) -> Tokenizer:
@@ -98,8 +98,8 @@ def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
     That token is the ``eos_token`` of the special tokens beside the file, else the first of `END_NAMES` that the
     tokenizer has. Raises InputError if it has none, or more tokens than ``vocab_size``.
     """
-    found = as_folder(path.expanduser())
-    file = found / TOKENIZER if found.is_dir() else found
+    place = as_folder(path.expanduser())
+    file = place / TOKENIZER if place.is_dir() else place
     if not file.is_file():
         raise InputError(f"tokenizer {str(path)!r} is not there. Give a tokenizer.json or the folder of one.")
     tokenizer = load_tokenizer(file)

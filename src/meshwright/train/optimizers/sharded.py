@@ -74,9 +74,9 @@ def scale_by_muon(decay: float, layout: Callable[[], WeightLayout]) -> optax.Gra
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params))
 
     def update(grads: Params, state: MuonState, params: Params | None = None) -> tuple[Params, MuonState]:
-        count, at = state.count + 1, layout()
+        count, placed = state.count + 1, layout()
         pairs = {n: momentum(state.momentum[n], grad, count, decay=decay) for n, grad in grads.items()}
-        changes = {name: orthogonal(mixed, at.weights[name], at) for name, (_, mixed) in pairs.items()}
+        changes = {name: orthogonal(mixed, placed.weights[name], placed) for name, (_, mixed) in pairs.items()}
         return changes, MuonState(count, {name: mean for name, (mean, _) in pairs.items()})
 
     return optax.GradientTransformation(init, update)
@@ -128,9 +128,9 @@ def scale_by_adafactor(layout: Callable[[], WeightLayout], weights: dict[str, Up
         weight = weights[name]
         if not weight.inputs:
             return ((),)
-        dims, own = stacked(weight, name).dims, {weight.layers, *weight.batch}
-        kept = ({*own, *weight.inputs}, {*own, *outputs(weight)})
-        return tuple(tuple(i for i, dim in enumerate(dims) if dim not in each) for each in kept)
+        dims, batch = stacked(weight, name).dims, {weight.layers, *weight.batch}
+        sides = ({*batch, *weight.inputs}, {*batch, *outputs(weight)})
+        return tuple(tuple(i for i, dim in enumerate(dims) if dim not in side) for side in sides)
 
     def state(count: Array, means: dict[str, list[Array]]) -> FactoredState:
         matrices = [name for name in means if weights[name].inputs]
@@ -150,14 +150,14 @@ def scale_by_adafactor(layout: Callable[[], WeightLayout], weights: dict[str, Up
 
     def update(grads: Params, old: FactoredState, params: Params | None = None) -> tuple[Params, FactoredState]:
         assert params is not None
-        count, at = old.count + 1, layout()
+        count, placed = old.count + 1, layout()
         decay = 1 - count.astype(jnp.float32) ** -DECAY_POWER
         changes, after = Params(), dict[str, list[Array]]()
         for name, grad in grads.items():
             axes = left_out(name)
             before = (old.rows[name], old.columns[name]) if weights[name].inputs else (old.whole[name],)
             means = [mean.squeeze(over) for mean, over in zip(before, axes, strict=True)]
-            changes[name], *means = _updated(at, at.weights[name], (grad, params[name]), means, decay)
+            changes[name], *means = _updated(placed, placed.weights[name], (grad, params[name]), means, decay)
             after[name] = [jnp.expand_dims(mean, over) for mean, over in zip(means, axes, strict=True)]
         return changes, state(count, after)
 
@@ -170,14 +170,14 @@ def _updated(
     """Returns the change of one weight, and its new running means."""
     *steps, _ = adafactor_steps(weight)
     first, keeping = steps[0], next(step for step in steps if "decay" in {array.name for array in step.inputs})
-    (own,) = next(step.inputs for step in steps if step.result.name.endswith(".weights"))
+    (current,) = next(step.inputs for step in steps if step.result.name.endswith(".weights"))
     before = [array for array in keeping.inputs if array.name.endswith(".before")]
     after = [array for array in keeping.more if array.name.endswith(".after")]
-    given = dict(zip((first.inputs[0], own, *before, keeping.inputs[-1]), (*values, *means, decay), strict=True))
+    arrays = dict(zip((first.inputs[0], current, *before, keeping.inputs[-1]), (*values, *means, decay), strict=True))
     results = (steps[-1].result, *after)
 
     def body(*blocks: Array) -> tuple[Array, ...]:
-        env = run_update(steps, dict(zip(given, blocks, strict=True)), layout.sizes)
+        env = run_update(steps, dict(zip(arrays, blocks, strict=True)), layout.sizes)
         return tuple(env[array] for array in results)
 
-    return on_shards(body, layout, given, results)
+    return on_shards(body, layout, arrays, results)

@@ -93,8 +93,8 @@ def from_optax(
 
     def init(params: Params) -> OptState:
         def narrow(path: KeyPath, leaf: Array) -> Array:
-            kept = weight_of(path, params) is not None and leaf.dtype == jnp.float32
-            return leaf.astype(jnp.bfloat16) if kept else leaf
+            is_moment = weight_of(path, params) is not None and leaf.dtype == jnp.float32
+            return leaf.astype(jnp.bfloat16) if is_moment else leaf
 
         moments = inner.init(_float32(params))
         if state == "pure-16bit":  # counters and constants stay
@@ -203,9 +203,9 @@ def _of_layers(
         return {part: parts[part].init(mine) for part, mine in split(params).items()}
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        given = split(params)
-        found = {part: parts[part].update(mine, state[part], given[part]) for part, mine in split(grads).items()}
-        changes = {name: change for mine, _ in found.values() for name, change in mine.items()}
-        return {name: changes[name] for name in grads}, {part: new for part, (_, new) in found.items()}
+        weights = split(params)
+        results = {part: parts[part].update(mine, state[part], weights[part]) for part, mine in split(grads).items()}
+        changes = {name: change for mine, _ in results.values() for name, change in mine.items()}
+        return {name: changes[name] for name in grads}, {part: new for part, (_, new) in results.items()}
 
     return GradientTransformation(init, update)

@@ -77,4 +77,4 @@ def _flags_on(mesh: Mesh | None) -> Any:
         return jnp.stack([jnp.isnan(array).any(over), jnp.isinf(array).any(over)]).reshape(2, -1)
 
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda *given: list(map(flags, *given)), static_argnums=1, out_shardings=everywhere)
+    return jax.jit(lambda *trees: list(map(flags, *trees)), static_argnums=1, out_shardings=everywhere)

@@ -223,7 +223,7 @@ def _cut(path: Path, step: int, *numbers: str) -> tuple[list[dict[str, Any]], li
         else:
             bad.append(number)
     lines = dict(sorted(lines.items()))
-    text = b"".join(line + b"\n" for at, (line, _) in lines.items() if at <= step)
+    text = b"".join(line + b"\n" for number, (line, _) in lines.items() if number <= step)
     write_text_whole(path, text.decode())
     damaged = [f"{path.name}: line {number} is not as it was written and left out" for number in bad]
     return [record for _, record in lines.values()], damaged

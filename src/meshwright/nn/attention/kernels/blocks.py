@@ -37,7 +37,7 @@ after the other. The scores of more heads no longer fit in cache."""
 
 
 class TogetherBlocks(NamedTuple):
-    """TogetherBlocks that are processed together, by their numbers, and which of them are real; None: all are."""
+    """Blocks that are processed together, by their numbers, and which of them are real; None: all are."""
 
     numbers: Sequence[Any]
     real: Array | None = None
@@ -71,8 +71,8 @@ def _within(rule: TileRule, blocks: TogetherBlocks, size: int) -> TileRule:
     """Returns a rule whose mask leaves out blocks that are not real; they are along the last dim of a tile."""
     if blocks.real is None:
         return rule
-    real, own = jnp.repeat(blocks.real, size)[None], rule.mask
-    return rule._replace(mask=lambda tile: real if own is None else real & own(tile))
+    real, inner = jnp.repeat(blocks.real, size)[None], rule.mask
+    return rule._replace(mask=lambda tile: real if inner is None else real & inner(tile))
 
 
 def _put(x: Array, value: Array, index: Any, axis: int) -> Array:
@@ -106,9 +106,10 @@ def _over(lists: BlockLists, each: int, row: Any, step: Callable[[TogetherBlocks
 
     def run(is_masked: bool) -> Callable[[Any, Any], Any]:
         def body(n: Any, carry: Any) -> Any:
-            at = [n * each - missing + number for number in range(each)]
-            numbers = [index[jnp.maximum(x, 0) if is_masked and each > 1 else x] for x in at]
-            real = jnp.stack(at) >= 0 if is_masked and each > 1 else None
+            positions = [n * each - missing + number for number in range(each)]
+            # positions below 0 are blocks that are not real: they read the first one, and the mask hides it
+            numbers = [index[jnp.maximum(x, 0) if is_masked and each > 1 else x] for x in positions]
+            real = jnp.stack(positions) >= 0 if is_masked and each > 1 else None
             return step(TogetherBlocks(numbers, real), carry, is_masked)
 
         return body
@@ -158,7 +159,7 @@ def _backward(
         columns_j = _taken(columns, _one(j), sizes.kv_block)
 
         def step(blocks: TogetherBlocks, before: Any, is_masked: bool) -> Any:
-            dq, dk, dv, more = before
+            dq, dk, dv, drule = before
             q, dout = (_taken(x, blocks, sizes.q_block, -2) for x in (tall, rows[1]))
             lse, delta = (_taken(x, blocks, sizes.q_block) for x in rows[2:])
             rule = _within(head.rule, blocks, sizes.q_block)
@@ -171,12 +172,12 @@ def _backward(
                 "columns": lambda x, y: _added(x, y.sum(1), _one(j), sizes.kv_block),
                 "tables": jnp.add,
             }
-            more = {name: jax.tree.map(ways[name], more[name], added[name]) for name in more}
-            return dq, dk + weighted_sums(ds, q), dv + weighted_sums(p, dout), more
+            drule = {name: jax.tree.map(ways[name], drule[name], added[name]) for name in drule}
+            return dq, dk + weighted_sums(ds, q), dv + weighted_sums(p, dout), drule
 
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in keys]
-        dq, dk, dv, more = _over(head.lists, sizes.each, j, step, (out[0], *zeros, out[3]))
-        return dq, _put(out[1], dk * rest, j, -2), _put(out[2], dv, j, -2), more
+        dq, dk, dv, drule = _over(head.lists, sizes.each, j, step, (out[0], *zeros, out[3]))
+        return dq, _put(out[1], dk * rest, j, -2), _put(out[2], dv, j, -2), drule
 
     # The cotangents of queries are columns, see `score_cotangents`.
     q = rows[0]
@@ -185,10 +186,10 @@ def _backward(
         *(jnp.zeros(x.shape, jnp.float32) for x in (k, v)),
         jax.tree.map(jnp.zeros_like, reads(head.rule)),
     )
-    dq, dk, dv, more = _rows(k.shape[-2] // sizes.kv_block, one, start)
+    dq, dk, dv, drule = _rows(k.shape[-2] // sizes.kv_block, one, start)
     # Without it XLA would transpose a single product instead, and its factors would have the slow layout.
     dq = lax.optimization_barrier(dq)
-    return (jnp.swapaxes(dq, -1, -2) * scale).astype(q.dtype), dk, dv, more
+    return (jnp.swapaxes(dq, -1, -2) * scale).astype(q.dtype), dk, dv, drule
 
 
 MOST_PARTS, MOST_TILES = 3, 12
@@ -259,8 +260,8 @@ def forward(
     def step(part: HeadPart, out: tuple[Array, Array]) -> tuple[Array, Array]:
         keys = [part.rows(x, is_keys=True) for x in (k, v)]
         own_lists = jax.tree.map(part.own, lists)
-        found = _together(run, part.rule(rule), own_lists, (part.rows(q),), keys[0], keys[1], part)
-        o, lse = (part.put(x, _heads_back(y)) for x, y in zip(out, found, strict=True))
+        results = _together(run, part.rule(rule), own_lists, (part.rows(q),), keys[0], keys[1], part)
+        o, lse = (part.put(x, _heads_back(y)) for x, y in zip(out, results, strict=True))
         return o, lse
 
     start = jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), jnp.zeros(q.shape[:3], jnp.float32)
@@ -286,32 +287,33 @@ def backward(
         return function(sizes, scale, head, given[:4], *given[4:])
 
     def together(rule: TileRule, *given: Any) -> tuple[Array, Array, Array, Any]:
-        dq, dk, dv, more = _together(run, rule, *given)
+        dq, dk, dv, drule = _together(run, rule, *given)
         dk, dv = (_heads_back(x.sum(2, keepdims=True)) for x in (dk, dv))
-        return _heads_back(dq), dk, dv, {n: jax.tree.map(_sum_like, x, more[n]) for n, x in reads(rule).items()}
+        return _heads_back(dq), dk, dv, {n: jax.tree.map(_sum_like, x, drule[n]) for n, x in reads(rule).items()}
 
     if not in_parts:
-        dq, dk, dv, more = together(rule, lists, rows, k, v)
-        return dq, dk.astype(k.dtype), dv.astype(v.dtype), more
+        dq, dk, dv, drule = together(rule, lists, rows, k, v)
+        return dq, dk.astype(k.dtype), dv.astype(v.dtype), drule
 
     def step(part: HeadPart, out: Any) -> Any:
         keys = (part.rows(x, is_keys=True) for x in (k, v))
-        own = part.rule(rule), jax.tree.map(part.own, lists), [part.rows(x) for x in rows]
-        dq, *dkeys, more = together(*own, *keys, part)
+        inputs = part.rule(rule), jax.tree.map(part.own, lists), [part.rows(x) for x in rows]
+        dq, *dkeys, drule = together(*inputs, *keys, part)
+        # only parts of one group add to the same key heads
         if part.heads % part.group:
             dkeys = [part.rows(x, is_keys=True) + y for x, y in zip(out[1:3], dkeys, strict=True)]
         # Otherwise nothing is read that was written: XLA would copy the whole array in every iteration.
         dk, dv = (part.put(x, y, is_keys=True) for x, y in zip(out[1:3], dkeys, strict=True))
-        ways = {name: part.added if name in _BY_HEAD else jnp.add for name in more}
-        return part.put(out[0], dq), dk, dv, {n: jax.tree.map(ways[n], out[3][n], x) for n, x in more.items()}
+        ways = {name: part.added if name in _BY_HEAD else jnp.add for name in drule}
+        return part.put(out[0], dq), dk, dv, {n: jax.tree.map(ways[n], out[3][n], x) for n, x in drule.items()}
 
     start = (
         jnp.zeros_like(rows[0]),
         *(jnp.zeros(x.shape, jnp.float32) for x in (k, v)),
         jax.tree.map(jnp.zeros_like, reads(rule)),
     )
-    dq, dk, dv, more = _in_parts(rows[0], k, lists, sizes, step, start)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), more
+    dq, dk, dv, drule = _in_parts(rows[0], k, lists, sizes, step, start)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), drule
 
 
 def _in_parts(
@@ -359,16 +361,17 @@ def _together(
     def heads_first(x: Array, *shape: int) -> Array:
         return jnp.moveaxis(x.reshape(batch, x.shape[1], *shape, *x.shape[3:]), 1, 1 + len(shape))
 
-    own = {name: tuple(map(by_head, getattr(rule, name))) for name in _BY_HEAD}
+    values = {name: tuple(map(by_head, getattr(rule, name))) for name in _BY_HEAD}
     places = by_head(first[0] + jnp.arange(batch)[:, None]), by_head(first[1] + jnp.arange(heads)[None])
     one_list = jax.tree.map(lambda x: x[0, 0], lists)
 
     def one(own: Any, places: Any, rows: Any, k: Array, v: Array) -> Any:
         return run(Head(rule._replace(**own), one_list, places), *rows, k, v)
 
+    # first over a group, whose heads share keys and values: these get no dim and no copy
     for axes, size in zip(((0, 0, 0, None, None), (0,) * 5, (0,) * 5), reversed(split), strict=True):
         one = jax.vmap(one, axes) if size > 1 else _of_one(one, axes)
-    return one(own, places, [heads_first(x, *split[1:]) for x in rows], *(heads_first(x, kv_heads) for x in (k, v)))
+    return one(values, places, [heads_first(x, *split[1:]) for x in rows], *(heads_first(x, kv_heads) for x in (k, v)))
 
 
 def _of_one(function: Callable[..., Any], axes: tuple[int | None, ...]) -> Callable[..., Any]:

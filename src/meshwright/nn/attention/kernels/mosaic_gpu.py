@@ -85,6 +85,7 @@ def forward(
     def compute(program: _Program, o_ref: Any, lse_ref: Any) -> None:
         (q_s,), (lse_s,) = program.held, program.vectors[:1]
 
+        # while one warpgroup has the tensor cores, the other one computes exponentials
         def take_turn() -> None:
             plgpu.barrier_arrive(program.turns)
             plgpu.barrier_wait(program.turns)
@@ -98,6 +99,7 @@ def forward(
                 scores, factor = rule.score(scores * scale, step.tile()), _LOG2E
             if step.seen:
                 scores = jnp.where(step.seen(step.tile()), scores, -jnp.inf)
+            # the place of the keys is free once their scores are there, before the values are needed
             step.release(0)
             new = jnp.maximum(top, scores.max(axis=1) * factor)
             p = jnp.exp2(scores * factor - lax.broadcast_in_dim(new, scores.shape, [0]))
@@ -119,12 +121,16 @@ def forward(
 
         rows = q_s.shape[0]
         start = jnp.zeros((rows, H)), jnp.full((rows,), LOWEST), jnp.zeros((rows,))
+        # the second warpgroup stays a turn behind the first
         pl.when(program.warpgroup == 1)(take_turn)
         acc, top, norm = program.loop(body, tuple(_laid(x, interpret) for x in start))
+        # so both arrive at the barrier equally often
         pl.when(program.warpgroup == 0)(take_turn)
         lse_s[...] = (top + jnp.log(norm) * _LOG2E) * (1 / _LOG2E)
         inverse = 1 / jnp.where(norm > 0, norm, 1.0)
+        # nobody reads the queries any more, so the result leaves through their place
         q_s[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(q.dtype)
+        # only committed writes are visible to the copies that follow
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_s, o_ref.at[program.at])
         plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[program.vector_at])
@@ -152,6 +158,7 @@ def backward(
     """
     (_, _, N, H), K, rule = q.shape, k.shape[2], rule.widened()
     dout, o, lse = given
+    # tensor cores multiply factors of one dtype
     dout = dout.astype(q.dtype)
     delta = jnp.einsum("btnh,btnh->bnt", dout, o, preferred_element_type=jnp.float32)
     # exp2 of a score less this is 0 in rows that see no key
@@ -180,6 +187,7 @@ def backward(
             dp = _product(dout_s, v_s, interpret)
             step.release(1)
             ds = pull(p * (dp - _across(delta_s, p.shape, 0, interpret)))
+            # the wait for the next tile hides behind the product
             dq = _added(dq, ds.astype(q.dtype), k_s, interpret, step.wait_next)
             step.release(0)
             return dq
@@ -216,6 +224,7 @@ def backward(
     sizes = *blocks[::-1], min(tiles[0], blocks[0])
     dk, dv = run(by_key, sizes, keys, queries, compute_dkv, (like(k), like(v)), by_query=False)
     if N != K:
+        # without atomics every head of a group writes cotangents of its own, which XLA adds
         dk, dv = (
             x.reshape(*k.shape[:3], N // K, H).sum(3, dtype=jnp.float32).astype(k.dtype) for x in (dk, dv)
         )  # fmt: skip
@@ -242,7 +251,7 @@ def _sweep(
     mask shows most keys, start first.
     """
     block, width, tile = sizes
-    own, split = block // WARPGROUPS, width // tile
+    share, split = block // WARPGROUPS, width // tile
     B, L = rows.tiles[0].shape[:2]
     N = max(x.shape[2] for x in rows.tiles + columns.tiles)
     stages = min(stages, columns.tiles[0].shape[1] // tile)
@@ -256,7 +265,7 @@ def _sweep(
         warpgroup = lax.axis_index("warpgroup")
         if by_query:
             i = grid[2] - 1 - i
-        some, total, index = (_of(ref, b, n).at[i] for ref in list_refs)
+        num_partial, total, index = (_of(ref, b, n).at[i] for ref in list_refs)
         num_steps = total[...] * split
         slot_of = lambda step: lax.rem(step, jnp.int32(stages))  # noqa: E731
 
@@ -271,14 +280,15 @@ def _sweep(
 
         @pl.when(warpgroup < WARPGROUPS)
         def _() -> None:
+            # (2 x 232 + 40) x 128 threads fit in an SM's 65,536 registers, and copies need few
             plgpu.set_max_registers(232, action="increase")
-            first = i * block + warpgroup * own
+            first = i * block + warpgroup * share
             here = arrived.at[warpgroup]
             mine, my_vectors = (tuple(x.at[warpgroup] for x in refs) for refs in (held, held_vectors))
             for ref, into in zip(row_refs.tiles, mine, strict=True):
-                plgpu.copy_gmem_to_smem(tile_at(ref, first, own), into, here)
+                plgpu.copy_gmem_to_smem(tile_at(ref, first, share), into, here)
             for ref, into in zip(row_refs.vectors, my_vectors, strict=True):
-                plgpu.copy_gmem_to_smem(_of(ref, b, n).at[pl.ds(first, own)], into, here)
+                plgpu.copy_gmem_to_smem(_of(ref, b, n).at[pl.ds(first, share)], into, here)
             plgpu.barrier_wait(here)
             scalars = tuple(_of(ref, b, n)[...] for ref in heads)
 
@@ -288,7 +298,7 @@ def _sweep(
                     vectors = tuple(x.at[slot] for x in passing_vectors)
 
                     def make_tile() -> Tile:
-                        shape = own, tile
+                        shape = share, tile
                         iota = [_laid(lax.broadcasted_iota(jnp.int32, shape, d), interpret) for d in (0, 1)]
                         indices = iota[0] + first, iota[1] + start_of(number)
                         values = [
@@ -313,12 +323,12 @@ def _sweep(
                 pl.when(num_steps > 0)(lambda: plgpu.barrier_wait(filled[0].at[0]))
                 done: Any = 0
                 if rule.mask:
-                    done = some[...] * split
+                    done = num_partial[...] * split
                     carry = lax.fori_loop(0, done, partial(run, masked=True), carry)
                 return lax.fori_loop(done, num_steps, partial(run, masked=False), carry)
 
-            at = pl.ds(first, own)
-            compute(_Program((b, at, n), (b, n, at), mine, my_vectors, loop, warpgroup, turns.at[0]), *outs)
+            span = pl.ds(first, share)
+            compute(_Program((b, span, n), (b, n, span), mine, my_vectors, loop, warpgroup, turns.at[0]), *outs)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _() -> None:
@@ -343,13 +353,15 @@ def _sweep(
     def entry(*refs: Any) -> None:
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch), *scratch, collective_axes="warpgroup")
 
+    # as the tensor cores read shared memory: 8 rows of 128 bytes, swizzled, of numbers of 2 bytes
     transforms = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)
     place = lambda count, size, x: plgpu.SMEM((count, size, x.shape[3]), x.dtype, transforms=transforms)  # noqa: E731
     vector = lambda count, size, x: plgpu.SMEM((count, size), x.dtype)  # noqa: E731
+    # vectors arrive at the barrier of the first array
     arrivals = 1 + len(columns.vectors), *[1] * (len(columns.tiles) - 1)
     scratch = (
-        tuple(place(WARPGROUPS, own, x) for x in rows.tiles),
-        tuple(vector(WARPGROUPS, own, x) for x in rows.vectors),
+        tuple(place(WARPGROUPS, share, x) for x in rows.tiles),
+        tuple(vector(WARPGROUPS, share, x) for x in rows.vectors),
         tuple(place(stages, tile, x) for x in columns.tiles),
         tuple(vector(stages, tile, x) for x in columns.vectors),
         plgpu.Barrier(num_arrivals=len(rows.tiles + rows.vectors), num_barriers=WARPGROUPS),
@@ -416,6 +428,7 @@ def _of(ref: Any, b: Any, n: Any) -> Any:
 
 def _laid(x: Array, interpret: bool, dim: int = 0) -> Array:
     """Gives a tile, or a vector along a dim of one, the layout of accumulators."""
+    # Mosaic combines arrays of one layout only, and the products have this one
     layout = plgpu.Layout.WGMMA if x.ndim == 2 else plgpu.Layout.WGMMA.reduce(1 - dim)
     return x if interpret else plgpu.layout_cast(x, layout)
 

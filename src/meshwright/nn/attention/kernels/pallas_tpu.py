@@ -38,6 +38,7 @@ _KEPT_BYTES, _TILE_BYTES = 2**25, 11 * 2**20
 """Vector memory for what stays on a core, and for the arrays of a step, by `BLOCKS`."""
 
 _COMPUTED, _MASKED, _FIRST, _LAST = 1, 2, 4, 8
+# a step is one word, as scalar memory is small: 4 flags, 13 bits for a block of keys, the rest for one of queries
 _COLUMN_SHIFT, _ROW_SHIFT = 4, 17
 _NO_STEP = np.iinfo(np.int32).max
 _LOG2_E = float(np.log2(np.e))
@@ -74,7 +75,8 @@ def _steps(lists: BlockLists, span: range) -> tuple[Int[Array, "B|1 N|1 steps"],
     word = jnp.sort(jnp.where(computed | empty, word, _NO_STEP).reshape(*word.shape[:2], -1))
     exists = word < _NO_STEP
     edge = jnp.diff(word >> _ROW_SHIFT, axis=-1) != 0
-    first, last = (jnp.pad(edge, ((0, 0), (0, 0), at), constant_values=True) for at in ((1, 0), (0, 1)))
+    first, last = (jnp.pad(edge, ((0, 0), (0, 0), side), constant_values=True) for side in ((1, 0), (0, 1)))
+    # idle steps name the last blocks again: Pallas fetches a block only where its number changes
     final = jnp.max(jnp.where(exists, word, 0), axis=-1, keepdims=True) >> _COLUMN_SHIFT << _COLUMN_SHIFT
     word = jnp.where(exists, word + first * _FIRST + last * _LAST, final)
     return word, jnp.max(jnp.sum(exists, axis=-1, dtype=jnp.int32))
@@ -107,6 +109,7 @@ def _run(
     batch, kv_heads = keys[0].shape[:2]
     group = queries[0].shape[1] // kv_heads
     (words, num_steps), rule = steps, rule.widened()
+    # [1, T]: the last two dims of a block are multiples of 8 and 128, or whole
     values = [x[:, :, None] for x in (*rule.rows, *row_values, *rule.columns)]
     num_rows, scalars = len(rule.rows) + len(row_values), rule.heads
 
@@ -122,9 +125,9 @@ def _run(
 
     def spec(x: Any, side: int, *, is_value: bool) -> pl.BlockSpec:
         def index(*args: Any) -> Any:
-            _, heads, at = locate(*args[:5])
+            _, heads, numbers = locate(*args[:5])
             first = lead(x, args[0], heads[0 if is_value else side])
-            return (*first, 0, at[side]) if is_value else (*first, at[side], 0)
+            return (*first, 0, numbers[side]) if is_value else (*first, numbers[side], 0)
 
         size = blocks[side]
         return pl.BlockSpec((None, None, 1, size) if is_value else (None, None, size, x.shape[-1]), index)
@@ -136,7 +139,7 @@ def _run(
             refs[end - count : end] for end, count in zip(ends, counts, strict=True)
         )
         b, kv_head, member, step = (pl.program_id(axis) for axis in range(4))
-        word, heads, at = locate(b, kv_head, member, step, words)
+        word, heads, numbers = locate(b, kv_head, member, step, words)
 
         @pl.when((member == 0) & (step == 0))
         def _() -> None:
@@ -147,11 +150,12 @@ def _run(
         def _() -> None:
             for ref, (_, value) in zip(sum_refs, sums, strict=True):
                 ref[...] = jnp.full(ref.shape, value, jnp.float32)
-            for ref, kept in zip(value_refs[:num_rows], wide, strict=True):
-                kept[...] = jnp.broadcast_to(ref[...], kept.shape[::-1]).T
+            for ref, held in zip(value_refs[:num_rows], wide, strict=True):
+                # once a row of blocks: values of rows come along the lanes, and scores have rows along the sublanes
+                held[...] = jnp.broadcast_to(ref[...], held.shape[::-1]).T
 
         def compute(*, masked: bool) -> None:
-            query, key = (blocks[i] * at[i] + lax.broadcasted_iota(jnp.int32, blocks, i) for i in (0, 1))
+            query, key = (blocks[i] * numbers[i] + lax.broadcasted_iota(jnp.int32, blocks, i) for i in (0, 1))
             tile = Tile(
                 query,
                 key,
@@ -160,7 +164,7 @@ def _run(
                 tuple(jnp.broadcast_to(ref[...], blocks) for ref in value_refs[num_rows:]),
             )
             seen = jnp.broadcast_to(rule.mask(tile), blocks) if masked and rule.mask else None
-            add(tile, seen, array_refs, sum_refs, resident_refs, at[1])
+            add(tile, seen, array_refs, sum_refs, resident_refs, numbers[1])
 
         kind = word & (_COMPUTED | _MASKED)
         pl.when(kind == _COMPUTED if rule.mask else kind != 0)(partial(compute, masked=False))
@@ -168,14 +172,14 @@ def _run(
             pl.when(kind == _COMPUTED | _MASKED)(partial(compute, masked=True))
         pl.when((word & _LAST) != 0)(lambda: finish(out_refs, sum_refs))
 
-    given = [(x, side, False) for side in (0, 1) for x in arrays[side]]
-    given += [(x, int(i >= num_rows), True) for i, x in enumerate(values)]
+    operands = [(x, side, False) for side in (0, 1) for x in arrays[side]]
+    operands += [(x, int(i >= num_rows), True) for i, x in enumerate(values)]
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1 + len(scalars),
             grid=(batch, kv_heads, group, num_steps),
-            in_specs=[spec(x, side, is_value=is_value) for x, side, is_value in given],
+            in_specs=[spec(x, side, is_value=is_value) for x, side, is_value in operands],
             out_specs=[
                 *(spec(x, 0, is_value=x.shape[2] == 1) for x in outs),
                 *(pl.BlockSpec((None, None, *x.shape[2:]), lambda b, h, *_: (b, h, 0, 0, 0)) for x in resident),
@@ -186,13 +190,14 @@ def _run(
             ],
         ),
         compiler_params=pltpu.CompilerParams(
+            # heads of a group and their blocks add to the same dk and dv, so that they run in order
             dimension_semantics=("parallel", "parallel", "arbitrary" if resident else "parallel", "arbitrary"),
             vmem_limit_bytes=_resident_bytes() + _TILE_BYTES,
         ),
         out_shape=[*outs, *resident],
         name=name,
         interpret=interpret,
-    )(words, *scalars, *(x for x, _, _ in given))
+    )(words, *scalars, *(x for x, _, _ in operands))
 
 
 def _repeated(x: Array, width: int) -> Array:
@@ -254,9 +259,9 @@ def forward(
     def finish(outs: _Refs, sums: _Refs) -> None:
         mixed, peak, total = (ref[...] for ref in sums)
         # masked scores weigh 1 until a row sees its first key, and 0 from then on
-        some = peak > LOWEST
-        outs[0][...] = (mixed * _repeated(jnp.where(some, 1.0 / total, 0.0), width)).astype(outs[0].dtype)
-        outs[1][...] = jnp.where(some, peak / _LOG2_E + jnp.log(total), -jnp.inf).T[:1]
+        seen = peak > LOWEST
+        outs[0][...] = (mixed * _repeated(jnp.where(seen, 1.0 / total, 0.0), width)).astype(outs[0].dtype)
+        outs[1][...] = jnp.where(seen, peak / _LOG2_E + jnp.log(total), -jnp.inf).T[:1]
 
     o, lse = _run(
         rule,
@@ -331,6 +336,7 @@ def backward(
                 row_values=values,
                 add=partial(add, first),
                 finish=finish,
+                # float32 where several kernels' dq are added
                 outs=[jax.ShapeDtypeStruct(queries[0].shape, q.dtype if span >= num_blocks else jnp.float32)],
                 resident=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
                 sums=[(q.shape[-1], 0.0)],

@@ -64,6 +64,7 @@ def times(a: Queries, b: KeyRows) -> ScoreBlock:
 
 def weighted_sums(p: ScoreBlock, v: ValueRows) -> MixedRows:
     """Returns the sums of the rows of ``v``, weighted by ``p``."""
+    # rounded to the operands' dtype before the product, as in FlashAttention-2
     return jnp.matmul(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
 
@@ -87,15 +88,16 @@ def attend(
 ) -> RunningSoftmax:
     """Adds a block of (keys, values) to the running softmax, or begins with it where there is none; without
     ``is_masked`` every row sees every key."""
-    found = times(q, keys[0])
+    scores = times(q, keys[0])
     if scale != 1.0:
-        found = found * scale
+        scores = scores * scale
     if rule.score is not None:
-        found = rule.score(found, tile)
+        scores = rule.score(scores, tile)
     if is_masked and rule.mask is not None:
-        found = jnp.where(rule.mask(tile), found, -jnp.inf)
-    peak = jnp.maximum(LOWEST if before is None else before.peak, found.max(-1))
-    p = jnp.exp(found - peak[..., None])
+        scores = jnp.where(rule.mask(tile), scores, -jnp.inf)
+    # finite also where nothing is seen yet: exp(-inf - LOWEST) is 0, where exp(-inf + inf) is NaN
+    peak = jnp.maximum(LOWEST if before is None else before.peak, scores.max(-1))
+    p = jnp.exp(scores - peak[..., None])
     if before is None:
         return RunningSoftmax(peak, p.sum(-1), weighted_sums(p, keys[1]))
     fade = jnp.exp(before.peak - peak)
@@ -106,9 +108,9 @@ def attend(
 
 def finish(running: RunningSoftmax) -> tuple[MixedRows, PerRow]:
     """Returns result and log-sum-exp in float32; zeros and minus infinity for a row that saw no key."""
-    some = running.total > 0
-    total = jnp.where(some, running.total, 1.0)
-    return running.mixed / total[..., None], jnp.where(some, running.peak + jnp.log(total), -jnp.inf)
+    seen = running.total > 0
+    total = jnp.where(seen, running.total, 1.0)
+    return running.mixed / total[..., None], jnp.where(seen, running.peak + jnp.log(total), -jnp.inf)
 
 
 def reads(held: TileRule | Tile) -> dict[str, Any]:
@@ -129,13 +131,13 @@ def score_cotangents(
     factor. XLA's library for CPUs does not take one: its fallback runs at less than half the rate.
     """
     (q, dout, lse, delta), (k, v) = rows, keys
-    found = times(k, q)
+    scores = times(k, q)
     if scale != 1.0:
-        found = found * scale
+        scores = scores * scale
     pull = None
     if rule.score is not None:
-        found, pull = jax.vjp(partial(_with_reads, rule.score, tile), found, reads(tile._replace(learns=rule.learns)))
-    p = jnp.exp(found - lse[..., None, :])
+        scores, pull = jax.vjp(partial(_with_reads, rule.score, tile), scores, reads(tile._replace(learns=rule.learns)))
+    p = jnp.exp(scores - lse[..., None, :])
     if is_masked and rule.mask is not None:
         p = jnp.where(rule.mask(tile), p, 0.0)
     ds = p * (times(v, dout) - delta[..., None, :])
@@ -165,8 +167,8 @@ def safe(lse: PerRow) -> PerRow:
 def deltas(given: BackwardInputs) -> Float[Array, "B T N"]:
     """Returns the sum over each row of cotangent times result, less the cotangent of the log-sum-exp, in float32."""
     dout, o, _, *dlse = given
-    found = jnp.sum(dout.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
-    return found - dlse[0] if dlse else found
+    delta = jnp.sum(dout.astype(jnp.float32) * o.astype(jnp.float32), axis=-1)
+    return delta - dlse[0] if dlse else delta
 
 
 def with_sinks(sinks: Float[Array, " N"], o: HeadValues, lse: Array) -> AttentionResult:

@@ -45,8 +45,8 @@ def _fewest(head: Head, row: int, blocks: list[int], run: Callable[[list[int]], 
     half = len(blocks) // 2
     falls = row - blocks[0] > blocks[-1] - row
     near, far = (blocks[half:], blocks[:half]) if falls else (blocks[:-half], blocks[-half:])
-    some = jnp.asarray(head.lists.exists)[row, np.array(far)].any()
-    return lax.cond(some, lambda: run(blocks), lambda: _fewest(head, row, near, run))
+    sees_far = jnp.asarray(head.lists.exists)[row, np.array(far)].any()
+    return lax.cond(sees_far, lambda: run(blocks), lambda: _fewest(head, row, near, run))
 
 
 def _taken(x: Array, blocks: Sequence[int], size: int, axis: int = -1) -> Array:
@@ -104,7 +104,7 @@ def backward(
     by_row = lax.optimization_barrier(tuple(rows[2:]))
     # dq is accumulated as columns: its products with transposed keys then have no other transposed factor.
     dq = jnp.zeros((*tall.shape[:-2], tall.shape[-1], tall.shape[-2]), jnp.float32)
-    more = jax.tree.map(jnp.zeros_like, reads(head.rule))
+    drule = jax.tree.map(jnp.zeros_like, reads(head.rule))
     dks, dvs = [], []
     for j, blocks, is_masked in _tiles(head.lists):
         keys = _taken(k, [j], sizes.kv_block, -2), _taken(v, [j], sizes.kv_block, -2)
@@ -112,12 +112,12 @@ def backward(
             dks.append(jnp.zeros(keys[0].shape, jnp.float32))
             dvs.append(jnp.zeros(keys[1].shape, jnp.float32))
             continue
-        before = dq, more
+        before = dq, drule
 
         def column(
             blocks: list[int], j: int = j, keys: Any = keys, before: Any = before, is_masked: bool = is_masked
         ) -> Any:
-            dq, more = before
+            dq, drule = before
             q, dout = (_taken(x, blocks, sizes.q_block, -2) for x in (tall, rows[1]))
             lse, delta = (_taken(x, blocks, sizes.q_block) for x in by_row)
             tile = _tile(sizes, head, blocks, [j], turned=True)
@@ -129,16 +129,17 @@ def backward(
                 "columns": lambda x, y: _added(x, y.sum(1), [j], sizes.kv_block),
                 "tables": jnp.add,
             }
-            more = {name: jax.tree.map(ways[name], more[name], added[name]) for name in more}
-            return _added(dq, part, blocks, sizes.q_block), weighted_sums(ds, q) * rest, weighted_sums(p, dout), more
+            drule = {name: jax.tree.map(ways[name], drule[name], added[name]) for name in drule}
+            return _added(dq, part, blocks, sizes.q_block), weighted_sums(ds, q) * rest, weighted_sums(p, dout), drule
 
-        dq, dk, dv, more = _fewest(head, j, blocks, column)
+        dq, dk, dv, drule = _fewest(head, j, blocks, column)
         dks.append(dk)
         dvs.append(dv)
     # Without it XLA would transpose the product of a single tile instead, and its factors would have the slow layout.
     dq = lax.optimization_barrier(dq)
+    # dk has the scale by the scaled queries, or by ``rest``; the keys in products of dq have none
     turned_back = (jnp.swapaxes(dq, -1, -2) * scale).astype(rows[0].dtype)
-    return turned_back, jnp.concatenate(dks, -2), jnp.concatenate(dvs, -2), more
+    return turned_back, jnp.concatenate(dks, -2), jnp.concatenate(dvs, -2), drule
 
 
 def _added(x: Array, value: Array, blocks: Sequence[int], size: int) -> Array:

@@ -60,10 +60,10 @@ def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[T
     varies = table.kinds.shape[:2] != (1, 1) or not isinstance(table.kinds, np.ndarray)
     if bounds is not None and varies and max(lengths) > unrolled.WHOLE:
         lists = lists._replace(exists=table.exists(over))
-    each = 1
+    together = 1
     if call.platform == "cpu":
-        each = _together(lists) if bounds is None else 0
-    return rule, lists, TileSizes(*sizes, q_idx, kv_idx, call.first_head, each)
+        together = _together(lists) if bounds is None else 0
+    return rule, lists, TileSizes(*sizes, q_idx, kv_idx, call.first_head, together)
 
 
 def _together(lists: BlockLists) -> int:
@@ -92,9 +92,9 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
     def cotangents(rule: TileRule, lists: BlockLists, sizes: TileSizes) -> tuple[Any, ...]:
         rows = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), safe(lse), deltas(given))]
         keys = [padded(x, sizes.kv_block, 1) for x in (k, v)]
-        found = blocks.backward(rule, lists, sizes, call.scale, rows, *keys, in_parts=in_parts)
-        dq, dk, dv, more = found
-        return (dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]), more
+        results = blocks.backward(rule, lists, sizes, call.scale, rows, *keys, in_parts=in_parts)
+        dq, dk, dv, drule = results
+        return (dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]), drule
 
     if not call.learns or call.score is None:
         return cotangents(*_prepared(call, q, k, over="keys"))[0]
@@ -104,7 +104,8 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
         score = call.score._replace(arrays=arrays) if call.score else None
         return reads(_prepared(call.with_score(score, learns=True), q, k, over="keys")[0])
 
+    # the kernel has cotangents of what was looked up before it, and JAX takes them on to these arrays
     _, pull = jax.vjp(read, arrays)
-    found, more = cotangents(*_prepared(call, q, k, over="keys"))
-    (learned,) = pull(more)
-    return (*found, *learned)
+    dqkv, drule = cotangents(*_prepared(call, q, k, over="keys"))
+    (learned,) = pull(drule)
+    return (*dqkv, *learned)

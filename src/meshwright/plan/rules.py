@@ -1,0 +1,101 @@
+"""Rules of legality: what they read of one strategy or of many, and what they refuse."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from meshwright.algebra.notation import product
+from meshwright.algebra.sizes import Number
+from meshwright.spec.model import GROUPED
+
+NOUNS: dict[str, str] = {
+    "B": "sequences",
+    "T": "positions",
+    "S": "key positions",
+    "D": "model width",
+    "F": "feed-forward width",
+    "Fe": "expert feed-forward width",
+    "Fs": "shared feed-forward width",
+    "N": "query heads",
+    "K": "kv heads",
+    "G": "query heads per kv head",
+    "H": "head width",
+    "Hn": "head width without rope",
+    "Hr": "head width with rope",
+    "Hv": "head width of values",
+    "Rq": "query rank",
+    "Rkv": "key and value rank",
+    "V": "vocabulary",
+    "L": "layers",
+    "E": "experts",
+    "Ea": "experts per token",
+    "P": "learned positions",
+    "Ps": "learned positions of the encoder",
+    "R": "relative buckets",
+    **dict.fromkeys((f"{dim}g" for dim in GROUPED), "groups of inputs"),
+}
+"""Dim -> its name in a message, after its size: "K=8 kv heads of llama3-70b"."""
+
+
+class StrategySizes(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes that rules check; they may be arrays. B of ``dims`` is the whole batch, in sequences."""
+
+    model: str
+    cluster: str
+    num_chips: int
+    mesh: Mapping[str, Number]
+    dims: Mapping[str, Number]
+    num_microbatches: Number = 1
+    schedule: str = "1f1b"
+    chunks: Number = 1
+
+    @property
+    def stages(self) -> Number:
+        """Stages of the pipeline."""
+        return self.mesh.get("pipeline", 1)
+
+    def devices(self, axes: Iterable[str]) -> Number:
+        """Returns the product of the sizes of these axes."""
+        return product(self.mesh[axis] for axis in axes)
+
+    def named(self, axes: Iterable[str]) -> str:
+        """Returns ``tensor=16``, or ``data=35 x fsdp=64 = 2240``, without axes of size 1."""
+        chosen = [axis for axis in axes if self.mesh[axis] > 1]
+        text = " x ".join(f"{axis}={self.mesh[axis]}" for axis in chosen)
+        return f"{text} = {self.devices(chosen)}" if len(chosen) > 1 else text
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh without axes of size 1: ``mesh fsdp=64 x tensor=4``, or ``a mesh of one device``."""
+        axes = [f"{axis}={size}" for axis, size in self.mesh.items() if size > 1]
+        return f"mesh {' x '.join(axes)}" if axes else "a mesh of one device"
+
+
+class LegalRule(msgspec.Struct, frozen=True):
+    """A named condition. ``holds`` takes sizes or arrays; ``message`` says why one strategy breaks it."""
+
+    name: str
+    holds: Callable[[StrategySizes], Any]
+    message: Callable[[StrategySizes], str]
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a strategy cannot run, and what would run."""
+
+    rule: str
+    message: str
+
+
+def check_rules(rules: Iterable[LegalRule], facts: StrategySizes) -> tuple[Refusal, ...]:
+    """Returns a refusal for each rule that one strategy breaks."""
+    return tuple(Refusal(rule=rule.name, message=rule.message(facts)) for rule in rules if not rule.holds(facts))
+
+
+def mask(rules: Iterable[LegalRule], facts: StrategySizes) -> Any:
+    """Returns a Boolean array: which strategies satisfy all rules."""
+    result: Any = True
+    for rule in rules:
+        result = result & np.asarray(rule.holds(facts))
+    return result

@@ -1,0 +1,195 @@
+"""Derived and compiled collectives side by side: rows by kind and axes, steps by label, and what has a name."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from meshwright.core.labels import StepLabel
+from meshwright.cost.network.collectives import received_share
+from meshwright.hlo.collectives import CompiledCollective
+from meshwright.hlo.shapes import ELEMENT_BITS
+from meshwright.verify.expected import Expected, active_axes
+
+TOLERANCE = 0.02
+"""Numbers this close count as equal; differences of a row below a quarter of this share of its bytes are ignored."""
+
+MOST_PADDING = 0.5
+"""Share of its own numbers that is added to an array at most, if its shards are no smaller than a tile: what grows by
+more has another cause."""
+
+TILE_BYTES = 4096
+"""Bytes of a TPU's tile, of which a smaller shard becomes a whole one."""
+
+_Axes = tuple[str, ...]
+TrafficKey = tuple[str, _Axes]
+"""(kind, mesh axes in the mesh's order)."""
+
+_REPEATED = ".remat"
+"""Part of the names of instructions that XLA duplicates to save memory."""
+
+
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """One named difference of a step, or of several steps over the same axes. Bytes are on the wire, per device."""
+
+    name: str
+    where: str
+    derived_bytes: float
+    compiled_bytes: float
+
+    @property
+    def extra_bytes(self) -> float:
+        """Compiled less derived bytes."""
+        return self.compiled_bytes - self.derived_bytes
+
+
+class TrafficRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of collective over some axes: arrays and bytes on the wire per device, derived and compiled.
+
+    ``named_bytes`` is the part of the difference that has a name.
+    """
+
+    kind: str
+    axes: _Axes
+    derived_arrays: int
+    compiled_arrays: int
+    derived_bytes: float
+    compiled_bytes: float
+    named_bytes: float = 0.0
+
+
+class TrafficComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """All rows, most bytes first, and the named differences."""
+
+    rows: tuple[TrafficRow, ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def compiled_bytes(self) -> float:
+        return sum(row.compiled_bytes for row in self.rows)
+
+    @property
+    def derived_bytes(self) -> float:
+        return sum(row.derived_bytes for row in self.rows)
+
+    @property
+    def remainder(self) -> float:
+        """Absolute unnamed differences as a share of all bytes."""
+        unnamed = sum(abs(row.compiled_bytes - row.derived_bytes - row.named_bytes) for row in self.rows)
+        return unnamed / max(self.compiled_bytes, self.derived_bytes, 1.0)
+
+
+class Amount(msgspec.Struct, frozen=True):
+    """Traffic: elements of whole arrays, bytes on the wire, and number of arrays."""
+
+    elements: float = 0.0
+    wire: float = 0.0
+    arrays: int = 0
+
+    def __add__(self, other: "Amount") -> "Amount":
+        return Amount(self.elements + other.elements, self.wire + other.wire, self.arrays + other.arrays)
+
+    def __neg__(self) -> "Amount":
+        return Amount(-self.elements, -self.wire, -self.arrays)
+
+
+NOTHING = Amount()
+TrafficAmounts = Mapping[TrafficKey, Amount]
+
+
+class Sides:
+    """Derived and compiled traffic by kind and axes, of one label or of the whole step."""
+
+    def __init__(self) -> None:
+        self.derived: dict[TrafficKey, Amount] = defaultdict(Amount)
+        self.compiled: dict[TrafficKey, Amount] = defaultdict(Amount)
+        self.windowed = False
+
+
+def _amount_of(found: CompiledCollective, size: int) -> Amount:
+    """Returns the traffic of a collective over axes of ``size`` devices.
+
+    A collective over axes that span slices is compiled as one inside and one between them. The one between them adds
+    its bytes; elements and arrays count once, with the one inside.
+    """
+    group = found.group_size if 1 < found.group_size < size else size
+    wire = found.total_bytes * received_share(found.kind, group)
+    if found.dcn and group < size:
+        return Amount(wire=wire)
+    return Amount(found.total_bytes * 8 / ELEMENT_BITS.get(found.dtype, 32), wire, found.trips * found.num_arrays)
+
+
+def same(one: float, other: float) -> bool:
+    """True for numbers within `TOLERANCE`."""
+    return abs(one - other) <= TOLERANCE * max(one, other)
+
+
+class TrafficTable:
+    """Names differences row by row. ``left`` is compiled less derived traffic of each row that has no name yet.
+
+    ``copied`` is the number of elements of the largest array that the partitioner replicated.
+    """
+
+    def __init__(
+        self, expected: Iterable[Expected], found: Iterable[CompiledCollective], mesh: Mapping[str, int], copied: int
+    ) -> None:
+        self.mesh, self.copied = mesh, copied
+        self.rows = Sides()
+        self.labels: dict[StepLabel | None, Sides] = defaultdict(Sides)
+        self.taken: set[StepLabel | None] = set()
+        self.named: dict[TrafficKey, float] = defaultdict(float)
+        self.repeated_bytes: dict[TrafficKey, float] = defaultdict(float)
+        self.differences: list[Difference] = []
+        self.left: dict[TrafficKey, Amount] = defaultdict(Amount)
+        self.most_padding: dict[StepLabel | None, float] = defaultdict(lambda: MOST_PADDING)
+        for e in expected:
+            if e.axes:
+                shard_bytes = e.full_bytes / e.num_arrays / e.group_size
+                self.most_padding[e.label] = max(self.most_padding[e.label], TILE_BYTES / shard_bytes)
+                share = received_share(e.kind, e.group_size)
+                amount = Amount(e.full_bytes / e.element_bytes, e.full_bytes * share, e.num_arrays)
+                for side in (self.labels[e.label].derived, self.rows.derived):
+                    side[e.kind, e.axes] += amount
+        for c in found:
+            if axes := active_axes(c.axes, mesh):
+                amount = _amount_of(c, math.prod(mesh[axis] for axis in axes))
+                for side in (self.labels[c.label].compiled, self.rows.compiled):
+                    side[c.kind, axes] += amount
+                self.labels[c.label].windowed |= c.windowed
+                if _REPEATED in c.name:
+                    self.repeated_bytes[c.kind, axes] += amount.wire
+        for key in (*self.rows.compiled, *self.rows.derived):
+            self.left[key] = self.rows.compiled.get(key, NOTHING) + -self.rows.derived.get(key, NOTHING)
+
+    def is_even(self, key: TrafficKey) -> bool:
+        """True if the row's unnamed difference is negligible."""
+        return abs(self.left[key].wire) <= TOLERANCE / 4 * self.rows.derived[key].wire
+
+    def name(self, name: str, where: str, derived: TrafficAmounts, compiled: TrafficAmounts) -> None:
+        """Gives a difference a name: what both sides have of it, by row, is left no more."""
+        for key in {**derived, **compiled}:
+            extra = compiled.get(key, NOTHING) + -derived.get(key, NOTHING)
+            self.named[key] += extra.wire
+            self.left[key] += -extra
+        due, sent = (sum(side.values(), NOTHING).wire for side in (derived, compiled))
+        self.differences.append(Difference(name=name, where=where, derived_bytes=due, compiled_bytes=sent))
+
+    def result(self) -> TrafficComparison:
+        """Returns all rows and the named differences, most bytes first."""
+        rows = [
+            TrafficRow(
+                kind=key[0],
+                axes=key[1],
+                derived_arrays=self.rows.derived[key].arrays,
+                compiled_arrays=self.rows.compiled[key].arrays,
+                derived_bytes=self.rows.derived[key].wire,
+                compiled_bytes=self.rows.compiled[key].wire,
+                named_bytes=self.named.get(key, 0.0),
+            )
+            for key in dict.fromkeys((*self.rows.derived, *self.rows.compiled))
+        ]
+        return TrafficComparison(
+            rows=tuple(sorted(rows, key=lambda row: -max(row.compiled_bytes, row.derived_bytes))),
+            differences=tuple(sorted(self.differences, key=lambda difference: -abs(difference.extra_bytes))),
+        )
