@@ -133,6 +133,10 @@ def test_devices_without_a_plan_share_heads_and_then_requests():
     assert layout._planned(load_model("llama3.1-70b"), EngineOptions(), [Device()] * 8) is None
 
 
+def test_a_server_listens_in_one_place(call):
+    call("serve", "tiny", "--uds", "here", "--port", "0").assert_refused(2, "--port and --uds each say where to listen.")
+
+
 @pytest.mark.parametrize("verb", [serve, compile_verb, bench_serve])
 def test_adapters_are_given_as_vllm_takes_them(verb):
     """Several after one option, in any place; what has no = is the folder."""

@@ -5,6 +5,7 @@ import json
 import random
 import time
 
+from meshwright.serve.http.run import MOST_HEAD_BYTES
 from tests.serve.http.fake import FakeEngine, bench, in_loop, letters, listening, streamed_text
 
 
@@ -84,4 +85,23 @@ async def test_many_streams_at_once():
             first = letters().token_to_id("abcdefghij"[place % 10])
             tokens = [(first + 1 + step) % 90 for step in range(3 + place)]
             assert text == letters().decode(tokens)
+        await b.rest()
+
+
+@in_loop
+async def test_headers_without_an_end_are_cut_off():
+    """A long body is none of them, also behind an earlier request on its connection."""
+    async with listening() as (b, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: ")
+        for _ in range(MOST_HEAD_BYTES // 1024):
+            writer.write(b"a" * 1024)
+            await writer.drain()
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert b"the headers have more than 65,536 bytes." in answer
+        for _ in range(3):
+            asked = await b.client.post("/tokenize", json={"prompt": "a" * 100_000})
+            assert asked.status_code == 200, asked.text
         await b.rest()

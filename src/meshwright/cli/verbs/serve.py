@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class Given(EngineGiven):
-    host: str = option("Address to listen on; 0.0.0.0 is every network of this machine.", default="127.0.0.1")
-    port: int = option("Port to listen on; 0 takes a free one.", type=click.IntRange(0, 65535), default=8000)
-    uds: str | None = option("Unix socket to listen on in place of a port.")
+    host: str | None = option("Address to listen on; 0.0.0.0 is every network of this machine. Default: 127.0.0.1.")
+    port: int | None = option("Port to listen on; 0 takes a free one. Default: 8000.", type=click.IntRange(0, 65535))
+    uds: str | None = option("Unix socket to listen on in place of an address and a port.")
     name: str | None = option("What clients call the model. Default: its folder.", "--name", "--served-model-name")
     api_key: tuple[str, ...] = option("Key that clients must send; give it again for more.", "--api-key")
     max_queued: Count = option("Most requests that wait or run; more get a 429.", default=1024)
@@ -44,7 +44,12 @@ def command(given: Given) -> None:
             raise InputError(f"{flag} is empty. Give a text, or leave the option out.")
     if given.deadline == 0:
         raise InputError("--deadline 0 leaves no time for a request. Give more seconds, or leave it out for no limit.")
-    listening = Listening(host=given.host, port=given.port, uds=given.uds, drain_s=given.drain)
+    where = {"host": given.host, "port": given.port, "uds": given.uds}
+    named: dict[str, Any] = {name: value for name, value in where.items() if value is not None}
+    if given.uds and len(named) > 1:
+        names = " and ".join(f"--{name}" for name in named)
+        raise InputError(f"{names} each say where to listen. Leave --uds out, or the others.")
+    listening = Listening(**named, drain_s=given.drain)
     listening.bind().close()  # an address that is taken is said before minutes of compiling
     from meshwright.serve.http.served import served_model
     from meshwright.serve.model_folder import open_model

@@ -11,9 +11,11 @@ from types import FrameType
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.serve.frontend import Frontend
+from meshwright.serve.http.errors import RequestError, error_of
 
 SWITCH_S = 0.0005
 """How long a thread keeps Python's interpreter that another one waits for."""
@@ -24,6 +26,10 @@ LINE_S = 10
 KEEP_ALIVE_S = 75
 """How long a connection may be idle: longer than clients keep theirs (httpx and openai's package: 5 s), which would
 otherwise send requests into connections that the server closes."""
+
+
+MOST_HEAD_BYTES = 65_536
+"""Bytes of a request's line and headers: as many as h11 takes, and eight times what nginx does."""
 
 
 class Listening(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +61,34 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
         return bound
 
 
+class BoundedProtocol(HttpToolsProtocol):
+    """Answers a request whose line and headers are longer than `MOST_HEAD_BYTES`, all of which httptools keeps, with
+    431, and ends its connection."""
+
+    _head_bytes = _num_ended = 0
+    _in_head = True
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._in_head, self._num_ended = True, self._num_ended + 1
+        super().on_message_complete()
+
+    def data_received(self, data: bytes) -> None:
+        num_ended = self._num_ended
+        super().data_received(data)
+        # what follows a whole request in the same data is at most as long as the socket is read at once
+        self._head_bytes = self._head_bytes + len(data) if self._in_head and num_ended == self._num_ended else 0
+        if self._head_bytes > MOST_HEAD_BYTES and not self.transport.is_closing():
+            _, answer, _ = error_of(RequestError(f"the headers have more than {MOST_HEAD_BYTES:,} bytes.", 431))
+            body = msgspec.json.encode(answer)
+            head = "HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close"
+            self.transport.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+            self.transport.close()
+
+
 class DrainingServer(uvicorn.Server):
     """Ends after a signal, or as the engine fails: takes nothing new, finishes what runs. A second signal ends it at
     once. ``on_line`` is called every `LINE_S`, in a thread."""
@@ -71,6 +105,7 @@ class DrainingServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="asyncio",
+                http=BoundedProtocol,
                 lifespan="on",
                 ws="none",
                 log_config=None,  # uvicorn's own closes the handlers of others, and absl's then its stream
