@@ -134,7 +134,7 @@ def test_devices_without_a_plan_share_heads_and_then_requests():
 
 
 def test_a_server_listens_in_one_place(call):
-    call("serve", "tiny", "--uds", "here", "--port", "0").assert_refused(2, "--port and --uds each say where to listen.")
+    call("serve", "tiny", "--uds", "here", "--port", "0").assert_refused(2, "--port and --uds each say where")
 
 
 @pytest.mark.parametrize("verb", [serve, compile_verb, bench_serve])
