@@ -64,17 +64,17 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
     def seconds(self, *tables: Mapping[str, Calibration]) -> np.ndarray:
         """Returns predicted step seconds [tables, cases]; each table has a calibration for each chip, by name."""
         # the cases so many times over, one whole list after the other
-        names = ("sizes", "pipeline", "legs", "fills", "links", "num_hosts", "num_nodes")
-        repeats = map_figures(
+        array_names = ("sizes", "pipeline", "legs", "fills", "links", "num_hosts", "num_nodes")
+        fields = map_figures(
             lambda value: np.tile(value, len(tables)) if isinstance(value, np.ndarray) else value,
-            {name: getattr(self, name) for name in names},
+            {name: getattr(self, name) for name in array_names},
         )
-        repeats["sizes"] = msgspec.structs.replace(repeats["sizes"], cache={})
-        cases = self.cases * len(tables)
-        every = msgspec.structs.replace(self, cases=cases, derived=_with_repeats(self.derived, cases), **repeats)
-        rates = every.rates([table[case.chip.name] for table in tables for case in self.cases])
-        priced = PricedStep(derived=every.derived, sizes=every.sizes, rates=rates, pipeline=every.pipeline)
-        return np.broadcast_to(priced.seconds.step_s, len(every.cases)).reshape(len(tables), -1)
+        fields["sizes"] = msgspec.structs.replace(fields["sizes"], cache={})
+        tiled = self.cases * len(tables)
+        batch = msgspec.structs.replace(self, cases=tiled, derived=_with_repeats(self.derived, tiled), **fields)
+        rates = batch.rates([table[case.chip.name] for table in tables for case in self.cases])
+        priced_step = PricedStep(derived=batch.derived, sizes=batch.sizes, rates=rates, pipeline=batch.pipeline)
+        return np.broadcast_to(priced_step.seconds.step_s, len(batch.cases)).reshape(len(tables), -1)
 
     def rates(self, calibrations: Sequence[Calibration]) -> StepRates:
         """Returns the rates of the cases' machines as arrays; ``calibrations`` has one for each case."""
@@ -88,17 +88,17 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
             )
             for case, calibration in zip(self.cases, calibrations, strict=True)
         ]
-        stand_in = _stacked_calibration(calibrations)
+        stacked = _stacked_calibration(calibrations)
         scatters = self.cases[0].setting.assumptions.scatters
-        groups = {group: leg_rates(legs, stand_in, scatters=scatters) for group, legs in self.legs.items()}
+        rates_by_group = {group: leg_rates(legs, stacked, scatters=scatters) for group, legs in self.legs.items()}
         return StepRates(
-            chip=msgspec.structs.replace(chips[0], **_arrays(chips, RATES), efficiency=stand_in.efficiency),
+            chip=msgspec.structs.replace(chips[0], **_arrays(chips, RATES), efficiency=stacked.efficiency),
             peak_flops_per_s=1.0,
-            groups=groups,
+            groups=rates_by_group,
             link_levels=("",) * len(self.links),
             uses={
                 key: busy
-                for group, rates in groups.items()
+                for group, rates in rates_by_group.items()
                 for key, busy in busy_links(group, rates, self.fills[group], self.links).items()
             },
             software=self.pipeline.software,
@@ -131,7 +131,7 @@ def batches(cases: Sequence[Case]) -> tuple[CaseBatch, ...]:
 def _pattern(case: Case) -> tuple[Any, ...]:
     """Returns the key that cases of one batch share: their derived steps differ in sizes alone."""
     strategy, setting, cluster = case.strategy, case.setting, case.setting.cluster
-    shape = tuple((block.name, block.ops, block.carry) for block in setting.program.blocks)
+    ops = tuple((block.name, block.ops, block.carry) for block in setting.program.blocks)
     choices: tuple[Any, ...] = (
         strategy.remat,
         strategy.context_attention,
@@ -139,16 +139,16 @@ def _pattern(case: Case) -> tuple[Any, ...]:
         strategy.state,
         strategy.assignment,
     )
-    narrow = strategy.matmul_dtype in ("fp8", "fp4", "int8")
+    is_narrow = strategy.matmul_dtype in ("fp8", "fp4", "int8")
     # a chip without fitted numbers overlaps by the data sheet, the others by one exponent
-    fitted = family(cluster.chip) is not None
+    is_fitted = family(cluster.chip) is not None
     assumed = setting.assumptions
     if not setting.job.trains:
-        heads = strategy_of_heads(strategy, setting.model.num_kv_heads).assignment
-        choices = (setting.job.kind, setting.storage, heads, assumed.engine, cluster.chip.name)
-    how = (assumed.software, assumed.dispatch, assumed.exchange_overlap, gathers_narrow(strategy, assumed))
+        heads_assignment = strategy_of_heads(strategy, setting.model.num_kv_heads).assignment
+        choices = (setting.job.kind, setting.storage, heads_assignment, assumed.engine, cluster.chip.name)
+    mode = (assumed.software, assumed.dispatch, assumed.exchange_overlap, gathers_narrow(strategy, assumed))
     choices = (*choices, assumed.scatters)
-    return (shape, *map(str, choices), *how, narrow, fitted, cluster.kind, cluster.num_slices > 1, _left_out(case))
+    return (ops, *map(str, choices), *mode, is_narrow, is_fitted, cluster.kind, cluster.num_slices > 1, _left_out(case))
 
 
 def _left_out(case: Case) -> tuple[str, ...]:
@@ -161,35 +161,35 @@ def _left_out(case: Case) -> tuple[str, ...]:
 
 
 def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
-    chosen = tuple(cases[number] for number in numbers)
-    first = chosen[0]
-    if first.setting.job.trains:
-        derived = first.setting.symbolic(first.strategy, without=_left_out(first))
+    batch_cases = tuple(cases[number] for number in numbers)
+    first_case = batch_cases[0]
+    if first_case.setting.job.trains:
+        derived = first_case.setting.symbolic(first_case.strategy, without=_left_out(first_case))
     else:
-        derived = first.setting.derived(first.strategy)
-    placements = [strategy_placements(case.setting.cluster, case.strategy)[0] for case in chosen]
+        derived = first_case.setting.derived(first_case.strategy)
+    placements = [strategy_placements(case.setting.cluster, case.strategy)[0] for case in batch_cases]
     groups = collective_groups(derived)
-    sizes = [case.setting.sizes(case.strategy) for case in chosen]
+    sizes = [case.setting.sizes(case.strategy) for case in batch_cases]
     dims, mesh, sequences = (
         map_figures(lambda *sizes: np.array(sizes, dtype=float), *(getattr(size, name) for size in sizes))
         for name in ("dims", "mesh", "sequences")
     )
     return CaseBatch(
-        cases=chosen,
+        cases=batch_cases,
         numbers=np.array(numbers),
-        derived=_with_repeats(derived, chosen),
+        derived=_with_repeats(derived, batch_cases),
         sizes=msgspec.structs.replace(sizes[0], dims=dims, mesh=mesh, sequences=sequences),
         pipeline=PipelineCost(
-            schedule=first.strategy.schedule,
-            stages=np.array([case.strategy.mesh["pipeline"] for case in chosen]),
-            chunks=np.array([case.strategy.chunks for case in chosen]),
-            microbatches=np.array([case.strategy.num_microbatches for case in chosen]),
-            software=first.setting.assumptions.software,
+            schedule=first_case.strategy.schedule,
+            stages=np.array([case.strategy.mesh["pipeline"] for case in batch_cases]),
+            chunks=np.array([case.strategy.chunks for case in batch_cases]),
+            microbatches=np.array([case.strategy.num_microbatches for case in batch_cases]),
+            software=first_case.setting.assumptions.software,
         ),
-        legs={group: _stacked_legs([group_legs(placed, group) for placed in placements]) for group in groups},
+        legs={group: _stacked_legs([group_legs(placement, group) for placement in placements]) for group in groups},
         fills={group: _filled(placements, group) for group in groups},
         links=_links(placements),
-        num_hosts=np.array([case.setting.cluster.num_hosts for case in chosen]),
+        num_hosts=np.array([case.setting.cluster.num_hosts for case in batch_cases]),
         num_nodes={group: np.array([spanned_nodes(group_legs(p, group)) for p in placements]) for group in groups},
     )
 
@@ -198,57 +198,57 @@ def _with_repeats(derived: Derived, cases: Sequence[Case]) -> Derived:
     """Returns the steps with arrays as the repeats of blocks, an entry per case."""
     programs = [case.setting.program for case in cases]
     blocks = []
-    for number, steps in enumerate(derived.blocks):
-        repeats = np.array([program.blocks[number].repeat for program in programs])
-        block = msgspec.structs.replace(steps.block, repeat=repeats)
+    for block_index, steps in enumerate(derived.blocks):
+        repeats_of_case = np.array([program.blocks[block_index].repeat for program in programs])
+        block = msgspec.structs.replace(steps.block, repeat=repeats_of_case)
         blocks.append(msgspec.structs.replace(steps, block=block))
     return msgspec.structs.replace(derived, blocks=tuple(blocks))
 
 
 def _stacked_legs(every: Sequence[tuple[Leg, ...]]) -> tuple[Leg, ...]:
     """Stacks the legs of all cases: their n-th legs of a level become one leg whose figures are arrays."""
-    slots: dict[tuple[Level, int], list[Leg]] = {}
-    for number, legs in enumerate(every):
-        seen: Counter[Level] = Counter()
+    legs_by_slot: dict[tuple[Level, int], list[Leg]] = {}
+    for case_index, legs in enumerate(every):
+        num_legs_by_level: Counter[Level] = Counter()
         for leg in legs:
-            slots.setdefault((leg.level, seen[leg.level]), [NO_LEG] * len(every))[number] = leg
-            seen[leg.level] += 1
-    order = {"ici": 0, "nvlink": 0, "host": 0, "network": 1, "dcn": 2}
+            legs_by_slot.setdefault((leg.level, num_legs_by_level[leg.level]), [NO_LEG] * len(every))[case_index] = leg
+            num_legs_by_level[leg.level] += 1
+    level_order = {"ici": 0, "nvlink": 0, "host": 0, "network": 1, "dcn": 2}
     return tuple(
         msgspec.structs.replace(stack(legs), level=level)
-        for (level, _), legs in sorted(slots.items(), key=lambda slot: order[slot[0][0]])
+        for (level, _), legs in sorted(legs_by_slot.items(), key=lambda slot: level_order[slot[0][0]])
     )
 
 
 def _arrays(every: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
     """Stacks attributes of several objects into arrays."""
-    return {name: np.array([getattr(item, name) for item in every]) for name in names}
+    return {field: np.array([getattr(item, field) for item in every]) for field in names}
 
 
 def _filled(placements: Sequence[Placement], group: AxisGroup) -> np.ndarray:
     """Returns True where the group uses the axis [physical axes, cases]."""
     filled = np.zeros(_links(placements).shape, dtype=bool)
-    for number, placed in enumerate(placements):
-        on = [any(axis in group and factor > 1 for axis, factor in link.parts) for link in placed.links]
-        filled[: len(on), number] = on
+    for case_index, placement in enumerate(placements):
+        is_used = [any(axis in group and factor > 1 for axis, factor in link.parts) for link in placement.links]
+        filled[: len(is_used), case_index] = is_used
     return filled
 
 
 def _links(placements: Sequence[Placement]) -> np.ndarray:
     """Returns the level of each axis, "" if a case has fewer axes [physical axes, cases]."""
-    most = max(len(placed.links) for placed in placements)
-    return np.array([[*(link.level for link in p.links), *[""] * (most - len(p.links))] for p in placements]).T
+    max_axes = max(len(placement.links) for placement in placements)
+    return np.array([[*(link.level for link in p.links), *[""] * (max_axes - len(p.links))] for p in placements]).T
 
 
 def _stacked_calibration(calibrations: Sequence[Calibration]) -> Any:
     """Returns an object with the calibration fields that pricing reads, most as arrays."""
     fields = [name for name in Efficiency.__struct_fields__ if name not in ALIKE]
     stacked = _arrays([calibration.efficiency for calibration in calibrations], fields)
-    overlaps = calibrations[0].efficiency.overlap is not None
+    has_overlap = calibrations[0].efficiency.overlap is not None
     exponents = ["overlap", "hiding"]
-    engines = [calibration.efficiency.engine_s for calibration in calibrations]
-    stacked["engine_s"] = {name: np.array([seconds.get(name, 0.0) for seconds in engines]) for name in engines[0]}
-    stacked |= _arrays([c.efficiency for c in calibrations], exponents) if overlaps else dict.fromkeys(exponents)
+    tables = [calibration.efficiency.engine_s for calibration in calibrations]
+    stacked["engine_s"] = {name: np.array([table.get(name, 0.0) for table in tables]) for name in tables[0]}
+    stacked |= _arrays([c.efficiency for c in calibrations], exponents) if has_overlap else dict.fromkeys(exponents)
     efficiency = SimpleNamespace(**stacked)
     return SimpleNamespace(efficiency=efficiency, hop_s=_Hops([c.hop_s for c in calibrations]), collectives=())
 
@@ -260,5 +260,5 @@ class _Hops:
         self.every = every
 
     def get(self, level: str, own: np.ndarray) -> np.ndarray:
-        seconds = np.array([hops.get(level, np.nan) for hops in self.every])
-        return np.where(np.isnan(seconds), own, seconds)
+        hop_s = np.array([hops.get(level, np.nan) for hops in self.every])
+        return np.where(np.isnan(hop_s), own, hop_s)

@@ -121,28 +121,28 @@ def _case(record: Record) -> Case:
     if record.lora:
         model = msgspec.structs.replace(model, lora=Lora(**msgspec.structs.asdict(record.lora)))
     job = Job(batch_seqs=max(1, round(record.global_batch_seqs)), seq_len=record.seq_len)
-    measured = measured_seconds(record, model, job, cluster.chip)
+    measured_s = measured_seconds(record, model, job, cluster.chip)
     strategy = strategy_of(record, model, cluster)
     peak(cluster.chip, strategy.matmul_dtype)  # a dtype that the chip lacks is a reason, not a fault of the file
     # the first candidate, whose mesh axes have whole physical axes, as libraries make device meshes; not the fastest
-    placed = strategy_placements(cluster, strategy)[0].describe()
-    strategy = msgspec.structs.replace(strategy, placement=placed)
+    placement = strategy_placements(cluster, strategy)[0].describe()
+    strategy = msgspec.structs.replace(strategy, placement=placement)
     # published software sends filled expert slots only
-    kernel: AttentionKernel = "portable" if "ALiBi" in record.note else "tuned"
+    attention_kernel: AttentionKernel = "portable" if "ALiBi" in record.note else "tuned"
     recipe = record.recipe
     if recipe and recipe.narrow_attention:
-        kernel = "narrow"
-    assumed = Assumptions(
+        attention_kernel = "narrow"
+    assumptions = Assumptions(
         software=_software(record),
-        attention_kernel=kernel,
+        attention_kernel=attention_kernel,
         empty_slots=False,
         dispatch=DISPATCHES[recipe.dispatcher] if recipe else "experts",
         exchange_overlap=recipe is not None and recipe.exchange_overlap,
         narrow_gathers=record.group.startswith(NARROW_SUMS),
         scatters="once",
     )
-    setting = Setting(model, cluster, job, assumptions=assumed)
-    return Case(record=record, setting=setting, strategy=strategy, measured_s=measured)
+    setting = Setting(model, cluster, job, assumptions=assumptions)
+    return Case(record=record, setting=setting, strategy=strategy, measured_s=measured_s)
 
 
 # -- model ----------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def model_of(shape: ModelShape, seq_len: int) -> Model:
         fields |= {"learned_positions": True, "tied_embeddings": True}
     if shape.moe:
         moe = shape.moe
-        dense = [n for n in range(shape.layers) if n < moe.first_k_dense or (n + 1) % moe.interleave]
+        dense_layers = [n for n in range(shape.layers) if n < moe.first_k_dense or (n + 1) % moe.interleave]
         fields |= {
             "family": "qwen3_moe",
             "num_experts": moe.experts,
@@ -176,7 +176,7 @@ def model_of(shape: ModelShape, seq_len: int) -> Model:
             "d_ff_expert": moe.d_ff_expert,
             "num_shared_experts": moe.n_shared,
             "d_ff_shared": moe.n_shared * moe.d_ff_expert,
-            "dense_layers": tuple(dense),
+            "dense_layers": tuple(dense_layers),
         }
     if shape.attention == "mla":
         fields |= {
@@ -201,38 +201,38 @@ def cluster_of(record: Record) -> Cluster:
     """Returns a record's cluster: equal domains as large as possible, or slices that are nearly cubic tori."""
     unit = chip_of(record)
     if unit.topology == "torus":
-        slices = record.slices or 1
-        if record.n_chips % slices:
-            raise InputError(f"{record.n_chips} chips do not divide into {slices} slices")
-        return make_cluster(unit, _torus_shape(unit, record.n_chips // slices), num_slices=slices)
+        num_slices = record.slices or 1
+        if record.n_chips % num_slices:
+            raise InputError(f"{record.n_chips} chips do not divide into {num_slices} slices")
+        return make_cluster(unit, _torus_shape(unit, record.n_chips // num_slices), num_slices=num_slices)
     # the domain must divide the chips: of the 72 chips of a rack, 64 for 128
-    largest = min(unit.domain_chips or record.n_chips, record.n_chips)
-    domain = max(size for size in range(1, largest + 1) if record.n_chips % size == 0)
+    max_domain = min(unit.domain_chips or record.n_chips, record.n_chips)
+    domain = max(size for size in range(1, max_domain + 1) if record.n_chips % size == 0)
     return make_cluster(unit, (domain, record.n_chips // domain))
 
 
 def _torus_shape(chip: Chip, num_chips: int) -> tuple[int, ...]:
     """Returns the shape closest to a cube, made of whole optically switched cubes if possible."""
-    axes, cube = chip.num_ici_axes or 1, chip.wrap_multiple or 1
-    if axes == 3 and num_chips % cube**axes == 0:
-        return tuple(cube * size for size in balanced_shape(num_chips // cube**axes, axes))
-    return balanced_shape(num_chips, axes)
+    num_axes, cube_side = chip.num_ici_axes or 1, chip.wrap_multiple or 1
+    if num_axes == 3 and num_chips % cube_side**num_axes == 0:
+        return tuple(cube_side * size for size in balanced_shape(num_chips // cube_side**num_axes, num_axes))
+    return balanced_shape(num_chips, num_axes)
 
 
 def chip_of(record: Record) -> Chip:
     """Returns the chip of the catalogue that a record names, with the network that its note states."""
     name = record.hardware.lower().replace("_", "-")
-    for word in ("tpu-", "-sxm2-32gb", "-sxm-80gb", "-sxm", "-nvl72", "(ironwood)"):
-        name = name.replace(word, "-40gb" if (word == "-sxm" and name.endswith("-40gb")) else "")
+    for affix in ("tpu-", "-sxm2-32gb", "-sxm-80gb", "-sxm", "-nvl72", "(ironwood)"):
+        name = name.replace(affix, "-40gb" if (affix == "-sxm" and name.endswith("-40gb")) else "")
     name = {"a100-40gb-40gb": "a100-40gb", "v4": "v4p", "v7x": "tpu7x"}.get(name, name)
     unit = chip(name)
-    stated = _GIGABITS_PER_NODE.search(record.note)
-    rate = None
-    if stated:
-        rate = float(stated[1]) / 8 * 1e9 / (unit.chips_per_host or 8)
+    rate_match = _GIGABITS_PER_NODE.search(record.note)
+    bytes_per_s = None
+    if rate_match:
+        bytes_per_s = float(rate_match[1]) / 8 * 1e9 / (unit.chips_per_host or 8)
     elif "A3-High" in record.note:
-        rate = A3_HIGH_BYTES_PER_S
-    return unit if rate is None else msgspec.structs.replace(unit, nic_bytes_per_s=rate)
+        bytes_per_s = A3_HIGH_BYTES_PER_S
+    return unit if bytes_per_s is None else msgspec.structs.replace(unit, nic_bytes_per_s=bytes_per_s)
 
 
 # -- strategy -------------------------------------------------------------------------------------------
@@ -240,36 +240,36 @@ def chip_of(record: Record) -> Chip:
 
 def strategy_of(record: Record, model: Model, cluster: Cluster) -> Strategy:
     """Returns the record's parallelism as a strategy, by the rules in `docs/accuracy.md`."""
-    stated = record.parallelism
-    tpu = cluster.kind == "torus"
-    sizes = {"pipeline": stated.pp or 1, "context": stated.cp or 1, "tensor": stated.tp or 1}
+    degrees = record.parallelism
+    is_tpu = cluster.kind == "torus"
+    sizes = {"pipeline": degrees.pp or 1, "context": degrees.cp or 1, "tensor": degrees.tp or 1}
     replicas = record.n_chips // math.prod(sizes.values())
     if replicas * math.prod(sizes.values()) != record.n_chips:
-        degrees = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
-        raise InputError(f"{degrees} do not divide {record.n_chips} chips")
-    expert = math.gcd(stated.ep or 1, replicas) if model.num_experts else 1
-    zero = stated.zero_stage or 0
+        degrees_text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise InputError(f"{degrees_text} do not divide {record.n_chips} chips")
+    expert = math.gcd(degrees.ep or 1, replicas) if model.num_experts else 1
+    zero = degrees.zero_stage or 0
     if record.group.startswith("mlperf-train"):
         zero = max(zero, 1)  # USE_DIST_OPTIMIZER of NVIDIA's config_common.sh, from which all of them begin
     outer = _outer_replicas(record, cluster, replicas // expert) if zero == 3 else 1
     sizes |= {"expert": expert}
     sizes |= {"fsdp": replicas // expert // outer, "data": outer} if zero else {"data": replicas // expert}
-    per_step = record.global_batch_seqs or 1
-    word = next((name for name in PRECISIONS if record.precision.lower().startswith(name)), None)
-    if word is None:
+    seqs_per_step = record.global_batch_seqs or 1
+    precision = next((name for name in PRECISIONS if record.precision.lower().startswith(name)), None)
+    if precision is None:
         raise InputError(f"precision {record.precision!r} is not known")
     chunks = _chunks(record, model, sizes["pipeline"])
-    sums_narrow = record.group.startswith(NARROW_SUMS) or record.precision == "fp16"  # stacks of 2021 sum in fp16
+    is_narrow_sum = record.group.startswith(NARROW_SUMS) or record.precision == "fp16"  # stacks of 2021 sum in fp16
     return Strategy(
         mesh=make_mesh(sizes),
-        assignment=standard_assignment(zero=zero, sequence_parallel=bool(stated.sp) or tpu or sizes["tensor"] == 1),
+        assignment=standard_assignment(zero=zero, sequence_parallel=bool(degrees.sp) or is_tpu or sizes["tensor"] == 1),
         context_attention="ulysses" if "CP uses a2a" in record.note else "gather",
         remat=_remat(record),
-        num_microbatches=_microbatches(record, replicas, per_step, tpu),
+        num_microbatches=_microbatches(record, replicas, seqs_per_step, is_tpu),
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
-        state="bf16-master" if tpu or sums_narrow else "bf16-master-fp32-grads",
-        precision=PRECISIONS[word] or ("" if _wide(cluster.chip) == "bf16" else "fp16"),
+        state="bf16-master" if is_tpu or is_narrow_sum else "bf16-master-fp32-grads",
+        precision=PRECISIONS[precision] or ("" if _wide(cluster.chip) == "bf16" else "fp16"),
         capacity_factor=record.recipe.capacity_factor if record.recipe else 0.0,
     )
 
@@ -292,16 +292,16 @@ def _chunks(record: Record, model: Model, stages: int) -> int:
     """Returns the chunks per device; if the note says "not printed", the most chunks of `MIN_CHUNK_LAYERS` or more."""
     if stages == 1 or not ("VPP" in record.note and "not printed" in record.note):
         return record.parallelism.vpp or 1
-    layers = model.num_layers // stages
-    return max((n for n in range(1, layers + 1) if layers % n == 0 and layers // n >= MIN_CHUNK_LAYERS), default=1)
+    depth = model.num_layers // stages
+    return max((n for n in range(1, depth + 1) if depth % n == 0 and depth // n >= MIN_CHUNK_LAYERS), default=1)
 
 
 def _outer_replicas(record: Record, cluster: Cluster, replicas: int) -> int:
     """Returns the size of ``data`` beside FSDP: slices, or nodes if the note says that FSDP stays inside a node."""
     if cluster.kind == "torus":
         return math.gcd(cluster.num_slices, replicas)
-    inside = re.search(r"FSDP (\d+) in node", record.note)
-    return replicas // int(inside[1]) if inside and replicas % int(inside[1]) == 0 else 1
+    shards_match = re.search(r"FSDP (\d+) in node", record.note)
+    return replicas // int(shards_match[1]) if shards_match and replicas % int(shards_match[1]) == 0 else 1
 
 
 def _microbatches(record: Record, replicas: int, per_step: float, tpu: bool) -> int:
@@ -311,9 +311,9 @@ def _microbatches(record: Record, replicas: int, per_step: float, tpu: bool) -> 
     """
     if tpu:
         return 1
-    pipeline = (record.parallelism.pp or 1) > 1
-    size = record.micro_batch or (1 if pipeline else per_step / replicas)
-    return max(1, round(per_step / (replicas * size)))
+    has_pipeline = (record.parallelism.pp or 1) > 1
+    micro_batch = record.micro_batch or (1 if has_pipeline else per_step / replicas)
+    return max(1, round(per_step / (replicas * micro_batch)))
 
 
 def _wide(chip: Chip) -> str:
@@ -330,10 +330,10 @@ def _remat(record: Record) -> str | tuple[str, ...]:
 
     "selective" of eager software recomputes attention's scores, as attention here always does: it is "none".
     """
-    how, policy, compiled = record.recompute or "none", record.remat_policy or "", _software(record) == "compiled"
-    if how == "full":
+    recompute, policy, compiled = record.recompute or "none", record.remat_policy or "", _software(record) == "compiled"
+    if recompute == "full":
         return "block" if compiled else _FULL_IF_EAGER
-    if how != "selective" or not compiled:
+    if recompute != "selective" or not compiled:
         return "none"
     if record.hardware.startswith("TPU"):
         if "qkv+out" in policy:
@@ -357,8 +357,8 @@ def measured_seconds(record: Record, model: Model, job: Job, chip: Chip) -> floa
         return tokens / measured.tokens_per_s
     if measured.tokens_per_s_per_chip:
         return tokens / measured.tokens_per_s_per_chip / record.n_chips
-    rate = measured.tflops_per_chip
-    flops_per_s = rate * 1e12 if rate else (measured.mfu or 0.0) * peak(chip, _wide(chip))
+    tflops = measured.tflops_per_chip
+    flops_per_s = tflops * 1e12 if tflops else (measured.mfu or 0.0) * peak(chip, _wide(chip))
     if not flops_per_s:
         raise InputError("no step time, throughput or utilisation was measured")
     return _counted_flops(record, model, job) / flops_per_s / record.n_chips
@@ -368,6 +368,6 @@ def _counted_flops(record: Record, model: Model, job: Job) -> float:
     """Returns the FLOPs of a step as the source counts them, with recomputation if its note says so."""
     if any(words in record.note for words in RECOMPUTE_COUNTED):
         width, layers = model.d_model, model.num_layers
-        ends = model.vocab_size / (16 * layers * width)
-        return 96.0 * job.tokens_per_step * layers * width**2 * (1 + job.seq_len / (6 * width) + ends)
+        vocabulary_share = model.vocab_size / (16 * layers * width)
+        return 96.0 * job.tokens_per_step * layers * width**2 * (1 + job.seq_len / (6 * width) + vocabulary_share)
     return model_flops(model, job)

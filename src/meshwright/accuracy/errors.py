@@ -95,30 +95,30 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
     def reasons(self) -> dict[str, list[str]]:
         """Maps each reason to the ids of the records that are not predicted for it."""
-        ids: dict[str, list[str]] = {}
+        ids_by_reason: dict[str, list[str]] = {}
         for unpredicted in self.unpredicted:
-            ids.setdefault(unpredicted.reason, []).append(unpredicted.record.id)
-        return ids
+            ids_by_reason.setdefault(unpredicted.reason, []).append(unpredicted.record.id)
+        return ids_by_reason
 
     def regret(self) -> PickRegret:
         """Returns the regret over all jobs with several measured configurations."""
-        jobs: dict[str, list[Comparison]] = {}
+        predictions_by_job: dict[str, list[Comparison]] = {}
         for prediction in self.predictions:
-            jobs.setdefault(prediction.job, []).append(prediction)
-        chosen, drawn = [], []
-        for several in jobs.values():
-            if len(several) > 1:
-                measured = np.array([prediction.measured_s for prediction in several])
-                pick = int(np.argmin([prediction.predicted_s for prediction in several]))
-                chosen.append(measured[pick] / measured.min() - 1)
-                drawn.append(measured.mean() / measured.min() - 1)
-        if not chosen:
+            predictions_by_job.setdefault(prediction.job, []).append(prediction)
+        regrets, random_regrets = [], []
+        for predictions in predictions_by_job.values():
+            if len(predictions) > 1:
+                measured = np.array([prediction.measured_s for prediction in predictions])
+                fastest = int(np.argmin([prediction.predicted_s for prediction in predictions]))
+                regrets.append(measured[fastest] / measured.min() - 1)
+                random_regrets.append(measured.mean() / measured.min() - 1)
+        if not regrets:
             return PickRegret(num_jobs=0)
         return PickRegret(
-            num_jobs=len(chosen),
-            regret=float(np.mean(chosen)),
-            random=float(np.mean(drawn)),
-            right=float(np.mean(np.array(chosen) == 0)),
+            num_jobs=len(regrets),
+            regret=float(np.mean(regrets)),
+            random=float(np.mean(random_regrets)),
+            right=float(np.mean(np.array(regrets) == 0)),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
         (regret), ``records`` and ``unpredicted``."""
         sections = {
             "overall": self.summary(),
-            **{f"core_{self.what}{'_' * bool(date)}{date}": core for date, core in self.cores.items()},
+            **{f"core_{self.what}{'_' * bool(date)}{date}": summary for date, summary in self.cores.items()},
             **{group: self.summary(group=group) for group in self.groups},
             "pick": self.regret(),
             "records": [{**msgspec.structs.asdict(p), "error": p.error} for p in self.predictions],
@@ -140,31 +140,31 @@ def summarise(predictions: Sequence[Comparison]) -> Summary:
     if not predictions:
         return Summary(n=0, mape=None, median=None, bias=None, coverage=None)
     errors = np.array([prediction.error for prediction in predictions])
-    covered = [prediction.covered for prediction in predictions if prediction.covered is not None]
+    coverage_flags = [prediction.covered for prediction in predictions if prediction.covered is not None]
     return Summary(
         n=len(predictions),
         mape=float(np.abs(errors).mean()),
         median=float(np.median(np.abs(errors))),
         bias=float(errors.mean()),
-        coverage=sum(covered) / len(covered) if covered else None,
+        coverage=sum(coverage_flags) / len(coverage_flags) if coverage_flags else None,
     )
 
 
 def cases_of(records: Sequence[Record]) -> tuple[tuple[Case, ...], tuple[Unpredicted, ...]]:
     """Splits records into cases, and records that cannot be predicted, with their reasons."""
-    every = [case_of(record) for record in records]
-    cases = tuple(outcome for outcome in every if isinstance(outcome, Case))
-    return cases, tuple(outcome for outcome in every if isinstance(outcome, Unpredicted))
+    outcomes = [case_of(record) for record in records]
+    cases = tuple(outcome for outcome in outcomes if isinstance(outcome, Case))
+    return cases, tuple(outcome for outcome in outcomes if isinstance(outcome, Unpredicted))
 
 
 def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
     """Compares all records with predictions from the fitted numbers, or from data-sheet rates alone."""
     cases, unpredicted = cases_of(records)
     rates = calibrations(cases, datasheet=datasheet)
-    seconds = np.empty(len(cases))
-    for part in batches(cases):
-        seconds[part.numbers] = part.seconds(rates)[0]
-    return accuracy_of(cases, seconds, rates, unpredicted)
+    predicted_s = np.empty(len(cases))
+    for batch in batches(cases):
+        predicted_s[batch.numbers] = batch.seconds(rates)[0]
+    return accuracy_of(cases, predicted_s, rates, unpredicted)
 
 
 def accuracy_of(
@@ -177,7 +177,7 @@ def accuracy_of(
     """Compares cases with their predicted seconds; intervals come from the calibrations."""
     pairs = zip(cases, seconds.tolist(), strict=True)
     return Accuracy(
-        predictions=tuple(_predicted(case, s, calibrations[case.chip.name]) for case, s in pairs),
+        predictions=tuple(_predicted(case, predicted_s, calibrations[case.chip.name]) for case, predicted_s in pairs),
         unpredicted=tuple(unpredicted),
         what=what,
     )

@@ -75,16 +75,16 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 def make_problem(cases: Sequence[Case]) -> Problem:
     """Batches the cases and weights them: cases of large groups, and cases outside a group's core, count less."""
     groups = np.array([case.record.group for case in cases])
-    core = np.array([case.record.core for case in cases])
+    is_core = np.array([case.record.core for case in cases])
     weights = np.ones(len(cases))
     for group in set(groups.tolist()):
-        here = groups == group
-        num_core = int((core & here).sum())
-        is_large = num_core == 0 and here.sum() > LARGE_GROUP
-        weights[here] = np.sqrt(LARGE_GROUP / here.sum()) if is_large else 1.0
-        weights[here & ~core] *= OUTSIDE_CORE if num_core else 1.0
-        size = float((weights[here] ** 2).sum())
-        weights[here] *= np.clip((USUAL_SIZE / size) ** SIZE_POWER, *SIZE_FACTORS)
+        in_group = groups == group
+        num_core = int((is_core & in_group).sum())
+        is_large = num_core == 0 and in_group.sum() > LARGE_GROUP
+        weights[in_group] = np.sqrt(LARGE_GROUP / in_group.sum()) if is_large else 1.0
+        weights[in_group & ~is_core] *= OUTSIDE_CORE if num_core else 1.0
+        squared_weights = float((weights[in_group] ** 2).sum())
+        weights[in_group] *= np.clip((USUAL_SIZE / squared_weights) ** SIZE_POWER, *SIZE_FACTORS)
     return Problem(
         cases=tuple(cases),
         parts=batches(cases),
@@ -96,15 +96,15 @@ def make_problem(cases: Sequence[Case]) -> Problem:
 def predict(problem: Problem, points: Sequence[Mapping[str, float]]) -> np.ndarray:
     """Returns predicted seconds of all cases for several sets of numbers [points, cases], each batch priced once."""
     all_tables = [calibrations(problem.cases, numbers) for numbers in points]
-    seconds = np.empty((len(points), len(problem.cases)))
-    for part in problem.parts:
-        chips = {case.chip.name for case in part.cases}
+    predicted_s = np.empty((len(points), len(problem.cases)))
+    for batch in problem.parts:
+        chips = {case.chip.name for case in batch.cases}
         tables = [{chip: table[chip] for chip in chips} for table in all_tables]
         # most numbers change nothing for most batches
-        different = [table for index, table in enumerate(tables) if table not in tables[:index]]
-        priced = part.seconds(*different)
-        seconds[:, part.numbers] = priced[[different.index(table) for table in tables]]
-    return seconds
+        distinct_tables = [table for index, table in enumerate(tables) if table not in tables[:index]]
+        priced_s = batch.seconds(*distinct_tables)
+        predicted_s[:, batch.numbers] = priced_s[[distinct_tables.index(table) for table in tables]]
+    return predicted_s
 
 
 def fit(
@@ -142,20 +142,20 @@ def minimise(
     spread = np.array([priors[name][1] for name in names])
 
     def residuals(*points: np.ndarray) -> np.ndarray:
-        every = np.stack(points)
-        scaled = errors([dict(zip(names, numbers, strict=True)) for numbers in np.exp(every).tolist()]) / ERROR_SCALE
-        soft = np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1))
-        return np.concatenate([soft * weights, (every - centre) / spread], axis=1)
+        logs = np.stack(points)
+        scaled = errors([dict(zip(names, numbers, strict=True)) for numbers in np.exp(logs).tolist()]) / ERROR_SCALE
+        soft_errors = np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1))
+        return np.concatenate([soft_errors * weights, (logs - centre) / spread], axis=1)
 
     def slopes(point: np.ndarray) -> np.ndarray:
-        base, *moved = residuals(point, *(point + 1e-3 * np.eye(len(names))))
-        return (np.array(moved) - base).T / 1e-3
+        base_residuals, *moved_residuals = residuals(point, *(point + 1e-3 * np.eye(len(names))))
+        return (np.array(moved_residuals) - base_residuals).T / 1e-3
 
     x0 = centre if start is None else np.log([start[name] for name in names])
     best = least_squares(lambda point: residuals(point)[0], x0, slopes, x_scale=spread, ftol=1e-4, max_nfev=rounds + 1)
     # nothing is faster than its data sheet: a calibration takes shares above 1 as 1
-    most = np.array([1.0 if name.split(".")[0] in SHARES else np.inf for name in names])
-    return dict(zip(names, np.minimum(np.exp(best.x), most).tolist(), strict=True))
+    max_values = np.array([1.0 if name.split(".")[0] in SHARES else np.inf for name in names])
+    return dict(zip(names, np.minimum(np.exp(best.x), max_values).tolist(), strict=True))
 
 
 def folds(cases: Sequence[Case]) -> np.ndarray:
@@ -172,10 +172,10 @@ def folds_of(keys: Sequence[tuple[Any, ...]]) -> np.ndarray:
     fold_of: dict[Any, int] = {}
     for group in sorted({key[0] for key in keys}):
         members = sorted({key for key in keys if key[0] == group}, key=str)
-        shuffled = np.random.default_rng(0).permutation(len(members))
-        first = len(fold_of)
-        for position, number in enumerate(shuffled.tolist()):
-            fold_of[members[number]] = (first + position) % NUM_FOLDS
+        member_order = np.random.default_rng(0).permutation(len(members))
+        first_fold = len(fold_of)
+        for position, member_index in enumerate(member_order.tolist()):
+            fold_of[members[member_index]] = (first_fold + position) % NUM_FOLDS
     return np.array([fold_of[key] for key in keys])
 
 
@@ -194,8 +194,8 @@ def held_out(problem: Problem, parts: np.ndarray, *, rounds: int = 12) -> np.nda
     """
     predicted = np.empty(len(problem.cases))
     for part in np.unique(parts):
-        held = parts == part
-        predicted[held] = predict(problem, [fit(problem, ~held, rounds=rounds)])[0, held]
+        in_part = parts == part
+        predicted[in_part] = predict(problem, [fit(problem, ~in_part, rounds=rounds)])[0, in_part]
     return predicted
 
 
@@ -210,10 +210,10 @@ def with_intervals(
 ) -> dict[str, float]:
     """Returns percentiles of measured over predicted for dense models and models with experts, if they have enough."""
     intervals: dict[str, float] = {}
-    for suffix, chosen in (("", ~experts), ("_experts", experts)):
-        if chosen.sum() >= NUM_FOLDS:
-            ends = interval(predicted_s[chosen], measured_s[chosen], weights[chosen])
-            intervals |= {f"{name}{suffix}": round(value, 3) for name, value in zip(("low", "high"), ends, strict=True)}
+    for suffix, is_chosen in (("", ~experts), ("_experts", experts)):
+        if is_chosen.sum() >= NUM_FOLDS:
+            bounds = interval(predicted_s[is_chosen], measured_s[is_chosen], weights[is_chosen])
+            intervals |= {f"{name}{suffix}": round(end, 3) for name, end in zip(("low", "high"), bounds, strict=True)}
     return intervals
 
 

@@ -70,13 +70,13 @@ def _kernel(name: str, chips: str, phase: str, **where: str) -> dict[str, str]:
 
 
 def _generated(name: str, source: str, dtype: str, of: Callable[..., Any], **how: Any) -> Any:
-    table = ("generation_products", GEMM) if of is times.product_s else ("generation_experts", EXPERTS)
-    return name, source, table, {"dtype": dtype}, functools.partial(of, **how)
+    file_and_columns = ("generation_products", GEMM) if of is times.product_s else ("generation_experts", EXPERTS)
+    return name, source, file_and_columns, {"dtype": dtype}, functools.partial(of, **how)
 
 
 def _decode(name: str, source: str, chips: str, **where: str) -> Any:
-    table = ("generation_attention", CACHED | GROUPED)
-    return f"decode attention{name}", source, table, {"chip": chips, **where}, times.generation_attention_s
+    file_and_columns = ("generation_attention", CACHED | GROUPED)
+    return f"decode attention{name}", source, file_and_columns, {"chip": chips, **where}, times.generation_attention_s
 
 
 _HOPPER, _BLACKWELL = "h100_sxm h200_sxm", "b200_sxm gb200 b300_sxm gb300"
@@ -188,21 +188,21 @@ def read_kernels(folder: Path) -> tuple[tuple[KernelGroup, ...], dict[str, int]]
 
     Raises InputError for a table that is missing, or a row without a number where one is needed.
     """
-    groups, left = [], Counter[str]()
+    groups, num_left_by_reason = [], Counter[str]()
     for file in dict.fromkeys(choice.file for choice in CHOICES):
         path = folder / f"{file}.csv"
         text = read_text(path, "Name a folder with the tables of benchmarks/data/kernels.")
         rows = [{"_line": str(number)} | row for number, row in enumerate(csv.DictReader(text.splitlines()), 2)]
-        chosen: set[str] = set()
+        chosen_lines: set[str] = set()
         for choice in (choice for choice in CHOICES if choice.file == file):
-            picked = [row for row in rows if all(row.get(name) in values for name, values in choice.where.items())]
+            picked_rows = [row for row in rows if all(row.get(name) in values for name, values in choice.where.items())]
             column = COLUMNS[choice.source] if COLUMNS.get(choice.source) in rows[0] else "seconds"
-            picked = [row | {"seconds": row[column]} for row in picked if row.get(column) != ""]
-            chosen |= {row["_line"] for row in picked}
-            for chip in dict.fromkeys(row["chip"] for row in picked):
-                groups.append(_group(choice, [row for row in picked if row["chip"] == chip], path))
-        left.update(_reason(row) for row in rows if row["_line"] not in chosen)
-    return tuple(groups), dict(left)
+            picked_rows = [row | {"seconds": row[column]} for row in picked_rows if row.get(column) != ""]
+            chosen_lines |= {row["_line"] for row in picked_rows}
+            for chip in dict.fromkeys(row["chip"] for row in picked_rows):
+                groups.append(_group(choice, [row for row in picked_rows if row["chip"] == chip], path))
+        num_left_by_reason.update(_reason(row) for row in rows if row["_line"] not in chosen_lines)
+    return tuple(groups), dict(num_left_by_reason)
 
 
 def _reason(row: Mapping[str, str]) -> str:
@@ -219,29 +219,29 @@ def _reason(row: Mapping[str, str]) -> str:
 
 def _group(choice: Choice, rows: Sequence[Mapping[str, str]], path: Path) -> KernelGroup:
     sizes: dict[str, list[Any]] = {letter: [] for letter in choice.sizes}
-    measured = []
+    measured_s = []
     for row in rows:
         try:
             for letter, column in choice.sizes.items():
                 sizes[letter].append(row[column] if letter == "op" else float(row[column]))
-            measured.append(float(row["seconds"]))
+            measured_s.append(float(row["seconds"]))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path}:{row['_line']}: {error}. Each row has sizes and seconds of a kernel.") from None
         if (
             not all(0 <= sizes[letter][-1] < np.inf for letter in sizes if letter != "op")
-            or not 0 < measured[-1] < np.inf
+            or not 0 < measured_s[-1] < np.inf
         ):
             raise InputError(f"{path}:{row['_line']}: a size or a time is not a positive number.")
-    arrays = {letter: np.array(values) for letter, values in sizes.items()}
+    array_of_size = {letter: np.array(values) for letter, values in sizes.items()}
     if choice.sizes is PREFILL:
-        arrays["causal"] = np.ones(len(rows))
-    columns = [column for column in choice.sizes.values() if column != "copied"]
-    keys = [",".join(row[column] for column in columns) for row in rows]
+        array_of_size["causal"] = np.ones(len(rows))
+    key_columns = [column for column in choice.sizes.values() if column != "copied"]
+    keys = [",".join(row[column] for column in key_columns) for row in rows]
     return KernelGroup(
         chip=rows[0]["chip"].removesuffix("_sxm"),
         choice=choice,
-        sizes=arrays,
-        measured_s=np.array(measured),
+        sizes=array_of_size,
+        measured_s=np.array(measured_s),
         folds=np.array([zlib.crc32(key.encode()) % NUM_FOLDS for key in keys]),
     )
 
@@ -258,39 +258,39 @@ def fit_kernels(groups: Sequence[KernelGroup], *, held_out: int = -1) -> dict[st
 
     Errors beyond `ERROR_SCALE` count linearly, and every group counts as `USUAL_ROWS` rows.
     """
-    start = np.log(list(PRIORS.values()))
+    log_priors = np.log(list(PRIORS.values()))
 
     def residuals(point: np.ndarray) -> np.ndarray:
         numbers = dict(zip(PRIORS, np.exp(point).tolist(), strict=True))
-        parts = [(point - start) / PRIOR_SPREAD]
+        residual_parts = [(point - log_priors) / PRIOR_SPREAD]
         for group in groups:
-            error = np.log(predicted_s(group, numbers) / group.measured_s) / ERROR_SCALE
-            parts.append((error * np.sqrt(USUAL_ROWS / len(error)))[group.folds != held_out])
-        return np.concatenate(parts)
+            scaled_errors = np.log(predicted_s(group, numbers) / group.measured_s) / ERROR_SCALE
+            residual_parts.append((scaled_errors * np.sqrt(USUAL_ROWS / len(scaled_errors)))[group.folds != held_out])
+        return np.concatenate(residual_parts)
 
-    fitted = least_squares(residuals, start, loss="soft_l1", max_nfev=40).x
-    return {name: float(f"{value:.3g}") for name, value in zip(PRIORS, np.exp(fitted).tolist(), strict=True)}
+    log_numbers = least_squares(residuals, log_priors, loss="soft_l1", max_nfev=40).x
+    return {name: float(f"{value:.3g}") for name, value in zip(PRIORS, np.exp(log_numbers).tolist(), strict=True)}
 
 
 def kernel_errors(groups: Sequence[KernelGroup], shipped: Mapping[str, float]) -> list[KernelErrors]:
     """Returns the errors of each group, each shape predicted by numbers fitted without its fold."""
-    folds = [fit_kernels(groups, held_out=fold) for fold in range(NUM_FOLDS)]
-    errors = []
+    numbers_of_fold = [fit_kernels(groups, held_out=fold) for fold in range(NUM_FOLDS)]
+    summaries = []
     for group in groups:
-        by_fold = np.stack([predicted_s(group, numbers) for numbers in folds])
-        error = by_fold[group.folds, np.arange(len(group.folds))] / group.measured_s - 1
-        median = float(np.median(np.abs(error)))
-        errors.append(
+        seconds_by_fold = np.stack([predicted_s(group, numbers) for numbers in numbers_of_fold])
+        relative_errors = seconds_by_fold[group.folds, np.arange(len(group.folds))] / group.measured_s - 1
+        median_error = float(np.median(np.abs(relative_errors)))
+        summaries.append(
             KernelErrors(
                 operation=group.choice.operation,
                 chip=group.chip,
-                rows=len(error),
-                median=median,
-                mape=float(np.mean(np.abs(error))),
-                bias=float(np.mean(error)),
+                rows=len(relative_errors),
+                median=median_error,
+                mape=float(np.mean(np.abs(relative_errors))),
+                bias=float(np.mean(relative_errors)),
                 fitted=float(np.median(np.abs(predicted_s(group, shipped) / group.measured_s - 1))),
-                goal="" if len(error) < FEWEST_ROWS else "yes" if median <= group.choice.goal else "no",
+                goal="" if len(relative_errors) < FEWEST_ROWS else "yes" if median_error <= group.choice.goal else "no",
                 source=group.choice.source,
             )
         )
-    return errors
+    return summaries

@@ -61,11 +61,11 @@ def _by_time(
     times: Sequence[np.ndarray],
 ) -> dict[str, Accuracy]:
     accuracies = {}
-    for kind, predicted in zip(("ttft", "tpot"), times, strict=True):
-        decode = [replace(case.decode, measured_s=getattr(case.record.measured, f"{kind}_ms") / 1e3) for case in cases]
-        errors = accuracy_of(decode, predicted, calibrations[0], unpredicted, what="decode")
-        plain = tuple(replace(prediction, low_s=None, high_s=None) for prediction in errors.predictions)
-        accuracies[f"{name}-{kind}"] = replace(errors, predictions=plain)
+    for kind, predicted_s in zip(("ttft", "tpot"), times, strict=True):
+        decodes = [replace(case.decode, measured_s=getattr(case.record.measured, f"{kind}_ms") / 1e3) for case in cases]
+        compared = accuracy_of(decodes, predicted_s, calibrations[0], unpredicted, what="decode")
+        without_interval = tuple(replace(prediction, low_s=None, high_s=None) for prediction in compared.predictions)
+        accuracies[f"{name}-{kind}"] = replace(compared, predictions=without_interval)
     return accuracies
 
 
@@ -77,13 +77,13 @@ def queued_times(
     ``calibrations`` has, for each case, that of each chip by name. Cases of one configuration share the calibration and
     one table of step times.
     """
-    engines: dict[tuple[object, ...], list[int]] = {}
+    numbers_by_engine: dict[tuple[object, ...], list[int]] = {}
     for number, case in enumerate(cases):
-        engines.setdefault(configuration(case), []).append(number)
+        numbers_by_engine.setdefault(configuration(case), []).append(number)
     ttft_s, tpot_s = np.empty(len(cases)), np.empty(len(cases))
-    for numbers in engines.values():
-        first = cases[numbers[0]]
-        clock = _clock([cases[number] for number in numbers], calibrations[numbers[0]][first.chip.name])
+    for numbers in numbers_by_engine.values():
+        first_case = cases[numbers[0]]
+        clock = _clock([cases[number] for number in numbers], calibrations[numbers[0]][first_case.chip.name])
         for number in numbers:
             case = cases[number]
             traffic = client_traffic(case, case.clients)
@@ -94,10 +94,10 @@ def queued_times(
 
 def client_traffic(case: ServedCase, clients: int) -> RequestTraffic:
     """Returns the requests of a client that has so many on their way, all there from the start."""
-    generator, count = np.random.default_rng(0), REQUESTS * clients
-    ratio = RANGE if (case.prompt_len, case.output_len) in INFERENCEX else 1.0
-    prompt, output = (uniform(max(int(ratio * most), 1), most) for most in (case.prompt_len, case.output_len))
-    return traffic_of(np.zeros(count), prompt(generator, count), output(generator, count))
+    generator, num_requests = np.random.default_rng(0), REQUESTS * clients
+    share = RANGE if (case.prompt_len, case.output_len) in INFERENCEX else 1.0
+    prompt, output = (uniform(max(int(share * longest), 1), longest) for longest in (case.prompt_len, case.output_len))
+    return traffic_of(np.zeros(num_requests), prompt(generator, num_requests), output(generator, num_requests))
 
 
 class PooledCase(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,25 +117,25 @@ class PooledCase(msgspec.Struct, frozen=True, kw_only=True):
 def pooled_accuracy(records: Sequence[Record], numbers: Mapping[str, float]) -> dict[str, Accuracy]:
     """Returns errors of simulated times of disaggregated services, by numbers that were fitted to engines alone. The
     first token comes from the pool that prefills, and is seen once the cache has been sent."""
-    cases, left = list[PooledCase](), list[Unpredicted]()
+    cases, unpredicted = list[PooledCase](), list[Unpredicted]()
     for record in records:
         if record.kind == "disagg":
             try:
                 cases.append(_pooled(record))
             except (InputError, CannotRunError) as error:
-                left.append(Unpredicted(record=record, reason=str(error)))
+                unpredicted.append(Unpredicted(record=record, reason=str(error)))
     if not cases:
         return {}
-    rates = served_calibrations([case.decode for case in cases], numbers)
-    times = [_simulated(case, rates) for case in cases]
-    decode = [case.decode for case in cases]
-    return _by_time("pools", decode, [rates] * len(cases), left, [*np.array(times).T])
+    calibrations = served_calibrations([case.decode for case in cases], numbers)
+    ttft_and_tpot_s = [_simulated(case, calibrations) for case in cases]
+    decode_cases = [case.decode for case in cases]
+    return _by_time("pools", decode_cases, [calibrations] * len(cases), unpredicted, [*np.array(ttft_and_tpot_s).T])
 
 
 def _pooled(record: Record) -> PooledCase:
     if not (record.prefill and record.decode and record.concurrency):
         raise InputError("no pools or no concurrency of a disaggregated service")
-    engines, attention = list[ServedCase](), list[int]()
+    engines, attention_replicas = list[ServedCase](), list[int]()
     for pool in (record.prefill, record.decode):
         degrees = Parallelism(tp=pool.tp, dp=pool.attention_dp, ep=pool.ep, moe_tp=pool.moe_tp)
         engine = engine_case(
@@ -143,20 +143,20 @@ def _pooled(record: Record) -> PooledCase:
             most_devices=MOST_OF_POOL,
         )
         engines.append(engine)
-        attention.append(pool.workers * engine.replicas)
-    divisor = math.gcd(*attention)
+        attention_replicas.append(pool.workers * engine.replicas)
+    divisor = math.gcd(*attention_replicas)
     setting = engines[1].decode.setting
-    full = replace(setting, job=Job(kind="decode", batch_seqs=engines[1].replicas, seq_len=engines[1].prompt_len))
-    link = transfer_bytes_per_s(make_cluster(engines[1].chip, (setting.cluster.num_chips, 2)))
-    bytes_of_token = full.memory(engines[1].decode.strategy)["kv_cache"] / engines[1].prompt_len
+    full_cache = replace(setting, job=Job(kind="decode", batch_seqs=engines[1].replicas, seq_len=engines[1].prompt_len))
+    link_bytes_per_s = transfer_bytes_per_s(make_cluster(engines[1].chip, (setting.cluster.num_chips, 2)))
+    bytes_per_token = full_cache.memory(engines[1].decode.strategy)["kv_cache"] / engines[1].prompt_len
     group = f"{ENGINES[record.backend]}, disaggregated"
     prefill, decode = (replace(engine, record=replace(engine.record, group=group)) for engine in engines)
     return PooledCase(
         prefill=prefill,
         decode=replace(decode, decode=replace(decode.decode, record=decode.record)),
-        replicas=(attention[0] // divisor, attention[1] // divisor),
+        replicas=(attention_replicas[0] // divisor, attention_replicas[1] // divisor),
         clients=max(round(record.concurrency / divisor), 1),
-        transfer_s=bytes_of_token / link,
+        transfer_s=bytes_per_token / link_bytes_per_s,
     )
 
 
@@ -180,13 +180,13 @@ def _simulated(case: PooledCase, rates: Mapping[str, Calibration]) -> tuple[floa
 
 def engine_limits(case: ServedCase) -> SchedulerLimits:
     """Returns the bounds of one replica of attention, whose caches have room for whole sequences."""
-    pages = -(-(case.prompt_len + case.output_len) // PAGE_LEN)
+    pages_per_request = -(-(case.prompt_len + case.output_len) // PAGE_LEN)
     return SchedulerLimits(
         policy=POLICIES[case.record.backend],
         max_requests=case.clients,
         token_budget=max(TOKEN_BUDGET, case.clients + 1),
         page_len=PAGE_LEN,
-        num_pages=min(case.room, case.clients) * pages,
+        num_pages=min(case.room, case.clients) * pages_per_request,
         watermark=0.0,
         look_every=_look_every(case),
     )
@@ -208,13 +208,13 @@ def _look_every(case: ServedCase) -> int:
 
 def _clock(cases: Sequence[ServedCase], calibration: Calibration) -> TabledClock:
     """Returns the clock of a configuration up to what its cases ask for."""
-    first, limits = cases[0].prefill, [engine_limits(case) for case in cases]
-    length = max(case.prompt_len + case.output_len for case in cases)
-    most = (
+    prefill_case, limits = cases[0].prefill, [engine_limits(case) for case in cases]
+    max_len = max(case.prompt_len + case.output_len for case in cases)
+    max_load = (
         max(limit.max_requests for limit in limits),
         max(limit.num_pages for limit in limits) * PAGE_LEN,
-        max(max(limit.token_budget for limit in limits), length),
-        length,
+        max(max(limit.token_budget for limit in limits), max_len),
+        max_len,
     )
-    setting = replace(first.setting, calibration=calibration)
-    return TabledClock(PricedClock(setting, first.strategy, num_shards=cases[0].replicas), most)
+    setting = replace(prefill_case.setting, calibration=calibration)
+    return TabledClock(PricedClock(setting, prefill_case.strategy, num_shards=cases[0].replicas), max_load)

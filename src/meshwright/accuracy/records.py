@@ -157,10 +157,10 @@ def read_records(path: Path) -> tuple[Record, ...]:
 
 def _record(line: bytes, where: str) -> Record:
     try:
-        head = msgspec.json.decode(line, type=dict[str, Any])
-        if head.get("kind") != "train" and "isl" not in head:
+        table = msgspec.json.decode(line, type=dict[str, Any])
+        if table.get("kind") != "train" and "isl" not in table:
             # other kinds of records have models of other shapes: they are counted, not predicted
-            head = {name: head.get(name) for name in ("id", "kind", "group", "core") if head.get(name) is not None}
-        return msgspec.convert(head, Record)
+            table = {name: table.get(name) for name in ("id", "kind", "group", "core") if table.get(name) is not None}
+        return msgspec.convert(table, Record)
     except DAMAGED_JSON as error:
         raise InputError(f"{where}: {error}. Every line is one record as described in docs/accuracy.md.") from None

@@ -108,14 +108,14 @@ class ServedBatch(msgspec.Struct, frozen=True, kw_only=True):
         """Returns predicted seconds per output token, and of a prompt by itself [points, cases]."""
         # prompts of a client come in waves and fill steps, so that the starts of their kernels are hidden
         decode_s, prefill_s = np.empty((2, len(points), len(self.cases)))
-        for times, parts, without in ((decode_s, self.decode, {}), (prefill_s, self.prefill, {"host_kernel_s": 0.0})):
-            tables = [served_calibrations(self.cases, {**numbers, **without}) for numbers in points]
-            for part in parts:
-                times[:, part.numbers] = part.seconds(*tables)
+        for times, groups, changes in ((decode_s, self.decode, {}), (prefill_s, self.prefill, {"host_kernel_s": 0.0})):
+            calibration_tables = [served_calibrations(self.cases, {**numbers, **changes}) for numbers in points]
+            for group in groups:
+                times[:, group.numbers] = group.seconds(*calibration_tables)
         batch = np.array([case.batch for case in self.cases])
-        length = np.array([case.output_len for case in self.cases])
-        waves = np.array([0.5 if case.record.backend in PREFILL_FIRST else 1.0 for case in self.cases])
-        return decode_s + waves * waiting_s(prefill_s, batch=batch, output_len=length), prefill_s
+        output_len = np.array([case.output_len for case in self.cases])
+        wave_share = np.array([0.5 if case.record.backend in PREFILL_FIRST else 1.0 for case in self.cases])
+        return decode_s + wave_share * waiting_s(prefill_s, batch=batch, output_len=output_len), prefill_s
 
 
 def served_accuracy(records: Sequence[Record]) -> Accuracy:
@@ -142,47 +142,47 @@ def fit_served(records: Sequence[Record]) -> FittedServing:
     if len(cases) < 2 * NUM_FOLDS:
         raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS}.")
     batch = served_batch(cases)
-    measured = np.array([case.decode.measured_s for case in cases])
+    measured_s = np.array([case.decode.measured_s for case in cases])
 
     def fitted(chosen: np.ndarray) -> dict[str, float]:
         return minimise(
-            lambda points: np.log(batch.seconds(*points) / measured)[:, chosen], np.ones(chosen.sum()), PRIORS
+            lambda points: np.log(batch.seconds(*points) / measured_s)[:, chosen], np.ones(chosen.sum()), PRIORS
         )
 
     folds = folds_of([configuration(case) for case in cases])
-    by_fold = {fold: fitted(folds != fold) for fold in np.unique(folds).tolist()}
+    numbers_by_fold = {fold: fitted(folds != fold) for fold in np.unique(folds).tolist()}
 
     def held_out(parts: np.ndarray, numbers: Mapping[Any, Mapping[str, float]] | None = None) -> np.ndarray:
         predicted = np.empty(len(cases))
         for part in np.unique(parts).tolist():
-            here = parts == part
-            predicted[here] = batch.seconds(numbers[part] if numbers else fitted(~here))[0, here]
+            in_part = parts == part
+            predicted[in_part] = batch.seconds(numbers[part] if numbers else fitted(~in_part))[0, in_part]
         return predicted
 
-    seconds = {
-        "served": held_out(folds, by_fold),
+    seconds_by_name = {
+        "served": held_out(folds, numbers_by_fold),
         "served-chips": held_out(np.array([case.chip.name for case in cases])),
         "served-engines": held_out(np.array([case.record.backend for case in cases])),
     }
-    experts = np.array([case.decode.setting.model.num_experts > 0 for case in cases])
+    has_experts = np.array([case.decode.setting.model.num_experts > 0 for case in cases])
     numbers = rounded(fitted(np.ones(len(cases), dtype=bool)))
-    numbers |= with_intervals(seconds["served"], measured, np.ones(len(cases)), experts) | CONSTANTS
-    seconds["served-fitted"] = batch.seconds(numbers)[0]
-    tables = {fold: served_calibrations(cases, numbers) for fold, numbers in by_fold.items()}
+    numbers |= with_intervals(seconds_by_name["served"], measured_s, np.ones(len(cases)), has_experts) | CONSTANTS
+    seconds_by_name["served-fitted"] = batch.seconds(numbers)[0]
+    calibrations_by_fold = {fold: served_calibrations(cases, numbers) for fold, numbers in numbers_by_fold.items()}
     return FittedServing(
         numbers=numbers,
-        errors={name: _compared(cases, predicted, numbers, unpredicted) for name, predicted in seconds.items()},
+        errors={name: _compared(cases, predicted, numbers, unpredicted) for name, predicted in seconds_by_name.items()},
         cases=cases,
         unpredicted=unpredicted,
-        held_out=tuple(tables[fold] for fold in folds.tolist()),
+        held_out=tuple(calibrations_by_fold[fold] for fold in folds.tolist()),
     )
 
 
 def _compared(
     cases: Sequence[ServedCase], seconds: np.ndarray, numbers: Mapping[str, float], unpredicted: Sequence[Unpredicted]
 ) -> Accuracy:
-    decode = [case.decode for case in cases]
-    return accuracy_of(decode, seconds, served_calibrations(cases, numbers), unpredicted, what="decode")
+    decode_cases = [case.decode for case in cases]
+    return accuracy_of(decode_cases, seconds, served_calibrations(cases, numbers), unpredicted, what="decode")
 
 
 def served_calibrations(cases: Sequence[ServedCase], numbers: Mapping[str, float]) -> dict[str, Calibration]:
@@ -199,19 +199,19 @@ def configuration(case: ServedCase) -> tuple[Any, ...]:
 def served_cases(records: Sequence[Record]) -> tuple[tuple[ServedCase, ...], tuple[Unpredicted, ...]]:
     """Splits records into cases and records that are not predicted, with reasons; a measurement that several records
     list counts once."""
-    cases, left, seen = list[ServedCase](), list[Unpredicted](), set[tuple[Any, ...]]()
+    cases, unpredicted, seen_keys = list[ServedCase](), list[Unpredicted](), set[tuple[Any, ...]]()
     for record in records:
         case = served_case(record)
         if isinstance(case, ServedCase):
             key = (*configuration(case), case.batch, record.isl, record.osl, record.measured)
-            if key in seen:
+            if key in seen_keys:
                 case = Unpredicted(record=record, reason="the measurement is listed twice")
-            seen.add(key)
+            seen_keys.add(key)
         if isinstance(case, ServedCase):
             cases.append(case)
         else:
-            left.append(case)
-    return tuple(cases), tuple(left)
+            unpredicted.append(case)
+    return tuple(cases), tuple(unpredicted)
 
 
 def served_batch(cases: Sequence[ServedCase]) -> ServedBatch:
@@ -233,38 +233,38 @@ def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCa
     if record.kind != "decode":
         raise InputError(f"kind {record.kind}: only engines that prefill and decode are predicted in this version")
     engine = ENGINES.get(record.backend)
-    tpot_ms, prompt, output, shape = record.measured.tpot_ms, record.isl, record.osl, record.model
-    if engine is None or not tpot_ms or not prompt or not output or not shape:
+    tpot_ms, prompt_len, output_len, shape = record.measured.tpot_ms, record.isl, record.osl, record.model
+    if engine is None or not tpot_ms or not prompt_len or not output_len or not shape:
         raise InputError("no time per output token of an engine that is known")
     if record.precision not in STORED:
         raise InputError(f"precision {record.precision!r} is not known")
     kind = "experts" if shape.moe else "dense"
     record = msgspec.structs.replace(record, group=f"{engine}, {kind}")
-    chip, model = chip_of(record), model_of(shape, prompt + output)
+    chip, model = chip_of(record), model_of(shape, prompt_len + output_len)
     tensor, replicas = _degrees(record)
     if tensor * replicas > most_devices:
         raise InputError(f"attention over more than {most_devices} devices is a whole pool, listed as one engine")
     cluster = make_cluster(chip, (tensor * replicas, 1))
-    weights = STORED[record.precision]
-    products = WEIGHT_DTYPES[weights]
-    narrow = products and (record.backend in NARROW_CACHES or family(chip) == "blackwell")
-    stored = StoredDtypes(weights, "fp8" if narrow else "bf16")
+    weight_dtype = STORED[record.precision]
+    product_dtype = WEIGHT_DTYPES[weight_dtype]
+    is_narrow_cache = product_dtype and (record.backend in NARROW_CACHES or family(chip) == "blackwell")
+    stored_dtypes = StoredDtypes(weight_dtype, "fp8" if is_narrow_cache else "bf16")
     strategy = Strategy(
         mesh=make_mesh({"expert" if model.num_experts else "data": replicas, "tensor": tensor}),
         assignment=standard_assignment(zero=0, sequence_parallel=False),
-        precision=products if products in chip.peak_flops else "",
+        precision=product_dtype if product_dtype in chip.peak_flops else "",
     )
     strategy = msgspec.structs.replace(strategy, placement=strategy_placements(cluster, strategy)[0].describe())
-    assumed = Assumptions(software="served", engine=engine, empty_slots=False)
-    full = Job(kind="decode", batch_seqs=replicas, seq_len=prompt + output)
-    setting = Setting(model, cluster, full, storage=stored.storage, assumptions=assumed)
+    assumptions = Assumptions(software="served", engine=engine, empty_slots=False)
+    full_cache_job = Job(kind="decode", batch_seqs=replicas, seq_len=prompt_len + output_len)
+    setting = Setting(model, cluster, full_cache_job, storage=stored_dtypes.storage, assumptions=assumptions)
     concurrency = max(1, round(record.concurrency or record.global_batch_seqs or 1))
-    fits = sequences_that_fit(setting, strategy)
-    if fits * replicas < concurrency:
-        fits = sequences_that_fit(setting, strategy, TIGHT_SHARE)
-    if fits < 1:
+    seqs_that_fit = sequences_that_fit(setting, strategy)
+    if seqs_that_fit * replicas < concurrency:
+        seqs_that_fit = sequences_that_fit(setting, strategy, TIGHT_SHARE)
+    if seqs_that_fit < 1:
         raise InputError("weights and one sequence do not fit the devices that are listed")
-    total = min(concurrency, fits * replicas)
+    running_seqs = min(concurrency, seqs_that_fit * replicas)
 
     def case(kind: str, batch_seqs: int, seq_len: int) -> Case:
         job = Job(kind=kind, batch_seqs=batch_seqs, seq_len=seq_len)
@@ -277,14 +277,14 @@ def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCa
 
     return ServedCase(
         record=record,
-        prefill=case("prefill", replicas, prompt),
-        decode=case("decode", max(total, replicas), prompt + output // 2),
-        batch=max(total / replicas, 1.0),
-        room=fits,
+        prefill=case("prefill", replicas, prompt_len),
+        decode=case("decode", max(running_seqs, replicas), prompt_len + output_len // 2),
+        batch=max(running_seqs / replicas, 1.0),
+        room=seqs_that_fit,
         clients=max(round(concurrency / replicas), 1),
         replicas=replicas,
-        prompt_len=prompt,
-        output_len=output,
+        prompt_len=prompt_len,
+        output_len=output_len,
     )
 
 
@@ -302,9 +302,9 @@ def _degrees(record: Record) -> tuple[int, int]:
     parallelism inside experts are those of e chips, as equal measurements with e chips show.
     """
     degrees = record.parallelism
-    tensor, replicas, expert, inside = degrees.tp or 1, degrees.dp or 1, degrees.ep or 1, degrees.moe_tp or 1
-    if expert == inside > 1 and tensor * replicas == expert**2:
+    tensor, replicas, expert, tensor_in_experts = degrees.tp or 1, degrees.dp or 1, degrees.ep or 1, degrees.moe_tp or 1
+    if expert == tensor_in_experts > 1 and tensor * replicas == expert**2:
         return (tensor // expert, 1) if tensor > 1 else (1, replicas // expert)
-    if record.model and record.model.moe and expert * inside != tensor * replicas:
+    if record.model and record.model.moe and expert * tensor_in_experts != tensor * replicas:
         raise InputError("degrees of attention and experts disagree")
     return tensor, replicas

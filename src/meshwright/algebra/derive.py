@@ -43,8 +43,8 @@ def derive(
     """
     require_one_stack(program, strategy)
     program = repeating(program, strategy)
-    keep = tuple(axis for axis in strategy.mesh if axis not in without) if symbolic else strategy.active_axes
-    shardings = Shardings(program, strategy, keep)
+    kept_axes = tuple(axis for axis in strategy.mesh if axis not in without) if symbolic else strategy.active_axes
+    shardings = Shardings(program, strategy, kept_axes)
     saved_set = SavedSet(shardings)
     shardings.shared = shared_inputs(program, lambda block: _both_passes(block, shardings))
     activations = {variable.name for variable in program.of_role("activation")}
@@ -53,9 +53,9 @@ def derive(
         forward = forward_pass(block, shardings)
         saved = [a for s in forward.steps for a in s.results if saved_set.keeps(a, block)]
         backward = _backward(block, shardings, forward, saved)
-        shared = program.inputs_from_earlier_stacks(block.name)
-        results = tuple(a for a in backward.used if a.name not in shared and (a in saved or a.name in activations))
-        steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), results)
+        shared_names = program.inputs_from_earlier_stacks(block.name)
+        kept = tuple(a for a in backward.used if a.name not in shared_names and (a in saved or a.name in activations))
+        steps = BlockSteps(block, tuple(forward.steps), tuple(backward.steps), kept)
         steps = in_segments(in_blocks(steps, shardings), shardings)
         blocks.append(with_fused_head(steps) if fused_head else steps)
     weights = _updated(program, shardings)
@@ -105,8 +105,8 @@ def _backward(block: Block, shardings: Shardings, forward: Tape, saved: list[Sha
     for name in (name for name in list(tape.contributions) if name not in earlier):
         tape.finish(name)
     if any(weight.frozen for weight in shardings.program.variables.values()):
-        tape.steps, needed = needed_steps(tape.steps, tape.left)
-        tape.used = [array for array in tape.used if array in needed]
+        tape.steps, needed_arrays = needed_steps(tape.steps, tape.left)
+        tape.used = [array for array in tape.used if array in needed_arrays]
     return tape
 
 
@@ -118,15 +118,15 @@ def _both_passes(block: Block, shardings: Shardings) -> list[Step]:
 
 def _updated(program: Program, shardings: Shardings) -> dict[str, Updated]:
     """Maps each weight to how its optimizer updates it."""
-    stages = ("pipeline",) if "pipeline" in shardings.axes else ()
-    layers = {name: layers_dim(b.name) for b in program.blocks if b.carry for name in b.reads}
+    stage_axes = ("pipeline",) if "pipeline" in shardings.axes else ()
+    layers_dim_of = {name: layers_dim(b.name) for b in program.blocks if b.carry for name in b.reads}
     return {
         weight.name: Updated(
             shard=shardings.optimizer(weight.name),
             inputs=weight.inputs,
             batch=("E",) if weight.dims[0] == "E" and len(weight.dims) > 1 else (),
-            layers=layers.get(weight.name, ""),
-            layer_axes=stages if weight.name in layers else (),
+            layers=layers_dim_of.get(weight.name, ""),
+            layer_axes=stage_axes if weight.name in layers_dim_of else (),
         )
         for weight in trained(program)
     }
@@ -143,8 +143,8 @@ def _update(program: Program, shardings: Shardings, weights: dict[str, Updated],
     stream = next((shardings.declared(block.carry).spread for block in program.blocks if block.carry), axes)
     # each device has the loss of its own tokens (the last stage, in a pipeline), and its own part of every gradient
     sums = {name: tuple(a for a in axes if a in (*stream, "pipeline")) for name in LOSSES if name in program.variables}
-    for name, over in {**sums, "grad_norm": axes}.items():
-        steps += reshard(ShardedArray(name, (), (), over, "fp32"), ShardedArray(name, (), (), dtype="fp32"))
+    for name, sum_axes in {**sums, "grad_norm": axes}.items():
+        steps += reshard(ShardedArray(name, (), (), sum_axes, "fp32"), ShardedArray(name, (), (), dtype="fp32"))
     update = op_kind(optimizer).update
     assert update is not None, f"{optimizer} is an optimizer, but its op has no update"
     for name, weight in weights.items():

@@ -94,17 +94,17 @@ class Derived(msgspec.Struct, frozen=True):
         for block in self.blocks:
             # weights of the loop's last iteration are still gathered from the forward pass
             stay = block.block.num_in_last_iterations if self.ahead and block.is_layer and block.segment is None else 0
-            begin, again = len(block.forward), block.times_again(runs)
+            begin, times_again = len(block.forward), block.times_again(runs)
             for number, step in enumerate((*block.forward, *block.backward)):
                 weight = self.program.variables.get(step.result.name)
-                gathers = weight is not None and weight.role in WEIGHTS and step.phase == "backward"
-                times = again if begin <= number < begin + block.num_again else block.repeat - stay * gathers
+                is_gather = weight is not None and weight.role in WEIGHTS and step.phase == "backward"
+                times = times_again if begin <= number < begin + block.num_again else block.repeat - stay * is_gather
                 yield step, times if step.scope == "step" else times * num_microbatches
-        repeats = {name: b.repeat for b in self.blocks for name in b.block.reads}
+        repeat_of = {name: b.repeat for b in self.blocks for name in b.block.reads}
         for step in self.update:
-            yield step, 1 if self.is_stacked(step) else repeats.get(step.result.name, 1)
+            yield step, 1 if self.is_stacked(step) else repeat_of.get(step.result.name, 1)
 
     def is_stacked(self, step: Step) -> bool:
         """True if a step of the update works on all layers at once: its arrays have a dim that counts them."""
-        layers = {layers_dim(block.name) for block in self.blocks if block.is_layer}
-        return any(dim.removesuffix("E") in layers for array in (step.result, *step.inputs) for dim in array.dims)
+        layers_dims = {layers_dim(block.name) for block in self.blocks if block.is_layer}
+        return any(dim.removesuffix("E") in layers_dims for array in (step.result, *step.inputs) for dim in array.dims)

@@ -27,10 +27,10 @@ def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
     axes move by all-to-all where they only change dim, are gathered where the target lacks them, and are
     sliced where it adds them. Empty when nothing has to be done.
     """
-    wanted = [axis for axis in target.unreduced if axis not in array.unreduced]
-    if wanted:
+    not_summable = [axis for axis in target.unreduced if axis not in array.unreduced]
+    if not_summable:
         raise InputError(
-            f"{array} has nothing left to sum over {', '.join(wanted)}, which {target} leaves unreduced. "
+            f"{array} has nothing left to sum over {', '.join(not_summable)}, which {target} leaves unreduced. "
             f"Leave {{U_...}} out of the wanted array."
         )
     steps: list[Step] = []
@@ -52,22 +52,22 @@ def reshard(array: ShardedArray, target: ShardedArray) -> tuple[Step, ...]:
 
 def _reduce(array: ShardedArray, target: ShardedArray) -> Step | None:
     pending = tuple(a for a in array.unreduced if a not in target.unreduced)
-    for dim, have in zip(array.dims, array.axes, strict=True):
-        want = target.axes_of(dim)
-        run = tuple(takewhile(pending.__contains__, want[len(have) :])) if want[: len(have)] == have else ()
+    for dim, axes in zip(array.dims, array.axes, strict=True):
+        goal_axes = target.axes_of(dim)
+        run = tuple(takewhile(pending.__contains__, goal_axes[len(axes) :])) if goal_axes[: len(axes)] == axes else ()
         if run:
-            left = tuple(a for a in array.unreduced if a not in run)
-            result = array.resharded({dim: have + run}, unreduced=left)
+            unreduced = tuple(a for a in array.unreduced if a not in run)
+            result = array.resharded({dim: axes + run}, unreduced=unreduced)
             return Step(op="reduce_scatter", inputs=(array,), result=result, axes=run, dim=dim)
     if not pending:
         return None
-    left = tuple(a for a in array.unreduced if a not in pending)
-    return Step(op="all_reduce", inputs=(array,), result=array.replace(unreduced=left), axes=pending)
+    unreduced = tuple(a for a in array.unreduced if a not in pending)
+    return Step(op="all_reduce", inputs=(array,), result=array.replace(unreduced=unreduced), axes=pending)
 
 
 def _surplus(array: ShardedArray, target: ShardedArray, dim: str) -> Axes:
-    have = array.axes_of(dim)
-    return have[len(common_prefix(have, target.axes_of(dim))) :]
+    axes = array.axes_of(dim)
+    return axes[len(common_prefix(axes, target.axes_of(dim))) :]
 
 
 def _move(array: ShardedArray, target: ShardedArray) -> Step | None:
@@ -77,9 +77,9 @@ def _move(array: ShardedArray, target: ShardedArray) -> Step | None:
         surplus = _surplus(array, target, dim)
         for axes in (surplus[n:] for n in range(len(surplus))):
             for to_dim in array.dims:
-                have, want = array.axes_of(to_dim), target.axes_of(to_dim)
-                if to_dim != dim and want[: len(have) + len(axes)] == have + axes:
-                    result = array.resharded({dim: array.axes_of(dim)[: -len(axes)], to_dim: have + axes})
+                to_axes, target_axes = array.axes_of(to_dim), target.axes_of(to_dim)
+                if to_dim != dim and target_axes[: len(to_axes) + len(axes)] == to_axes + axes:
+                    result = array.resharded({dim: array.axes_of(dim)[: -len(axes)], to_dim: to_axes + axes})
                     return Step(op="all_to_all", inputs=(array,), result=result, axes=axes, dim=dim, to_dim=to_dim)
     return None
 
@@ -129,28 +129,28 @@ def align(
     """
     left, right = _resolve_conflicts(lhs, rhs, out)
     for dim in (d for d in lhs.dims if d in rhs.dims and left.axes_of(d) != right.axes_of(d)):
-        of_left, of_right = left.axes_of(dim), right.axes_of(dim)
-        if _may_take(lhs, left, out, dim, of_right, slice_axes):
-            of_left = of_right
-        elif _may_take(rhs, right, out, dim, of_left, slice_axes):
-            of_right = of_left
+        left_axes, right_axes = left.axes_of(dim), right.axes_of(dim)
+        if _may_take(lhs, left, out, dim, right_axes, slice_axes):
+            left_axes = right_axes
+        elif _may_take(rhs, right, out, dim, left_axes, slice_axes):
+            right_axes = left_axes
         else:
-            of_left = of_right = common_prefix(of_left, of_right)
-        left, right = left.resharded({dim: of_left}), right.resharded({dim: of_right})
+            left_axes = right_axes = common_prefix(left_axes, right_axes)
+        left, right = left.resharded({dim: left_axes}), right.resharded({dim: right_axes})
     return left, right
 
 
 def _may_take(
     before: ShardedArray, now: ShardedArray, out: ShardedArray, dim: str, wanted: Axes, slice_axes: Collection[str]
 ) -> bool:
-    have = now.axes_of(dim)
-    axes = wanted[len(have) :]
-    if not axes or wanted[: len(have)] != have or any(a in now.spread for a in axes):
+    own_axes = now.axes_of(dim)
+    new_axes = wanted[len(own_axes) :]
+    if not new_axes or wanted[: len(own_axes)] != own_axes or any(a in now.spread for a in new_axes):
         return False
-    gave_up = all(a in before.spread for a in axes)
+    had_axes = all(a in before.spread for a in new_axes)
     kept_by_output = dim in out.dims and out.axes_of(dim)[: len(wanted)] == wanted
-    left_unreduced = dim not in out.dims and all(a in out.unreduced for a in axes)
-    return gave_up or kept_by_output or left_unreduced or all(a in slice_axes for a in axes)
+    left_unreduced = dim not in out.dims and all(a in out.unreduced for a in new_axes)
+    return had_axes or kept_by_output or left_unreduced or all(a in slice_axes for a in new_axes)
 
 
 def local_product(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> ShardedArray:
@@ -168,9 +168,9 @@ def product_steps(
 ) -> tuple[Step, ...]:
     """Returns the steps up to and with the local product, whose result is not yet reduced or resharded."""
     left, right = align(lhs.replace(unreduced=()), rhs.replace(unreduced=()), out, slice_axes=slice_axes)
-    before = (*reshard(lhs, left), *reshard(rhs, right))
+    reshards = (*reshard(lhs, left), *reshard(rhs, right))
     result = local_product(left, right, out)
-    return (*before, Step(op="einsum", inputs=(left, right), result=result))
+    return (*reshards, Step(op="einsum", inputs=(left, right), result=result))
 
 
 def einsum_steps(

@@ -58,13 +58,13 @@ class Storage(msgspec.Struct, frozen=True, kw_only=True):
     adapters: int = 0
 
     def __post_init__(self) -> None:
-        for what, dtype, known in (
+        for kind, dtype, dtypes in (
             ("cache", self.cache_dtype, get_args(CacheDtype)),
             ("weight", self.weights, get_args(WeightDtype)),
         ):
-            if dtype not in known:
-                options = ", ".join(filter(None, known))
-                raise InputError(f"{what} dtype {dtype!r} is not known.{nearest(dtype, known)} Use one of {options}.")
+            if dtype not in dtypes:
+                options = ", ".join(filter(None, dtypes))
+                raise InputError(f"{kind} dtype {dtype!r} is not known.{nearest(dtype, dtypes)} Use one of {options}.")
         if self.page_len < 0 or self.num_pages < 0:
             raise InputError(f"page_len={self.page_len} and num_pages={self.num_pages} must be at least 0.")
 
@@ -168,8 +168,8 @@ def generation_strategy(strategy: Strategy, *, prompts: bool = False) -> Strateg
         raise CannotRunError(
             f"pipeline={stages} trains but does not generate in this version. Use its devices as tensor, data or fsdp."
         )
-    count = strategy.num_microbatches if stages > 1 else 1
-    return replace(strategy, context_attention="gather", num_microbatches=count, offload=(), capacity_factor=0.0)
+    microbatches = strategy.num_microbatches if stages > 1 else 1
+    return replace(strategy, context_attention="gather", num_microbatches=microbatches, offload=(), capacity_factor=0.0)
 
 
 def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:
@@ -180,27 +180,27 @@ def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:
     with ``prompts``, whose rows are many, rows are split as the positions of prompts are, over further axes.
     """
     roles = GENERATION_RULES | strategy.assignment
-    owners, output = roles["cache"].get("B", ()), roles["output"].get("B", ())
-    split = {role: roles[role].get("B", ()) for role in ("activation", "input", "position")}
-    changed: dict[str, Rules] = {
-        "position": {"B": split["position"], "Q": owners, "O": output},
-        "output": {"O": output},
+    owner_axes, output_axes = roles["cache"].get("B", ()), roles["output"].get("B", ())
+    axes_by_role = {role: roles[role].get("B", ()) for role in ("activation", "input", "position")}
+    changed_rules: dict[str, Rules] = {
+        "position": {"B": axes_by_role["position"], "Q": owner_axes, "O": output_axes},
+        "output": {"O": output_axes},
         "cache": {
             **{dim: axes for dim, axes in roles["cache"].items() if dim not in ("B", "S")},
-            "Pg": owners,
-            "Pw": owners,
+            "Pg": owner_axes,
+            "Pw": owner_axes,
             "Pl": roles["cache"].get("S", ()),
         },
     }
     for role in ("activation", "input"):
-        rows = _merged(split[role], roles[role].get("T", ()) if prompts else ())
-        changed[role] = {**roles[role], "B": rows, "O": split[role]}
-    assignment = roles | changed
+        row_axes = _merged(axes_by_role[role], roles[role].get("T", ()) if prompts else ())
+        changed_rules[role] = {**roles[role], "B": row_axes, "O": axes_by_role[role]}
+    assignment = roles | changed_rules
     for role, rules in assignment.items():  # a row is one position, whose slots of experts are split as rows are
-        packed = {dim: axes for dim, axes in rules.items() if dim != "T"}
-        if "C" in packed and "B" in packed:
-            packed["C"] = tuple(axis for axis in packed["C"] if axis in packed["B"])
-        assignment[role] = packed
+        packed_rules = {dim: axes for dim, axes in rules.items() if dim != "T"}
+        if "C" in packed_rules and "B" in packed_rules:
+            packed_rules["C"] = tuple(axis for axis in packed_rules["C"] if axis in packed_rules["B"])
+        assignment[role] = packed_rules
     return replace(strategy, assignment=assignment)
 
 
@@ -220,42 +220,42 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
     head are in int8, as are matrices with an odd number of inputs. Scales are split as their weight is, but scales over
     D, Rq or Rkv alone are whole.
     """
-    in_folder = {name: (narrow, grouped) for name, narrow, grouped in model.stored.matrices} if model.stored else {}
-    if not (dtype or in_folder):
+    stored_of = {name: (narrow, grouped) for name, narrow, grouped in model.stored.matrices} if model.stored else {}
+    if not (dtype or stored_of):
         return {}
-    table = {name: weight for name, (weight, _) in weight_variables(model).items()}
+    weights = {name: weight for name, (weight, _) in weight_variables(model).items()}
     scale_dims: dict[str, set[str]] = {}
     for program in (_plain_program(model, AS_WRITTEN, joined=joined) for joined in (False, True)):
         for op in (op for block in program.blocks for op in block.ops if op.kind in QUANTISED):
-            weight = table.get(op.inputs[1])
+            weight = weights.get(op.inputs[1])
             if weight and weight.part not in ("router", "adapter") and weight.dims[0] != "P":
                 dims = program.variables[op.out].dims if op.kind == "einsum" else weight.dims[:1]
                 scale_dims[op.inputs[1]] = scale_dims.get(op.inputs[1], set(weight.dims)) & set(dims)
     quantised, variables = {}, transformer(model).variables
-    for name, names in scale_dims.items():
-        weight, stored = table[name], dtype
-        dims = tuple(dim for dim in weight.dims if dim in names)
+    for name, scaled_dims in scale_dims.items():
+        weight, stored_dtype = weights[name], dtype
+        dims = tuple(dim for dim in weight.dims if dim in scaled_dims)
         if not dtype:
-            stored, grouped = in_folder.get(weight.name, ("", False))
-            if not stored or not (grouped or len(dims) == len(weight.dims) - len(weight.inputs)):
+            stored_dtype, has_groups = stored_of.get(weight.name, ("", False))
+            if not stored_dtype or not (has_groups or len(dims) == len(weight.dims) - len(weight.inputs)):
                 continue
-            dims = group_dims(weight.dims, weight.inputs) if grouped else dims
+            dims = group_dims(weight.dims, weight.inputs) if has_groups else dims
         elif dtype == "int4" and weight.layers and weight.inputs and model.dims[weight.inputs[-1]] % 2 == 0:
             dims = group_dims(weight.dims, weight.inputs)
         elif dtype == "int4":
-            stored = "int8"
+            stored_dtype = "int8"
         role = "vector" if set(dims) <= {"D", "Rq", "Rkv"} else "weight"
-        quantised[name] = replace(variables[name], dtype=stored), Variable(scale_name(name), dims, role, "fp32")
+        quantised[name] = replace(variables[name], dtype=stored_dtype), Variable(scale_name(name), dims, role, "fp32")
     return quantised
 
 
 def weight_bytes(model: Model, dtype: WeightDtype, width: int) -> float:
     """Returns the bytes of all weights with their scales; ``width`` are those of an element that is not quantised."""
-    pairs, sizes = quantised_weights(model, dtype), model.dims
+    arrays_of, sizes = quantised_weights(model, dtype), model.dims
     return sum(
         repeat * math.prod(sizes[dim] for dim in array.dims) * DTYPE_BYTES.get(array.dtype, width)
         for name, (weight, repeat) in weight_variables(model).items()
-        for array in pairs.get(name, (weight,))
+        for array in arrays_of.get(name, (weight,))
     )
 
 
@@ -305,8 +305,8 @@ def _plain_program(model: Model, storage: Storage, *, joined: bool = False) -> P
     training = transformer(model)
     writer = _Writer(model, storage, training, joined=joined)
     blocks = tuple(map(writer.block, training.blocks))
-    used = {name for block in blocks for op in block.ops for name in (*op.inputs, op.out)}
-    return Program(blocks, {name: v for name, v in writer.variables.items() if name in used}, training.stacks)
+    used_names = {name for block in blocks for op in block.ops for name in (*op.inputs, op.out)}
+    return Program(blocks, {name: v for name, v in writer.variables.items() if name in used_names}, training.stacks)
 
 
 def _sees_later(mask: str) -> bool:
@@ -330,8 +330,8 @@ class _Writer:
         if storage.adapters:
             self.variables |= {"adapters": Variable("adapters", ("B", "T"), "position")}
         for name in mask_data(model, PLAIN):  # of all positions of a sequence
-            known = {"B": "Q", "T": "S"}
-            self.variables[name] = Variable(name, tuple(known.get(dim, dim) for dim in MASK_DATA[name]), "position")
+            cache_dim = {"B": "Q", "T": "S"}
+            self.variables[name] = Variable(name, tuple(cache_dim.get(dim, dim) for dim in MASK_DATA[name]), "position")
 
     def block(self, block: Block) -> Block:
         """Returns the rewritten block under its name, without ops whose results are no longer used."""
@@ -347,10 +347,10 @@ class _Writer:
                     self.ops.append(Op("pick_adapter", (*op.inputs, "adapters"), op.out, attributes))
                 else:
                     self.ops.append(op)
-        needed, ops = {block.result or self.ops[-1].out, *self.outputs}, list[Op]()
+        needed_names, ops = {block.result or self.ops[-1].out, *self.outputs}, list[Op]()
         for op in reversed(self.ops):
-            if op.out in needed:
-                needed.update(op.inputs)
+            if op.out in needed_names:
+                needed_names.update(op.inputs)
                 ops.insert(0, op)
         return replace(block, ops=tuple(ops))
 
@@ -384,42 +384,42 @@ class _Writer:
     def _attention(self, op: Op, block: Block) -> None:
         """Writes keys and values, or latents and rotated keys, into the cache, which attention reads."""
         q, k, v, *operands = op.inputs
-        made_by = {maker.out: maker for maker in block.ops}
+        maker_of = {maker.out: maker for maker in block.ops}
         sources = {"k": k, "v": v}
         if self.model.latent_attention:
-            unrotated, shared = made_by[k].inputs
-            sources = {"c": made_by[unrotated].inputs[0], "p": shared}
+            unrotated, shared = maker_of[k].inputs
+            sources = {"c": maker_of[unrotated].inputs[0], "p": shared}
         suffix = next(kind.suffix for kind in layer_kinds(self.model) if kind.block == block.name)
-        apart = bool(self.storage.window_pages) and window_of(block) is not None
-        pages, where, pool = (WINDOW_PAGES, "window_slots", "Pw") if apart else (PAGES, "slots", "Pg")
-        of_sequences = ("first", "counts", "lengths")
-        self.variables |= {name: Variable(name, ("Q",), "position") for name in of_sequences}
+        has_own_pages = bool(self.storage.window_pages) and window_of(block) is not None
+        pages, slots, pool_dim = (WINDOW_PAGES, "window_slots", "Pw") if has_own_pages else (PAGES, "slots", "Pg")
+        sequence_names = ("first", "counts", "lengths")
+        self.variables |= {name: Variable(name, ("Q",), "position") for name in sequence_names}
         self.variables[pages] = Variable(pages, ("Q", "Bp"), "position")  # the pages of each sequence
-        self.variables[where] = Variable(where, ("B", "T"), "position")
-        cached, cached_scales = list[str](), list[str]()
+        self.variables[slots] = Variable(slots, ("B", "T"), "position")
+        cache_names, cache_scale_names = list[str](), list[str]()
         for letter, source in sources.items():
-            array, *its_scales = self._write(f"cache_{letter}{suffix}", source, where, pool)
-            cached.append(array)
-            cached_scales += its_scales
-        inputs, attributes = (*cached, *of_sequences, pages, *cached_scales), op.attributes
+            array, *scale_names = self._write(f"cache_{letter}{suffix}", source, slots, pool_dim)
+            cache_names.append(array)
+            cache_scale_names += scale_names
+        inputs, attributes = (*cache_names, *sequence_names, pages, *cache_scale_names), op.attributes
         if self.model.latent_attention:
-            keys, values = made_by[made_by[k].inputs[0]].inputs[1], made_by[v].inputs[1]
+            keys, values = maker_of[maker_of[k].inputs[0]].inputs[1], maker_of[v].inputs[1]
             if not self.joined:
                 # queries are multiplied with the keys' projection and attend to latents; that of values follows
-                latent = ("B", "T", "N", "Rkv")
+                latent_dims = ("B", "T", "N", "Rkv")
                 unrotated = self._add("unrotated_part", (q,), Variable("qn", ("B", "T", "N", "Hn"), "activation"))
-                ql = self._add("einsum", (unrotated, keys), Variable("ql", latent, "activation"))
-                mixed = Variable("oc", latent, "activation")
+                ql = self._add("einsum", (unrotated, keys), Variable("ql", latent_dims, "activation"))
+                mixed = Variable("oc", latent_dims, "activation")
                 oc = self._add("cached_latent_attention", (ql, q, *inputs, *operands), mixed, attributes)
                 self.ops.append(Op("einsum", (oc, values), op.out))
                 return
             # with the rows of the step queries are multiplied as in training, by keys and values of heads
-            whole = self.variables[op.out]
-            fresh = self._add("prompt_attention", (q, k, v, "first", "counts"), replace(whole, name="of"))
-            past = self._add("past_latent_attention", (q, *inputs, keys, values), replace(whole, name="op"), attributes)
+            out = self.variables[op.out]
+            fresh = self._add("prompt_attention", (q, k, v, "first", "counts"), replace(out, name="of"))
+            past = self._add("past_latent_attention", (q, *inputs, keys, values), replace(out, name="op"), attributes)
             parts = (
-                self._add("share", (fresh, past), replace(whole, name="on")),
-                self._add("share", (past, fresh), replace(whole, name="os")),
+                self._add("share", (fresh, past), replace(out, name="on")),
+                self._add("share", (past, fresh), replace(out, name="os")),
             )
             self.ops.append(Op("add", parts, op.out))
         else:
@@ -434,14 +434,14 @@ class _Writer:
             quantised = Variable(f"{source}_int8", dims, "activation", dtype)
             values = self._add("kv_quantise", (source, scale), quantised)
             writes = [(cache, values, dims, dtype), (scale_name(cache), scale, dims[:-1], "fp32")]
-        written = []
-        for name, array, array_dims, width in writes:
-            before = Variable(name, (pool, "Pl", *array_dims[2:]), "cache", width)
-            self.variables[name] = before
-            after = replace(before, name=f"{name}'")
-            written.append(self._add("cache_write", (name, array, where), after))
-        self.outputs += written
-        return written
+        written_names = []
+        for name, array, array_dims, array_dtype in writes:
+            cache_array = Variable(name, (pool, "Pl", *array_dims[2:]), "cache", array_dtype)
+            self.variables[name] = cache_array
+            updated = replace(cache_array, name=f"{name}'")
+            written_names.append(self._add("cache_write", (name, array, where), updated))
+        self.outputs += written_names
+        return written_names
 
 
 # -- the cache: declared arrays of the program ----------------------------------------------------------------
@@ -504,9 +504,9 @@ def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN)
     There are enough pages for every sequence to be full, unless the storage says how many.
     """
     page_len = storage.page_len or max_len
-    per_sequence = -(-max_len // page_len)
-    pages = storage.num_pages or batch_seqs * per_sequence
-    return {"S": max_len, "Pl": page_len, "Bp": per_sequence, "Pg": pages, "Pw": storage.window_pages}
+    pages_per_seq = -(-max_len // page_len)
+    num_pages = storage.num_pages or batch_seqs * pages_per_seq
+    return {"S": max_len, "Pl": page_len, "Bp": pages_per_seq, "Pg": num_pages, "Pw": storage.window_pages}
 
 
 def cache_table(
@@ -535,5 +535,5 @@ def cache_table(
 def sequence_bytes(model: Model, num_positions: int, storage: Storage) -> int:
     """Returns the bytes of the cache of one sequence, on all devices: of layers with a window its positions alone."""
     window = min(model.sliding_window or 0, num_positions)
-    exact = replace(storage, page_len=1, num_pages=0, window_pages=window)
-    return sum(row.num_bytes for row in cache_table(model, batch_seqs=1, max_len=num_positions, storage=exact))
+    exact_storage = replace(storage, page_len=1, num_pages=0, window_pages=window)
+    return sum(row.num_bytes for row in cache_table(model, batch_seqs=1, max_len=num_positions, storage=exact_storage))

@@ -197,20 +197,20 @@ def written(model: Model, text: str, **names: str | bool) -> str:
         "scales": model.residual_multiplier != 1,
         **names,
     }
-    last: dict[str, str] = {}
+    name_of: dict[str, str] = {}
     lines = []
     for line in filter(None, map(str.strip, text.splitlines())):
         content, _, condition = line.partition(" if ")
         words = ((word.removeprefix("!"), not word.startswith("!")) for word in condition.split())
-        if not all(bool(names[word] if word in names else getattr(model, word)) == wanted for word, wanted in words):
+        if not all(bool(names[word] if word in names else getattr(model, word)) == truth for word, truth in words):
             continue
-        out, rest = content.format(**names).split(" = ")
-        rest = re.sub(r"(\w+)~", lambda match: last.get(match[1], match[1]), rest)
+        lhs, rhs = content.format(**names).split(" = ")
+        rhs = re.sub(r"(\w+)~", lambda match: name_of.get(match[1], match[1]), rhs)
         if model.norm == "layer_norm":
-            rest = re.sub(r"\bnorm\((.*), (\w+)\[D\]", r"norm(\1, \2[D], \2_bias[D]", rest)
-        name, dims = out.replace("~", "").split("[")
-        last[out.split("~")[0]] = name
-        lines.append(f"{name}[{dims} = {re.sub(r'^norm', model.norm, rest)}\n")
+            rhs = re.sub(r"\bnorm\((.*), (\w+)\[D\]", r"norm(\1, \2[D], \2_bias[D]", rhs)
+        name, dims = lhs.replace("~", "").split("[")
+        name_of[lhs.split("~")[0]] = name
+        lines.append(f"{name}[{dims} = {re.sub(r'^norm', model.norm, rhs)}\n")
     return "".join(lines)
 
 
@@ -225,8 +225,8 @@ def loss_text(model: Model, options: ProgramOptions) -> str:
     """Returns the lines of the loss head, from the stream hf after its norm to the loss."""
     table = "embed[V,D]" if model.tied_embeddings else "unembed[D,V]"
     attributes = given_attributes(softcap=model.logit_softcap, z_loss=options.z_loss)
-    by, divided = f"{1 / model.logit_divisor}", model.logit_divisor != 1
-    return written(model, LOSS, table=table, given=attributes, by=by, divided=divided)
+    by_text, is_divided = f"{1 / model.logit_divisor}", model.logit_divisor != 1
+    return written(model, LOSS, table=table, given=attributes, by=by_text, divided=is_divided)
 
 
 def mask_data(model: Model, options: ProgramOptions) -> tuple[str, ...]:
@@ -238,24 +238,24 @@ def mask_data(model: Model, options: ProgramOptions) -> tuple[str, ...]:
 def layer_text(model: Model, *, sliding: bool, routed: bool, rotates: bool, options: ProgramOptions) -> str:
     """Returns the lines of one layer from x to x2: ``sliding`` limits its attention to the window, ``routed`` makes its
     feed-forward experts, ``rotates`` adds rope."""
-    data = "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
+    data_text = "".join(f", {name}[{','.join(MASK_DATA[name])}]" for name in mask_data(model, options))
     if model.latent_attention:
         attributes = given_attributes(mask=_quoted(model.attention_mask), score=_quoted(model.attention_score))
-        lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, others=data + attributes, x1="x1")
+        lines = written(model, LATENT_ATTENTION + AFTER_ATTENTION, others=data_text + attributes, x1="x1")
     else:
-        lines = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, data=data, rotates=rotates)
+        lines = _attention(model, "x0" if model.encoder else "x1", sliding=sliding, data=data_text, rotates=rotates)
     if model.encoder:
         attributes = given_attributes(sees_all=True, softcap=model.attention_softcap)
         lines += written(model, CROSS_ATTENTION, zero="0" * model.qkv_bias, given=attributes)
     if not routed:
         return with_adapters(model, lines + _dense(model))
     capacity = options.capacity_factor
-    corrected = model.router_scores == "sigmoid"
-    rate = options.correction_rate if corrected and not has_frozen_matrices(model) else 0.0
-    weights = {"balance": options.balance_loss, "z": options.router_z_loss}
-    routing = given_attributes(**weights, capacity=capacity, correction_rate=rate)
+    is_corrected = model.router_scores == "sigmoid"
+    rate = options.correction_rate if is_corrected and not has_frozen_matrices(model) else 0.0
+    loss_weights = {"balance": options.balance_loss, "z": options.router_z_loss}
+    routing_text = given_attributes(**loss_weights, capacity=capacity, correction_rate=rate)
     attributes = given_attributes(capacity=capacity)
-    names = {"correction": ", router_correction[E]" * corrected, "routing": routing, "capacity": attributes}
+    names = {"correction": ", router_correction[E]" * is_corrected, "routing": routing_text, "capacity": attributes}
     lines += written(model, EXPERTS, activation=_activation(model), **names)
     return with_adapters(model, lines)
 
@@ -276,10 +276,10 @@ ADAPTED = """
 def with_adapters(model: Model, text: str) -> str:
     """Returns the lines of a layer with the adapters of the model. Products with a quantised base become the op
     quantised_einsum; products that share an A compute x A once."""
-    first_of, lines = adapted(model), list[str]()
+    adapter_of, lines = adapted(model), list[str]()
     for line in text.splitlines(keepends=True):
         match = _PRODUCT.match(line)
-        if match is None or match[5] not in first_of:
+        if match is None or match[5] not in adapter_of:
             lines.append(line)
             continue
         out, out_dims, x, x_dims, w, w_dims = match.groups()
@@ -287,15 +287,15 @@ def with_adapters(model: Model, text: str) -> str:
         names: dict[str, str] = {
             "outputs": ",".join(dim for dim in w_dims.split(",") if dim not in inputs),
             **{"out": out, "out_dims": out_dims, "x": x, "x_dims": x_dims, "w": w, "w_dims": w_dims},
-            **{"a": first_of[w], "inputs": ",".join(inputs), "scale": repr(model.lora.scale if model.lora else 1.0)},
+            **{"a": adapter_of[w], "inputs": ",".join(inputs), "scale": repr(model.lora.scale if model.lora else 1.0)},
         }
-        if f"{first_of[w]}_low[" not in "".join(lines):
+        if f"{adapter_of[w]}_low[" not in "".join(lines):
             lines.append(written(model, ADAPTER, **names))
         lines.append(written(model, ADAPTED, **names))
-    scales = {row.name.removeprefix("layers."): row for row in weight_table(model) if row.part == "scale"}
+    scale_rows = {row.name.removeprefix("layers."): row for row in weight_table(model) if row.part == "scale"}
 
     def quantised(found: re.Match[str]) -> str:
-        scale = scales.get(f"{found[5]}_scale")
+        scale = scale_rows.get(f"{found[5]}_scale")
         if scale is None:
             return found[0]
         operands = f"{found[3]}[{found[4]}], {found[5]}[{found[6]}], {found[5]}_scale[{','.join(scale.dims)}]"
@@ -320,27 +320,27 @@ def _attention(
 ) -> str:
     """Returns the lines of attention from the stream x to the stream ``result``; qr, kr and v enter attention."""
     # where neither bias nor norm nor rope follows, the products themselves have the names that policies keep
-    bare = "" if rotates or model.qkv_bias or model.qk_norm else "r"
+    bare_suffix = "" if rotates or model.qkv_bias or model.qk_norm else "r"
     rotates = rotates and model.rotated_width > 0
-    relative = model.relative_buckets > 0
-    operands = data + ", sinks[N]" * (model.attention_sinks and causal) + ", relative_bias[R,N]" * relative
+    is_relative = model.relative_buckets > 0
+    operand_text = data + ", sinks[N]" * (model.attention_sinks and causal) + ", relative_bias[R,N]" * is_relative
     attributes = given_attributes(
         sees_all=not causal,
         window=model.sliding_window if sliding else None,
         softcap=model.attention_softcap,
         mask=_quoted(model.attention_mask) if causal else None,
         score=_quoted(model.attention_score) if causal else None,
-        distance=model.relative_distance if relative else None,
+        distance=model.relative_distance if is_relative else None,
     )
     return written(
         model,
         ATTENTION + AFTER_ATTENTION,
         zero="0" * model.qkv_bias,
-        bare=bare,
+        bare=bare_suffix,
         b="b" if model.qk_norm or rotates else "r",
         n="n" if rotates else "r",
         rotates=rotates,
-        others=operands + attributes,
+        others=operand_text + attributes,
         x1=result,
     )
 

@@ -28,20 +28,20 @@ class ShardedArray(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if len(self.dims) != len(self.axes):
             raise AssertionError(f"{self.name}: {len(self.dims)} dims, {len(self.axes)} lists of axes")
-        seen: dict[str, str] = {}
+        dim_of: dict[str, str] = {}
         for dim, axes in zip(self.dims, self.axes, strict=True):
             for axis in axes:
-                if axis in seen:
-                    both = f"{seen[axis]} and {dim}" if seen[axis] != dim else f"{dim} twice"
+                if axis in dim_of:
+                    dims_text = f"{dim_of[axis]} and {dim}" if dim_of[axis] != dim else f"{dim} twice"
                     raise InputError(
-                        f"{self.name}[...] uses mesh axis {axis} for {both}; an axis can split one dim of an "
+                        f"{self.name}[...] uses mesh axis {axis} for {dims_text}; an axis can split one dim of an "
                         f"array once. Remove it from one of them."
                     )
-                seen[axis] = dim
+                dim_of[axis] = dim
         for axis in self.unreduced:
-            if axis in seen:
+            if axis in dim_of:
                 raise InputError(
-                    f"{self.name}[...] is split over {axis} along {seen[axis]} and unreduced over it; "
+                    f"{self.name}[...] is split over {axis} along {dim_of[axis]} and unreduced over it; "
                     f"it can only be one of the two. Remove one."
                 )
         if len(set(self.unreduced)) != len(self.unreduced):
@@ -50,11 +50,11 @@ class ShardedArray(msgspec.Struct, frozen=True):
             raise InputError(f"{self.name}[{', '.join(self.dims)}] names a dim twice; give each dim its own name.")
 
     def __str__(self) -> str:
-        inner = ", ".join(
+        dims_text = ", ".join(
             dim + (f"_{join_axes(axes)}" if axes else "") for dim, axes in zip(self.dims, self.axes, strict=True)
         )
-        tail = f"{{U_{join_axes(self.unreduced)}}}" if self.unreduced else ""
-        return f"{self.name}[{inner}]{tail}"
+        unreduced_text = f"{{U_{join_axes(self.unreduced)}}}" if self.unreduced else ""
+        return f"{self.name}[{dims_text}]{unreduced_text}"
 
     def axes_of(self, dim: str) -> tuple[str, ...]:
         """Returns the mesh axes that split ``dim``; () when it is whole or not a dim of this array."""
@@ -69,8 +69,8 @@ class ShardedArray(msgspec.Struct, frozen=True):
     ) -> "ShardedArray":
         """Returns the array with other axes on the dims named in ``changes`` (and other unreduced axes)."""
         axes = tuple(changes.get(d, a) for d, a in zip(self.dims, self.axes, strict=True))
-        left = self.unreduced if unreduced is None else unreduced
-        return msgspec.structs.replace(self, axes=axes, unreduced=left)
+        unreduced_axes = self.unreduced if unreduced is None else unreduced
+        return msgspec.structs.replace(self, axes=axes, unreduced=unreduced_axes)
 
     def like(self, other: "ShardedArray") -> "ShardedArray":
         """Returns the array with the axes that ``other`` has on the dims that both have."""

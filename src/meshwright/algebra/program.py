@@ -88,8 +88,8 @@ class Program(msgspec.Struct, frozen=True):
             if block == stack.first:
                 return "first"
             if block == stack.last:
-                read = {name for reader in self.stacks for name in (*reader.inputs, reader.carry)}
-                return "last" if any(b.name == block and b.ops[-1].out in read for b in self.blocks) else "head"
+                names_read = {name for reader in self.stacks for name in (*reader.inputs, reader.carry)}
+                return "last" if any(b.name == block and b.ops[-1].out in names_read for b in self.blocks) else "head"
         return "layer"
 
     def inputs_from_earlier_stacks(self, block: str) -> tuple[str, ...]:

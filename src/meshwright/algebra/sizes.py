@@ -84,8 +84,8 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not self.padded or array.dims[-1:] not in WIDTHS:
             return 1.0
-        last = self.local(array)[array.dims[-1]]
-        return np.where(2 * last < LANES, 1.0, np.ceil(last / LANES) * LANES / last)
+        width = self.local(array)[array.dims[-1]]
+        return np.where(2 * width < LANES, 1.0, np.ceil(width / LANES) * LANES / width)
 
     def total(self, *arrays: ShardedArray) -> Number:
         """Returns the bytes of several blocks."""

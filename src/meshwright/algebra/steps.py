@@ -76,11 +76,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.op == "permute":
             return self.result
-        left = {
+        remaining_axes = {
             dim: tuple(a for a in axes if a not in self.axes)
             for dim, axes in zip(self.result.dims, self.result.axes, strict=True)
         }
-        return self.result.resharded(left)
+        return self.result.resharded(remaining_axes)
 
     def __str__(self) -> str:
         if self.op in BOOK_NAMES:

@@ -64,8 +64,8 @@ class Shardings:
         groups = {dim: rules[dim[:-1]] for dim in dims if dim[-1] == "g" and dim[:-1] in rules}
         rules = {**groups, **rules}  # groups of entries are split as the entries are
         array_name = f"d{name}" if weight_role == "grad" else name
-        wide = array_name in (*LOSSES, "logits") or dims == ("E", "C")
-        dtype = "fp32" if wide else "int32" if role in ("input", "position") else ""
+        is_fp32 = array_name in (*LOSSES, "logits") or dims == ("E", "C")
+        dtype = "fp32" if is_fp32 else "int32" if role in ("input", "position") else ""
         if weight_role == "weight":
             dtype = variable.dtype or dtype
         array = ShardedArray(array_name, dims, assign(rules, dims, keep=self.axes), dtype=dtype)
@@ -105,7 +105,7 @@ class Tape:
     def at(self, op: Op) -> "Tape":
         """Returns the tape at the next op: its inputs and result as declared, and their cotangents."""
         self.op, self.out, self.dout = op, self.declared(op.out), self.cotangent(op.out)
-        self.inputs, self.dinputs = ([of(name) for name in op.inputs] for of in (self.declared, self.cotangent))
+        self.inputs, self.dinputs = ([getter(name) for name in op.inputs] for getter in (self.declared, self.cotangent))
         return self
 
     def details(self, form: type[Details]) -> Details:
@@ -146,25 +146,25 @@ class Tape:
     def add(self, *steps: Step) -> None:
         """Adds steps after the steps that make what they need, and skips a move whose result exists."""
         for step in steps:
-            is_there = step.result in self.available
-            if step.only_moves and is_there:
+            exists = step.result in self.available
+            if step.only_moves and exists:
                 continue
             self.need(*step.inputs)
-            adds = step.accumulates or (not step.only_moves and is_there)
-            self._emit(replace(step, accumulates=adds), self.phase)
+            accumulates = step.accumulates or (not step.only_moves and exists)
+            self._emit(replace(step, accumulates=accumulates), self.phase)
 
     def _emit(self, step: Step, phase: Phase, *, scope: Scope | None = None) -> None:
         source = step.inputs[0] if step.inputs else step.result
         is_weight = self.shardings.is_weight(step.result.name)
         # the permute of a ring overlaps with the attention to the block of keys before it
-        moves = step.is_collective and step.op != "permute"
+        moves_data = step.is_collective and step.op != "permute"
         emitted = replace(
             step,
             block=self.block.name,
             role=self.role,
             phase="backward" if phase == "recompute" and is_weight else phase,
             scope=scope or ("layer" if self.block.carry else "microbatch"),
-            critical=moves and not is_weight and (phase == "forward" or source not in self.start),
+            critical=moves_data and not is_weight and (phase == "forward" or source not in self.start),
         )
         self.steps.append(emitted)
         self.available.update(step.results)
@@ -202,21 +202,21 @@ class Tape:
         addends = self.contributions.pop(name, [])
         target, is_weight = self.cotangent(name), self.shardings.is_weight(name)
         # a weight's gradient is summed once per step over axes that do not split it, if all addends agree on these
-        later = {tuple(a for a in addend.unreduced if a not in target.spread) for addend in addends}
-        if is_weight and len(later) == 1:
-            target = target.replace(unreduced=later.pop())
+        axes_left = {tuple(a for a in addend.unreduced if a not in target.spread) for addend in addends}
+        if is_weight and len(axes_left) == 1:
+            target = target.replace(unreduced=axes_left.pop())
         if all(op.out != name for op in self.block.ops):
             self.left.add(target)
-        waiting = {a: reshard(a, target) for a in addends}
-        while left := {a: steps for a, steps in waiting.items() if steps}:
-            source = max(left, key=lambda a: len(left[a]))
-            step = waiting.pop(source)[0]
-            if waiting:
+        moves_of = {a: reshard(a, target) for a in addends}
+        while unfinished := {a: steps for a, steps in moves_of.items() if steps}:
+            source = max(unfinished, key=lambda a: len(unfinished[a]))
+            step = moves_of.pop(source)[0]
+            if moves_of:
                 self.available.discard(source)
-            if step.result in waiting:
+            if step.result in moves_of:
                 step = replace(step, accumulates=True)
             self._emit(step, self.phase)
-            waiting[step.result] = reshard(step.result, target)
+            moves_of[step.result] = reshard(step.result, target)
         # the backward pass of the first block that uses a weight (tied embeddings have two) is the last to add to it
         is_first = self.shardings.first_use.get(name) == self.block.name
         if addends and is_first and is_weight:

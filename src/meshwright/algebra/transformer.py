@@ -51,18 +51,18 @@ class LayerKind(msgspec.Struct, frozen=True, kw_only=True):
 def layer_kinds(model: Model) -> tuple[LayerKind, ...]:
     """Returns the kinds of layers in order of their first layer: "layer", then _moe with routed experts, _unrotated
     without rope, _local with a window; at the end _mtp, the layer like the last one for the token after the next."""
-    by_facts: dict[tuple[bool, bool, bool], list[int]] = {}
+    layers_by_facts: dict[tuple[bool, bool, bool], list[int]] = {}
     for layer in range(model.num_layers):
         facts = (layer in model.sliding_layers, layer in model.moe_layers, layer not in model.unrotated_layers)
-        by_facts.setdefault(facts, []).append(layer)
+        layers_by_facts.setdefault(facts, []).append(layer)
     kinds = []
-    for (sliding, routed, rotates), layers in by_facts.items():
+    for (sliding, routed, rotates), layers in layers_by_facts.items():
         name = f"{'_moe' * routed}{'_unrotated' * (not rotates)}{'_local' * sliding}"
-        same = {"sliding": sliding, "routed": routed, "rotates": rotates}
-        suffix = name if len(by_facts) > 1 else ""
-        kinds.append(LayerKind(block=f"layer{name}", suffix=suffix, layers=tuple(layers), **same))
-    last = next(kind for kind in kinds if model.num_layers - 1 in kind.layers)
-    mtp = [replace(last, block="layer_mtp", suffix="_mtp", layers=model.mtp_layers)] if model.mtp_layers else []
+        flags = {"sliding": sliding, "routed": routed, "rotates": rotates}
+        suffix = name if len(layers_by_facts) > 1 else ""
+        kinds.append(LayerKind(block=f"layer{name}", suffix=suffix, layers=tuple(layers), **flags))
+    last_kind = next(kind for kind in kinds if model.num_layers - 1 in kind.layers)
+    mtp = [replace(last_kind, block="layer_mtp", suffix="_mtp", layers=model.mtp_layers)] if model.mtp_layers else []
     return (*kinds, *mtp)
 
 
@@ -126,8 +126,8 @@ def transformer(model: Model, options: ProgramOptions = PLAIN) -> Program:
     final = parse_block("final", norm, variables)
     of_mtp, mtp = _mtp(model, variables, options)
     head = Stack(first="", layers=(), last="head", carry="hf")
-    ends = (final, *of_mtp, parse_block("head", loss, variables))
-    return Program((*blocks, *ends), variables, (decoder, mtp, head))
+    last_blocks = (final, *of_mtp, parse_block("head", loss, variables))
+    return Program((*blocks, *last_blocks), variables, (decoder, mtp, head))
 
 
 def _mtp(
@@ -152,14 +152,14 @@ def _encoder(model: Model, variables: dict[str, Variable]) -> tuple[tuple[Block,
     for name, role in (("tokens", "input"), ("positions", "position")):
         variables[f"{ENCODER}{name}"] = Variable(f"{ENCODER}{name}", ("B", "S"), role)
     first, layer, last, x = (f"{ENCODER}{name}" for name in ("embed", "layer", "end", "x"))
-    count, texts = model.encoder.num_layers, (embed_text(model), encoder_layer_text(model), written(model, FINAL_NORM))
+    depth, texts = model.encoder.num_layers, (embed_text(model), encoder_layer_text(model), written(model, FINAL_NORM))
     embed, layers, end = map(_of_encoder, texts)
     blocks = (
         parse_block(first, embed, variables),
-        parse_block(layer, layers, variables, repeat=count, carry=x, result=f"{x}2"),
+        parse_block(layer, layers, variables, repeat=depth, carry=x, result=f"{x}2"),
         parse_block(last, end, variables, renamed={f"{ENCODER}hf": "encoded"}),
     )
-    return blocks, (Stack(first=first, layers=(layer,) * count, last=last, carry=x),)
+    return blocks, (Stack(first=first, layers=(layer,) * depth, last=last, carry=x),)
 
 
 def _of_encoder(text: str) -> str:
@@ -170,8 +170,8 @@ def _of_encoder(text: str) -> str:
 
 def layer_dims(model: Model) -> dict[str, int]:
     """Returns the sizes of the dims that count layers, and layers times experts, of each kind of layer."""
-    counts = {layers_dim(kind.block): len(kind.layers) for kind in layer_kinds(model)}
-    return counts | {f"{dim}E": count * max(model.num_experts, 1) for dim, count in counts.items()}
+    num_by_dim = {layers_dim(kind.block): len(kind.layers) for kind in layer_kinds(model)}
+    return num_by_dim | {f"{dim}E": num * max(model.num_experts, 1) for dim, num in num_by_dim.items()}
 
 
 def _layer_block(
@@ -229,35 +229,35 @@ def spans(names: Sequence[str]) -> tuple[Span, ...]:
     """Returns layers as spans, in order: the repeating pattern at the front that covers most layers, then the spans of
     the remaining layers."""
     starts = dict.fromkeys(names, 0)
-    parts: list[Span] = []
-    left = tuple(names)
-    while left:
-        pattern, repeats = _leading(left)
-        here = {name: starts[name] for name in dict.fromkeys(pattern)}
-        parts.append(Span(pattern=pattern, repeats=repeats, starts=here))
+    spans_found: list[Span] = []
+    names_left = tuple(names)
+    while names_left:
+        pattern, repeats = _leading(names_left)
+        row_starts = {name: starts[name] for name in dict.fromkeys(pattern)}
+        spans_found.append(Span(pattern=pattern, repeats=repeats, starts=row_starts))
         for name in pattern:
             starts[name] += repeats
-        left = left[len(pattern) * repeats :]
-    return tuple(parts)
+        names_left = names_left[len(pattern) * repeats :]
+    return tuple(spans_found)
 
 
 def _leading(names: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
     """Returns the pattern at the front that covers most layers, and its repeats; the shorter of two that cover as
     many."""
-    best, covered = (names[:1], _repeats(names, 1)), 0
+    best_pattern, num_covered = (names[:1], _repeats(names, 1)), 0
     for length in range(1, min(MAX_PATTERN, len(names)) + 1):
         repeats = _repeats(names, length)
-        if (repeats > 1 or length == 1) and repeats * length > covered:
-            best, covered = (names[:length], repeats), repeats * length
-    return best
+        if (repeats > 1 or length == 1) and repeats * length > num_covered:
+            best_pattern, num_covered = (names[:length], repeats), repeats * length
+    return best_pattern
 
 
 def _repeats(names: tuple[str, ...], length: int) -> int:
     """Returns how often the first ``length`` names repeat in sequence."""
-    count = 1
-    while names[count * length : (count + 1) * length] == names[:length]:
-        count += 1
-    return count
+    num_repeats = 1
+    while names[num_repeats * length : (num_repeats + 1) * length] == names[:length]:
+        num_repeats += 1
+    return num_repeats
 
 
 def rows(model: Model) -> dict[str, Weight]:
@@ -269,8 +269,8 @@ def rows(model: Model) -> dict[str, Weight]:
         if not weight.layers or name.startswith(ENCODER):
             weights[name] = weight
             continue
-        of_kind = layers_of[name.removeprefix(local_name(weight))]
-        weights[name] = replace(weight, layers=tuple(layer for layer in of_kind if layer in set(weight.layers)))
+        kind_layers = layers_of[name.removeprefix(local_name(weight))]
+        weights[name] = replace(weight, layers=tuple(layer for layer in kind_layers if layer in set(weight.layers)))
     return weights
 
 
@@ -303,9 +303,9 @@ def parse_block(
     def entered(text: str) -> str:
         array = parse_array(text)
         name = renamed.get(array.name, array.name)
-        known = variables.setdefault(name, Variable(name, array.dims, "activation"))
-        if known.dims != array.dims:
-            raise InputError(f"{name} has dims {list(known.dims)} and is used as {text.strip()}.")
+        variable = variables.setdefault(name, Variable(name, array.dims, "activation"))
+        if variable.dims != array.dims:
+            raise InputError(f"{name} has dims {list(variable.dims)} and is used as {text.strip()}.")
         return name
 
     ops = list[Op]()

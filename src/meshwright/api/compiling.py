@@ -27,25 +27,25 @@ def main(folder: Path) -> int:
     try:
         compile_request(msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request), folder)
     except Exception as error:
-        kind = "plan" if isinstance(error, UserError) else type(error).__name__
-        write_json_whole(folder / ERROR, {"kind": kind, "message": str(error)})
+        error_kind = "plan" if isinstance(error, UserError) else type(error).__name__
+        write_json_whole(folder / ERROR, {"kind": error_kind, "message": str(error)})
         return 1
     return 0
 
 
 def compile_request(request: Request, folder: Path) -> None:
     """Lowers the real step and, unless the depth is "lower", compiles it; writes each result to ``folder`` at once."""
-    only_lower, job = request.depth == "lower", request.setting.job
-    mesh = abstract_mesh(request.strategy.mesh) if only_lower else target_mesh(request)
+    is_only_lower, job = request.depth == "lower", request.setting.job
+    mesh = abstract_mesh(request.strategy.mesh) if is_only_lower else target_mesh(request)
     step = step_of(request.setting, request.strategy, request.settings, mesh=mesh, form=request.form)
-    platform = request.target.platform if only_lower else ""
+    platform = request.target.platform if is_only_lower else ""
     write_json_whole(folder / OPTIONS, compiler_options(mesh))
     if job.trains:
         lowered = step.lower(job.batch_seqs, job.seq_len, platform=platform)
     else:
         lowered = step.on(mesh, platform).lower(step.shape_of(job))
     (folder / LOWERED).touch()
-    if only_lower:
+    if is_only_lower:
         return
     compiled = lowered.compile()
     analysis: Any = compiled.memory_analysis()
@@ -79,8 +79,8 @@ def target_mesh(request: Request) -> Mesh:
             f"{target.topology} has {len(chips)} chips, but the plan has {target.num_devices}. Name the cluster with "
             f"its shape, such as v5p:4x4x8."
         )
-    placed = [chips[number] for number in request.order] if request.order else chips
-    return device_mesh(request.strategy.mesh, placed)
+    ordered_chips = [chips[number] for number in request.order] if request.order else chips
+    return device_mesh(request.strategy.mesh, ordered_chips)
 
 
 def step_of(
@@ -93,8 +93,8 @@ def step_of(
         from meshwright.train.settings import settings_from_table
         from meshwright.train.step import make_step, require_divides
 
-        table = settings_from_table(settings)
-        step = make_step(setting.model, strategy, table, several_documents=False, mesh=mesh, form=form)
+        train_settings = settings_from_table(settings)
+        step = make_step(setting.model, strategy, train_settings, several_documents=False, mesh=mesh, form=form)
         require_divides(step, job)
         return step
     from meshwright.parallel.generation.packed_step import PackedStep

@@ -44,14 +44,14 @@ def make_setting(
     unknown names, and for a batch that is no whole number of sequences.
     """
     loaded_model = load_model(model) if isinstance(model, str | Path) else model
-    chips = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    length = parse_count(f"{seq_len}", what="seq_len", least=1)
-    sequences = parse_batch(f"{batch}", seq_len=length)
+    parsed_cluster = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    num_tokens = parse_count(f"{seq_len}", what="seq_len", least=1)
+    batch_seqs = parse_batch(f"{batch}", seq_len=num_tokens)
     weights_folder = weights_of(str(model)) if isinstance(model, str | Path) else ""
-    fields = {"batch_seqs": sequences, "seq_len": length, "weights": weights_folder, **job_fields}
+    fields_of_job = {"batch_seqs": batch_seqs, "seq_len": num_tokens, "weights": weights_folder, **job_fields}
     if not isinstance(calibration, Calibration):
-        calibration = rates_for(chips, None if calibration is None else Path(calibration), fitted=True)
-    return Setting(loaded_model, chips, convert_fields(fields, Job, section="job"), calibration)
+        calibration = rates_for(parsed_cluster, None if calibration is None else Path(calibration), fitted=True)
+    return Setting(loaded_model, parsed_cluster, convert_fields(fields_of_job, Job, section="job"), calibration)
 
 
 def derive(model: str | Path | Model, strategy: Strategy | None = None, *, optimizer: str = "adamw") -> Derived:
@@ -81,8 +81,8 @@ def plan_of(setting: Setting, strategy: Strategy) -> Plan:
 
 def changed_plan(plan: Plan, **changes: Any) -> Plan:
     """Returns the plan with parts changed (``strategy=``, ``job=``, ...), checked and predicted again by `plan_of`."""
-    parts = set(Plan.__struct_fields__) - {"predicted", "version"}
-    if unknown := set(changes) - parts:
-        raise InputError(f"{min(unknown)!r} is no part of a plan that can change.{nearest(min(unknown), parts)}")
+    fields = set(Plan.__struct_fields__) - {"predicted", "version"}
+    if unknown := set(changes) - fields:
+        raise InputError(f"{min(unknown)!r} is no part of a plan that can change.{nearest(min(unknown), fields)}")
     new_plan = msgspec.structs.replace(plan, **changes)
     return plan_of(setting_of(new_plan), new_plan.strategy)

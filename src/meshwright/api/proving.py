@@ -71,11 +71,11 @@ def prove_service(
             "weights in fp4 are planned but not executed in this version. Plan the service with --weights int4 or fp8 "
             "to prove it."
         )
-    executed = msgspec.structs.replace(file, assumptions=AS_RUN)
-    steps = {phase: executed.phase(phase) for phase in phases}
+    file_as_run = msgspec.structs.replace(file, assumptions=AS_RUN)
+    step_by_phase = {phase: file_as_run.phase(phase) for phase in phases}
     return {
         phase: prove_strategy(setting, msgspec.structs.replace(strategy, precision=""), options)
-        for phase, (setting, strategy) in steps.items()
+        for phase, (setting, strategy) in step_by_phase.items()
     }
 
 
@@ -93,18 +93,18 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
     if options.form == "gspmd" and not job.trains:
         raise InputError(f"the GSPMD form is of a training step, and this is a {job.kind} step. Leave the form out.")
     # to lower, the cluster's own target needs no compiler
-    wanted = options.platform
-    native = target_of(cluster, only_lower=True) if options.depth == "lower" and wanted != "cpu" else None
-    target = native if native and wanted in (None, native.platform) else usable_target(cluster, wanted=wanted)
-    order: tuple[int, ...] = ()
+    platform = options.platform
+    native = target_of(cluster, only_lower=True) if options.depth == "lower" and platform != "cpu" else None
+    target = native if native and platform in (None, native.platform) else usable_target(cluster, wanted=platform)
+    chip_order: tuple[int, ...] = ()
     if target.platform != "cpu" or cluster.kind == "torus":
-        laid = price_strategy(setting, strategy).placement
-        strategy = msgspec.structs.replace(strategy, placement=laid.describe())
-        links = [link.name for link in laid.links]
-        order = tuple(mesh_order(strategy.mesh, strategy.placement, links=links).ravel().tolist())
-    named = {"optimizer": job.optimizer} if job.optimizer != "adamw" else {}
-    table = named | dict(options.settings) if job.trains else {}
-    proved_job = msgspec.structs.replace(job, optimizer=table.get("optimizer", "adamw"))
+        placement = price_strategy(setting, strategy).placement
+        strategy = msgspec.structs.replace(strategy, placement=placement.describe())
+        link_names = [link.name for link in placement.links]
+        chip_order = tuple(mesh_order(strategy.mesh, strategy.placement, links=link_names).ravel().tolist())
+    optimizer_setting = {"optimizer": job.optimizer} if job.optimizer != "adamw" else {}
+    settings_table = optimizer_setting | dict(options.settings) if job.trains else {}
+    proved_job = msgspec.structs.replace(job, optimizer=settings_table.get("optimizer", "adamw"))
     return Request(
         setting=msgspec.structs.replace(setting, job=proved_job),
         strategy=strategy,
@@ -112,7 +112,7 @@ def request_of(setting: Setting, strategy: Strategy, options: ProofOptions = USU
         step=options.asked or job.kind,  # type: ignore[arg-type]
         depth=options.depth,
         form=options.form,
-        settings=table,
-        options=program_options(settings_from_table(table), strategy, several_documents=False),
-        order=order,
+        settings=settings_table,
+        options=program_options(settings_from_table(settings_table), strategy, several_documents=False),
+        order=chip_order,
     )

@@ -47,11 +47,11 @@ def rates_for(
         return rates
     if cluster.kind != "host":
         return fitted_calibration(cluster.chip) if fitted else None
-    path = cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
-    begun = _kept(path)
-    if not measures or (begun and begun.host):
-        return begun
-    return measure(cluster, keep=path, begun=begun)
+    kept_path = cache_folder() / f"calibration-{cluster.short_name.replace(':', '-')}.toml"
+    kept_rates = _kept(kept_path)
+    if not measures or (kept_rates and kept_rates.host):
+        return kept_rates
+    return measure(cluster, keep=kept_path, begun=kept_rates)
 
 
 def _kept(path: Path) -> Calibration | None:
@@ -63,8 +63,8 @@ def _kept(path: Path) -> Calibration | None:
         rates = None if not path.exists() or read_toml(path).is_changed else load_calibration(path)
     except InputError:
         return None
-    whole = rates and (rates.devices == 1 or {rate.kind for rate in rates.collectives} == set(COLLECTIVES))
-    return rates if whole and rates and "bf16" in rates.weight_bytes_per_s else None
+    is_complete = rates and (rates.devices == 1 or {rate.kind for rate in rates.collectives} == set(COLLECTIVES))
+    return rates if is_complete and rates and "bf16" in rates.weight_bytes_per_s else None
 
 
 def measure(cluster: Cluster, *, keep: Path, begun: Calibration | None = None) -> Calibration:
@@ -85,8 +85,8 @@ def measure(cluster: Cluster, *, keep: Path, begun: Calibration | None = None) -
             say(f"the rates are not kept in {keep}: {error.strerror}")
         return found
 
-    rest = "the rest of this machine" if begun else "this machine"
-    say(f"measuring {rest} as {cluster.short_name}, a minute or two, more under load (kept in {keep})")
+    machine_text = "the rest of this machine" if begun else "this machine"
+    say(f"measuring {machine_text} as {cluster.short_name}, a minute or two, more under load (kept in {keep})")
     emulate_devices(cluster.num_chips)
     rates = begun or keep_rates(measure_machine(cluster.num_chips, say=lambda line: say(f"  {line}")))
     return keep_rates(with_host_rates(rates, lambda line: say(f"  {line}")))

@@ -40,14 +40,14 @@ def run_training(
     from meshwright.train.loop import train
     from meshwright.train.settings import fine_tuning_rate, settings_from_table
 
-    table = {"weights": plan.job.weights, **(settings or {})}
-    if table["weights"]:
-        table.setdefault("learning_rate", fine_tuning_rate(plan.model))
+    settings_table = {"weights": plan.job.weights, **(settings or {})}
+    if settings_table["weights"]:
+        settings_table.setdefault("learning_rate", fine_tuning_rate(plan.model))
     return train(
         plan.model,
         plan.strategy,
         plan.job,
-        settings_from_table(table),
+        settings_from_table(settings_table),
         run_root=Path(runs),
         resume=None if resume is None else Path(resume),
         predicted=plan.predicted,
@@ -66,8 +66,8 @@ def require_devices(plan: Plan) -> None:
     from meshwright.parallel.processes import start_processes
 
     cluster, processes = plan.cluster, start_processes()
-    share, left = divmod(cluster.num_chips, processes)
-    if left:
+    share, num_left_over = divmod(cluster.num_chips, processes)
+    if num_left_over:
         raise CannotRunError(
             f"{cluster.num_chips} devices of {cluster.short_name} do not divide into {processes} processes. "
             f"Launch a number of processes that divides {cluster.num_chips}."
@@ -134,26 +134,26 @@ def generate_text(
     from meshwright.serve.opening import open_engine
     from meshwright.serve.request import RequestBounds
 
-    start = time.perf_counter()
+    start_s = time.perf_counter()
     source = open_model(Path(folder), options.adapters or {})
-    tokens = [source.text.encode(text) for text in prompts]
+    prompt_ids = [source.text.encode(text) for text in prompts]
     sampling = fitted(options.sampling or LIKELIEST, type(LIKELIEST), "TextOptions.sampling")
-    requests = as_requests(tokens, max_tokens=options.max_tokens, sampling=sampling, end_tokens=source.end_tokens)
-    longest, there, output = max(map(len, tokens)), source.model.max_positions, options.max_tokens
-    if longest + output > there:  # beyond its positions the model would not write text
+    requests = as_requests(prompt_ids, max_tokens=options.max_tokens, sampling=sampling, end_tokens=source.end_tokens)
+    longest, positions, num_new = max(map(len, prompt_ids)), source.model.max_positions, options.max_tokens
+    if longest + num_new > positions:  # beyond its positions the model would not write text
         raise InputError(
-            f"a prompt of {counted(longest, 'token')} and {output:,} more need {longest + output:,} positions, but "
-            f"{source.model.name} has {there:,}. Shorten the prompt, or use a smaller max_tokens."
+            f"a prompt of {counted(longest, 'token')} and {num_new:,} more need {longest + num_new:,} positions, but "
+            f"{source.model.name} has {positions:,}. Shorten the prompt, or use a smaller max_tokens."
         )
-    bounds = RequestBounds(source.model.vocab_size, options.max_len or there, source.adapters)
+    bounds = RequestBounds(source.model.vocab_size, options.max_len or positions, source.adapters)
     for request in requests:  # before anything compiles
         bounds.check(request)
-    opened = open_engine(source, options, requests=requests)
-    opened_s = time.perf_counter() - start
+    opened_engine = open_engine(source, options, requests=requests)
+    opened_s = time.perf_counter() - start_s
     if on_loaded is not None:
-        for line in opened.lines:
+        for line in opened_engine.lines:
             on_loaded(line)
-    streams = [TextStream(source.text, prompt) for prompt in tokens]
+    streams = [TextStream(source.text, prompt) for prompt in prompt_ids]
     pieces: list[list[str]] = [[] for _ in prompts]
 
     def push(row: int, text: str) -> None:
@@ -161,9 +161,9 @@ def generate_text(
         if on_text is not None:
             on_text(row, text)
 
-    generated = generate(opened.engine, requests, lambda row, token: push(row, streams[row].push(token)))
+    generated = generate(opened_engine.engine, requests, lambda row, token: push(row, streams[row].push(token)))
     for row, stream in enumerate(streams):
         push(row, stream.finish())
     texts = tuple("".join(parts) for parts in pieces)
-    mesh = {**opened.engine.engines[0].packed.strategy.mesh, "data": len(opened.engine.engines)}
-    return GeneratedText(model=source.model.name, mesh=mesh, texts=texts, generated=generated, opened_s=opened_s)
+    mesh_axes = {**opened_engine.engine.engines[0].packed.strategy.mesh, "data": len(opened_engine.engine.engines)}
+    return GeneratedText(model=source.model.name, mesh=mesh_axes, texts=texts, generated=generated, opened_s=opened_s)

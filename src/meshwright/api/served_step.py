@@ -59,8 +59,8 @@ class ServedDecode:
                 f"{job.seq_len:,}. Give a longer --seq, or fewer --steps and --warmup."
             )
         cache_dtype, _ = setting.storage.executed
-        wanted = EngineOptions(max_requests=job.batch_seqs)
-        self.usual = with_usual(wanted, jax.default_backend(), cache_dtype, strategy)
+        engine_options = EngineOptions(max_requests=job.batch_seqs)
+        self.usual = with_usual(engine_options, jax.default_backend(), cache_dtype, strategy)
         storage = replace(setting.storage, page_len=self.usual.page_len)
         self.step = PackedStep(setting.model, strategy, max_len=job.seq_len, max_seqs=job.batch_seqs, storage=storage)
 
@@ -75,12 +75,12 @@ class ServedDecode:
             watermark=0,
         )
         self.engine = Engine(self.step, self.step.place(init_params(self.step.model, seed)), limits)
-        size = self.job.batch_seqs, self.job.seq_len - self.num_tokens
-        for prompt in np.random.default_rng(seed).integers(0, self.engine.vocab_size, size).tolist():
+        prompts_shape = self.job.batch_seqs, self.job.seq_len - self.num_tokens
+        for prompt in np.random.default_rng(seed).integers(0, self.engine.vocab_size, prompts_shape).tolist():
             self.engine.submit(TokenRequest(prompt=tuple(prompt), max_tokens=self.num_tokens))
-        known = set[int]()
-        while len(known) < self.job.batch_seqs:
-            known |= {output.number for output in self.engine.step()}
+        started_numbers = set[int]()
+        while len(started_numbers) < self.job.batch_seqs:
+            started_numbers |= {output.number for output in self.engine.step()}
 
     def compile(self) -> Any:
         """Returns the program of a step in which all requests decode."""

@@ -28,8 +28,8 @@ class Clock(Protocol):
 
         Every entry must equal `step_s` of that step to the last bit, for jumps to equal single steps.
         """
-        cached = cached_tokens + num_decode * np.arange(num_steps)
-        return np.zeros(num_steps) + self.step_s(num_decode, cached, 0, 0.0)
+        cached_by_step = cached_tokens + num_decode * np.arange(num_steps)
+        return np.zeros(num_steps) + self.step_s(num_decode, cached_by_step, 0, 0.0)
 
 
 def _grid(most: int, ratio: float) -> list[int]:
@@ -52,8 +52,8 @@ class TabledClock(Clock):
         self._most = most
         self._grids = [_grid(largest, ratio) for largest, ratio in zip(most, (1.3, 2, 1.3, 2), strict=True)]
         mesh = np.meshgrid(*(np.asarray(grid) for grid in self._grids), indexing="ij", sparse=True)
-        full = np.broadcast_to(clock.step_s(*mesh), tuple(map(len, self._grids)))
-        self._table = np.ascontiguousarray(full, dtype=float)
+        seconds_table = np.broadcast_to(clock.step_s(*mesh), tuple(map(len, self._grids)))
+        self._table = np.ascontiguousarray(seconds_table, dtype=float)
         self._cached = np.asarray(self._grids[1], float)
         self._rows: dict[int, SecondsArray] = {}
 
@@ -67,23 +67,23 @@ class TabledClock(Clock):
         """Returns the seconds of each of a number of steps, see `Clock`."""
         if num_decode not in self._rows:
             self._rows[num_decode] = self._blend((num_decode,))[:, 0, 0]
-        most = cached_tokens + num_decode * (num_steps - 1)
-        if most > self._most[1]:
-            raise InputError(f"{most:,} cached tokens are beyond the table's {self._most[1]:,}.")
-        cached = cached_tokens + num_decode * np.arange(num_steps)
-        return np.interp(cached, self._cached, self._rows[num_decode])
+        max_cached = cached_tokens + num_decode * (num_steps - 1)
+        if max_cached > self._most[1]:
+            raise InputError(f"{max_cached:,} cached tokens are beyond the table's {self._most[1]:,}.")
+        cached_by_step = cached_tokens + num_decode * np.arange(num_steps)
+        return np.interp(cached_by_step, self._cached, self._rows[num_decode])
 
     def _blend(self, at: Sequence[float]) -> Any:
         """Returns the table interpolated in its first dims."""
-        cells, shares = [], []
-        for value, grid, most in zip(at, self._grids, self._most, strict=False):
-            if value > most:
+        slices, shares = [], []
+        for value, grid, max_value in zip(at, self._grids, self._most, strict=False):
+            if value > max_value:
                 limits = ", ".join(f"{largest:,}" for largest in self._most)
                 raise InputError(f"a step of {value:,} is beyond the table's {limits} (decode, cached, prefill, past).")
-            low = min(bisect_right(grid, value), len(grid) - 1) - 1
-            cells.append(slice(low, low + 2))
-            shares.append((value - grid[low]) / (grid[low + 1] - grid[low]))
-        block = self._table[tuple(cells)]
+            low_index = min(bisect_right(grid, value), len(grid) - 1) - 1
+            slices.append(slice(low_index, low_index + 2))
+            shares.append((value - grid[low_index]) / (grid[low_index + 1] - grid[low_index]))
+        block = self._table[tuple(slices)]
         for share in shares:
             block = block[0] + (block[1] - block[0]) * share
         return block

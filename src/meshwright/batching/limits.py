@@ -52,10 +52,10 @@ class SchedulerLimits(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"drafts need the policy chunked, not {self.policy}. Change one of the two.")
         tokens_each = 1 + self.num_drafts
         if self.policy == "chunked" and self.token_budget < self.max_requests * tokens_each:
-            rows, least = "a token" if tokens_each == 1 else f"{tokens_each} tokens", self.max_requests * tokens_each
+            words, budget = "a token" if tokens_each == 1 else f"{tokens_each} tokens", self.max_requests * tokens_each
             raise InputError(
                 f"token_budget={self.token_budget:,} is less than max_requests={self.max_requests:,}, each of which"
-                f" decodes {rows} in every step. Give a budget of {least:,} or more, or fewer requests."
+                f" decodes {words} in every step. Give a budget of {budget:,} or more, or fewer requests."
             )
 
     def pages(self, num_tokens: int) -> int:

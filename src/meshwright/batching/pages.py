@@ -32,9 +32,9 @@ class PagePool:
         while self.num_free < num_pages:
             prefix, _ = self._idle.popitem(last=False)
             del self._users[prefix]
-            evicted = self._pages.pop(prefix)
-            self._num_idle -= evicted
-            self.num_free += evicted
+            num_evicted = self._pages.pop(prefix)
+            self._num_idle -= num_evicted
+            self.num_free += num_evicted
         self.num_free -= num_pages
 
     def give(self, num_pages: int) -> None:

@@ -98,18 +98,18 @@ class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tr
     @property
     def tpot_s(self) -> Floats:
         """Mean seconds of each request from one token to the next; NaN for one token."""
-        gaps = self.traffic.output - 1
+        num_gaps = self.traffic.output - 1
         spent_s = self.times.ended_s - self.times.first_token_s
-        return np.divide(spent_s, gaps, out=np.full(len(gaps), np.nan), where=gaps > 0)
+        return np.divide(spent_s, num_gaps, out=np.full(len(num_gaps), np.nan), where=num_gaps > 0)
 
     @cached_property
     def gaps(self) -> TokenGaps:
         """Gaps between tokens of all requests."""
-        parts = [log.gaps() for log in self.logs]
+        gaps_by_log = [log.gaps() for log in self.logs]
         return TokenGaps(
-            gap_s=np.concatenate([part.gap_s for part in parts]),
-            end_s=np.concatenate([part.end_s for part in parts]),
-            num=np.concatenate([part.num for part in parts]),
+            gap_s=np.concatenate([log_gaps.gap_s for log_gaps in gaps_by_log]),
+            end_s=np.concatenate([log_gaps.end_s for log_gaps in gaps_by_log]),
+            num=np.concatenate([log_gaps.num for log_gaps in gaps_by_log]),
         )
 
     def summary(self, targets: LatencyTargets | None = None, *, warm_up: float = WARM_UP) -> ServingSummary:
@@ -123,47 +123,47 @@ class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tr
         if not 0 <= warm_up < 1:
             raise InputError(f"warm_up is {warm_up:g}. Give a share of the time from 0 to below 1.")
         arrival_s, ended_s, traffic = self.traffic.arrival_s, self.times.ended_s, self.traffic
-        first_s, last_s = float(arrival_s[0]), float(arrival_s[-1])
-        whole = not warm_up or first_s == last_s
-        start_s = first_s if whole else first_s + warm_up * (last_s - first_s)
-        end_s = float(ended_s.max()) if whole else last_s
-        seconds = end_s - start_s
-        arrived = arrival_s >= start_s
-        ended = (ended_s > start_s) & (ended_s <= end_s)
-        met = (self.ttft_s <= goal.ttft_s) & ~(self.tpot_s > goal.tpot_s)
+        first_arrival_s, last_arrival_s = float(arrival_s[0]), float(arrival_s[-1])
+        is_whole_run = not warm_up or first_arrival_s == last_arrival_s
+        start_s = first_arrival_s if is_whole_run else first_arrival_s + warm_up * (last_arrival_s - first_arrival_s)
+        end_s = float(ended_s.max()) if is_whole_run else last_arrival_s
+        duration_s = end_s - start_s
+        has_arrived = arrival_s >= start_s
+        has_ended = (ended_s > start_s) & (ended_s <= end_s)
+        meets_targets = (self.ttft_s <= goal.ttft_s) & ~(self.tpot_s > goal.tpot_s)
         tpot_s, gaps = self.tpot_s, self.gaps
-        counted = (gaps.end_s > start_s) & (gaps.end_s <= end_s)
+        is_counted = (gaps.end_s > start_s) & (gaps.end_s <= end_s)
         return ServingSummary(
             start_s=start_s,
             end_s=end_s,
-            num_requests=int(arrived.sum()),
-            ttft=percentiles(self.ttft_s[arrived]),
-            tpot=percentiles(tpot_s[arrived & ~np.isnan(tpot_s)]),
-            itl=percentiles(gaps.gap_s[counted], gaps.num[counted]),
-            latency=percentiles(self.latency_s[arrived]),
-            queue=percentiles((self.times.admitted_s - arrival_s)[arrived]),
-            offered_per_s=float(arrived.sum() / seconds),
-            requests_per_s=float(ended.sum() / seconds),
-            input_tokens_per_s=float(traffic.prompt[ended].sum() / seconds),
-            output_tokens_per_s=float(traffic.output[ended].sum() / seconds),
-            goodput_per_s=float((met & ended).sum() / seconds),
-            met=float(met[arrived].mean()),
-            num_preempted=int(self.times.num_preempted[arrived].sum()),
+            num_requests=int(has_arrived.sum()),
+            ttft=percentiles(self.ttft_s[has_arrived]),
+            tpot=percentiles(tpot_s[has_arrived & ~np.isnan(tpot_s)]),
+            itl=percentiles(gaps.gap_s[is_counted], gaps.num[is_counted]),
+            latency=percentiles(self.latency_s[has_arrived]),
+            queue=percentiles((self.times.admitted_s - arrival_s)[has_arrived]),
+            offered_per_s=float(has_arrived.sum() / duration_s),
+            requests_per_s=float(has_ended.sum() / duration_s),
+            input_tokens_per_s=float(traffic.prompt[has_ended].sum() / duration_s),
+            output_tokens_per_s=float(traffic.output[has_ended].sum() / duration_s),
+            goodput_per_s=float((meets_targets & has_ended).sum() / duration_s),
+            met=float(meets_targets[has_arrived].mean()),
+            num_preempted=int(self.times.num_preempted[has_arrived].sum()),
             page_waste=self._page_waste(),
             pools=tuple(_use(log, start_s, end_s) for log in self.logs),
         )
 
     def _page_waste(self) -> float:
         """Each request reads prompt + 1, ..., prompt + output - 1 tokens in its decoding steps."""
-        least, most = self.traffic.prompt, self.traffic.prompt + self.traffic.output - 1
-        used = (_sum_to(most) - _sum_to(least)).sum()
-        taken = (self._slots_to(most) - self._slots_to(least)).sum()
-        return float(1 - used / taken) if taken else 0.0
+        min_cached, max_cached = self.traffic.prompt, self.traffic.prompt + self.traffic.output - 1
+        used_slots = (_sum_to(max_cached) - _sum_to(min_cached)).sum()
+        taken_slots = (self._slots_to(max_cached) - self._slots_to(min_cached)).sum()
+        return float(1 - used_slots / taken_slots) if taken_slots else 0.0
 
     def _slots_to(self, most: Ints) -> Ints:
         """Returns the sum of the slots in the pages of 1, ..., most tokens."""
-        whole, rest = np.divmod(most, self.page_len)
-        return self.page_len * (self.page_len * _sum_to(whole) + rest * (whole + 1))
+        full_pages, rest_tokens = np.divmod(most, self.page_len)
+        return self.page_len * (self.page_len * _sum_to(full_pages) + rest_tokens * (full_pages + 1))
 
 
 def _sum_to(most: Ints) -> Ints:
@@ -171,13 +171,13 @@ def _sum_to(most: Ints) -> Ints:
 
 
 def _use(log: StepsLog, start_s: float, end_s: float) -> PoolUse:
-    begins, ends, running, decoding = log.runs().T
-    inside = np.maximum(np.minimum(ends, end_s) - np.maximum(begins, start_s), 0)
-    total_s, decoding_s = log.num_replicas * (end_s - start_s), inside[decoding > 0].sum()
+    starts_s, ends_s, num_running, num_decoding = log.runs().T
+    inside_s = np.maximum(np.minimum(ends_s, end_s) - np.maximum(starts_s, start_s), 0)
+    total_s, decoding_s = log.num_replicas * (end_s - start_s), inside_s[num_decoding > 0].sum()
     return PoolUse(
-        utilisation=min(float(inside.sum() / total_s), 1.0),
-        mean_running=float((inside * running).sum() / total_s),
-        mean_batch=float((inside * decoding).sum() / decoding_s) if decoding_s else 0.0,
+        utilisation=min(float(inside_s.sum() / total_s), 1.0),
+        mean_running=float((inside_s * num_running).sum() / total_s),
+        mean_batch=float((inside_s * num_decoding).sum() / decoding_s) if decoding_s else 0.0,
     )
 
 
@@ -188,11 +188,11 @@ def percentiles(values: Floats, num: NDArray[np.int32] | None = None) -> Percent
     """
     if not len(values):
         return Percentiles(mean=np.nan, p50=np.nan, p90=np.nan, p99=np.nan)
-    order = np.argsort(values)
-    ordered = values[order]
-    cumulative = np.arange(1, len(values) + 1) if num is None else np.cumsum(num[order], dtype=np.int64)
+    sort_order = np.argsort(values)
+    sorted_values = values[sort_order]
+    cumulative = np.arange(1, len(values) + 1) if num is None else np.cumsum(num[sort_order], dtype=np.int64)
     ranks = np.array([0.5, 0.9, 0.99]) * (cumulative[-1] - 1)
-    low = ordered[np.searchsorted(cumulative, np.floor(ranks), side="right")]
-    high = ordered[np.searchsorted(cumulative, np.ceil(ranks), side="right")]
-    p50, p90, p99 = (low + (high - low) * (ranks - np.floor(ranks))).tolist()
+    low_values = sorted_values[np.searchsorted(cumulative, np.floor(ranks), side="right")]
+    high_values = sorted_values[np.searchsorted(cumulative, np.ceil(ranks), side="right")]
+    p50, p90, p99 = (low_values + (high_values - low_values) * (ranks - np.floor(ranks))).tolist()
     return Percentiles(mean=float(np.average(values, weights=num)), p50=p50, p90=p90, p99=p99)

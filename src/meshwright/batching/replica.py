@@ -81,19 +81,19 @@ class Replica:
             if active.produced and number not in self._away:
                 self._away[number] = self._joined.pop(number, self._decoded_s)
         self._step = step
-        repeats = min(step.repeats, self._most_jump)
-        load = len(step.decode), step.cached_tokens
-        if repeats == 1:
-            ends_s = np.array([self._clock.step_s(*load, step.prefill_tokens, step.prefill_past)], float)
+        num_repeats = min(step.repeats, self._most_jump)
+        decode_load = len(step.decode), step.cached_tokens
+        if num_repeats == 1:
+            ends_s = np.array([self._clock.step_s(*decode_load, step.prefill_tokens, step.prefill_past)], float)
         else:
-            ends_s = np.array(self._clock.steps_s(repeats, *load))
+            ends_s = np.array(self._clock.steps_s(num_repeats, *decode_load))
         # Summed one after the other, so that a run of steps ends at the same time as single steps, to the last bit.
         ends_s[0] += now_s
         self._ends_s = np.add.accumulate(ends_s)
         self.end_s = float(self._ends_s[-1])
         if not now_s < self.end_s < inf:
-            held = f"{len(step.decode):,} requests that decode and {step.prefill_tokens:,} tokens of prefill"
-            raise InputError(f"a step with {held} lasts {self.end_s - now_s:g} s. Give a clock with positive times.")
+            phrase = f"{len(step.decode):,} requests that decode and {step.prefill_tokens:,} tokens of prefill"
+            raise InputError(f"a step with {phrase} lasts {self.end_s - now_s:g} s. Give a clock with positive times.")
         return True
 
     def end(self) -> list[GenerationRequest]:
@@ -105,11 +105,11 @@ class Replica:
         num_steps, num_live = len(ends_s), scheduler.num_live
         log.add_run(self._start_s, now_s, len(scheduler.running), num_live if step.decode else 0)
         if step.decode:
-            first_s = float(ends_s[0])
+            first_end_s = float(ends_s[0])
             if num_live > len(self._joined):
-                log.add_gap(first_s - self._decoded_s, first_s, num_live - len(self._joined))
+                log.add_gap(first_end_s - self._decoded_s, first_end_s, num_live - len(self._joined))
             for token_s in self._joined.values():
-                log.add_gap(first_s - token_s, first_s, 1)
+                log.add_gap(first_end_s - token_s, first_end_s, 1)
             self._joined.clear()
             if num_steps > 1:
                 log.add_ends(ends_s, num_live)

@@ -24,10 +24,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raises InputError if a length is not possible."""
         if self.prompt < 1 or self.output < 1 + self.prefilled:
-            least = 1 + self.prefilled
+            min_output = 1 + self.prefilled
             raise InputError(
                 f"request {self.number} has a prompt of {self.prompt:,} tokens and an output of {self.output:,}."
-                f" Give at least 1 token of prompt and {least} of output."
+                f" Give at least 1 token of prompt and {min_output} of output."
             )
         if not 0 <= self.prefix_len <= self.prompt:
             raise InputError(

@@ -77,10 +77,10 @@ class Scheduler:
         """Appends a request to the queue. Raises InputError if it could never run."""
         request.check()
         limits = self.limits
-        if (needed := limits.pages(request.most_cached)) > limits.num_pages:
+        if (needed_pages := limits.pages(request.most_cached)) > limits.num_pages:
             raise InputError(
                 f"request {request.number} (prompt {request.prompt:,}, output {request.output:,} tokens) needs"
-                f" {needed:,} pages of {limits.page_len} tokens, of {limits.num_pages:,} in all."
+                f" {needed_pages:,} pages of {limits.page_len} tokens, of {limits.num_pages:,} in all."
                 " Give more pages, or shorter requests."
             )
         if request.prefilled and limits.policy == "static":
@@ -107,8 +107,8 @@ class Scheduler:
         """
         if not num_tokens or active.admission not in self._decoding:
             return
-        cached = active.cached + self.round - active.joined
-        new_pages = self.limits.pages(cached + num_tokens) - self.limits.pages(cached)
+        num_cached = active.cached + self.round - active.joined
+        new_pages = self.limits.pages(num_cached + num_tokens) - self.limits.pages(num_cached)
         self._owed[active.admission] = self._owed.get(active.admission, 0) + new_pages
         self._crossings[self._crossing(active)] -= 1
         active.cached += num_tokens
@@ -123,30 +123,30 @@ class Scheduler:
         admitted: list[ActiveRequest] = []
         preempted: list[ActiveRequest] = []
         chunks: list[tuple[ActiveRequest, int]] = []
-        rest = (self._looked - self.round) % self.limits.look_every if self._decoding else 0
+        rounds_to_look = (self._looked - self.round) % self.limits.look_every if self._decoding else 0
         if policy == "chunked":
             preempted = self._take_decode_pages()
-            chunks = self._chunks(admitted, may_admit=not rest and (not preempted or not self.running))
+            chunks = self._chunks(admitted, may_admit=not rounds_to_look and (not preempted or not self.running))
         else:
             admit = self._whole_prompts if policy == "interleaved" else self._static_batch
-            chunks = [] if rest else admit(admitted)
+            chunks = [] if rounds_to_look else admit(admitted)
             if not chunks:
                 preempted = self._take_decode_pages()
                 if preempted and not self.running:
                     chunks = admit(admitted)
         decode = () if chunks and policy != "chunked" else tuple(self._decoding.values())
-        tokens, before = 0, 0
-        for active, num in chunks:
-            tokens += num
-            before += num * (2 * active.cached + num - 1)
+        num_prefill, twice_past = 0, 0
+        for active, num_tokens in chunks:
+            num_prefill += num_tokens
+            twice_past += num_tokens * (2 * active.cached + num_tokens - 1)
         return EngineStep(
             decode=decode,
             cached_tokens=self._cached if decode else 0,
             prefill=tuple(chunks),
-            prefill_tokens=tokens,
-            prefill_past=before / (2 * tokens) if tokens else 0.0,
+            prefill_tokens=num_prefill,
+            prefill_past=twice_past / (2 * num_prefill) if num_prefill else 0.0,
             # After a preemption there may be room again for the next in the queue.
-            repeats=1 if chunks or preempted else self._quiet_rounds(rest) if decode else 0,
+            repeats=1 if chunks or preempted else self._quiet_rounds(rounds_to_look) if decode else 0,
             admitted=tuple(admitted),
             preempted=tuple(preempted),
         )
@@ -161,15 +161,15 @@ class Scheduler:
         if step.decode:
             if num_steps > 1:
                 # the pages that the rounds after the next one write first
-                whole, rest = divmod(num_steps - 1, self.limits.page_len)
-                rounds = range(self.round + 1, self.round + 1 + rest)
-                crossed = sum(self._crossings[number % self.limits.page_len] for number in rounds)
-                self.pages.take(whole * len(self._decoding) + crossed)
+                full_pages, rest_rounds = divmod(num_steps - 1, self.limits.page_len)
+                rounds = range(self.round + 1, self.round + 1 + rest_rounds)
+                num_crossing = sum(self._crossings[round_number % self.limits.page_len] for round_number in rounds)
+                self.pages.take(full_pages * len(self._decoding) + num_crossing)
             self.round += num_steps
             self._cached += num_steps * len(step.decode)
         self._looked = self.round if step.prefill else self._looked
-        for active, num in step.prefill:
-            active.cached += num
+        for active, num_tokens in step.prefill:
+            active.cached += num_tokens
             self._keep_prefix(active)
             if not active.uncached:
                 self._prefilling.remove(active)
@@ -196,19 +196,19 @@ class Scheduler:
     def _take_decode_pages(self) -> list[ActiveRequest]:
         """Takes the pages that the next round writes first; returns the requests that were preempted for them."""
         offset = self.round % self.limits.page_len
-        needed = self._crossings[offset] + sum(self._owed.values())
+        needed_pages = self._crossings[offset] + sum(self._owed.values())
         preempted = []
-        while needed > self.pages.room:
+        while needed_pages > self.pages.room:
             victim = self.running[next(reversed(self.running))]
-            needed -= victim.joined >= 0 and self._crossing(victim) == offset
-            needed -= self._owed.get(victim.admission, 0)
+            needed_pages -= victim.joined >= 0 and self._crossing(victim) == offset
+            needed_pages -= self._owed.get(victim.admission, 0)
             preempted.append(victim)
-            produced = victim.produced + (self.round - victim.joined if victim.joined >= 0 else 0)
+            num_produced = victim.produced + (self.round - victim.joined if victim.joined >= 0 else 0)
             self._leave(victim)
-            victim.cached, victim.produced, victim.joined, victim.shared_pages = 0, produced, -1, 0
+            victim.cached, victim.produced, victim.joined, victim.shared_pages = 0, num_produced, -1, 0
             victim.is_ready = False
             self.waiting.appendleft(victim)
-        self.pages.take(needed)
+        self.pages.take(needed_pages)
         self._owed.clear()
         return preempted
 
@@ -216,19 +216,19 @@ class Scheduler:
         """Spends what decoding leaves of the token budget on prompts, first those that have begun."""
         budget = self.limits.token_budget - len(self._decoding) * (1 + self.limits.num_drafts)
         chunks = []
-        for begun in self._prefilling:
-            num = min(budget, begun.uncached)
-            if num:
-                chunks.append((begun, num))
-                budget -= num
+        for prefilling in self._prefilling:
+            num_tokens = min(budget, prefilling.uncached)
+            if num_tokens:
+                chunks.append((prefilling, num_tokens))
+                budget -= num_tokens
         while may_admit and budget > 0 and (active := self._admit_next()):
             admitted.append(active)
-            num = min(budget, active.uncached)
-            if num:
-                chunks.append((active, num))
+            num_tokens = min(budget, active.uncached)
+            if num_tokens:
+                chunks.append((active, num_tokens))
             elif self._crossing(active) == self.round % self.limits.page_len:
                 self.pages.take(1)  # it decodes in this step, whose pages were taken before
-            budget -= num or 1 + self.limits.num_drafts
+            budget -= num_tokens or 1 + self.limits.num_drafts
         return chunks
 
     def _whole_prompts(self, admitted: list[ActiveRequest]) -> list[tuple[ActiveRequest, int]]:
@@ -245,14 +245,14 @@ class Scheduler:
         if self.running:
             return []
         limits, batch = self.limits, list[GenerationRequest]()
-        longest = pages = 0
+        max_output = num_pages = 0
         for active in islice(self.waiting, limits.max_requests):
             request = active.request
-            if request.output > longest:
-                longest = request.output
-                pages = sum(limits.pages(earlier.prompt + longest - 1) for earlier in batch)
-            pages += limits.pages(request.prompt + longest - 1)
-            if pages > limits.num_pages:
+            if request.output > max_output:
+                max_output = request.output
+                num_pages = sum(limits.pages(earlier.prompt + max_output - 1) for earlier in batch)
+            num_pages += limits.pages(request.prompt + max_output - 1)
+            if num_pages > limits.num_pages:
                 break
             batch.append(request)
         for _ in batch:
@@ -266,28 +266,28 @@ class Scheduler:
         """Returns the pages of the prompt that the prefix cache holds; at least one token is left to compute."""
         if not self.limits.prefix_cache or active.is_ready:
             return 0
-        most = min(active.request.prefix_len, active.num_known - 1) // self.limits.page_len
-        return self.pages.usable(active.request.prefix, most)
+        max_pages = min(active.request.prefix_len, active.num_known - 1) // self.limits.page_len
+        return self.pages.usable(active.request.prefix, max_pages)
 
     def _admit_next(self, most_tokens: int | None = None) -> ActiveRequest | None:
         """Admits the head of the queue if a slot and its pages are free, and it has at most so many to prefill."""
         if not self.waiting or len(self.running) >= self.limits.max_requests:
             return None
         active, pool, page_len = self.waiting[0], self.pages, self.limits.page_len
-        prefix, hit = active.request.prefix, self._hit_pages(active)
-        if most_tokens is not None and active.uncached - hit * page_len > most_tokens:
+        prefix, hit_pages = active.request.prefix, self._hit_pages(active)
+        if most_tokens is not None and active.uncached - hit_pages * page_len > most_tokens:
             return None
-        needed = self.limits.pages(active.num_known)
-        spare = int(self.limits.watermark * pool.num_pages) if self.running else 0
-        if needed - hit + spare > pool.room_beside(prefix if hit else None):
-            if needed + spare > pool.room:
+        needed_pages = self.limits.pages(active.num_known)
+        spare_pages = int(self.limits.watermark * pool.num_pages) if self.running else 0
+        if needed_pages - hit_pages + spare_pages > pool.room_beside(prefix if hit_pages else None):
+            if needed_pages + spare_pages > pool.room:
                 return None
-            hit = 0  # there is room if the prefix is evicted, which is longer than what this request shares of it
-        if hit and prefix is not None:
-            pool.pin(prefix, hit)
-            active.cached, active.shared_pages = hit * page_len, hit
+            hit_pages = 0  # there is room if the prefix is evicted, which is longer than what this request shares of it
+        if hit_pages and prefix is not None:
+            pool.pin(prefix, hit_pages)
+            active.cached, active.shared_pages = hit_pages * page_len, hit_pages
         # The page for the next token of a request that decodes at once is taken as for all that decode.
-        pool.take(self.limits.pages(active.cached) if active.is_ready else needed - hit)
+        pool.take(self.limits.pages(active.cached) if active.is_ready else needed_pages - hit_pages)
         self.waiting.popleft()
         self._enter(active)
         return active
@@ -320,14 +320,14 @@ class Scheduler:
         del self.running[active.admission]
         if active.joined < 0:
             self._prefilling.remove(active)
-            tokens = active.num_known
+            num_tokens = active.num_known
         else:
             del self._decoding[active.admission]
             self.num_live -= not ended
-            tokens = active.cached + self.round - active.joined
-            self._cached -= tokens
+            num_tokens = active.cached + self.round - active.joined
+            self._cached -= num_tokens
             self._crossings[self._crossing(active)] -= 1
-        self.pages.give(limits.pages(tokens) - active.shared_pages - self._owed.pop(active.admission, 0))
+        self.pages.give(limits.pages(num_tokens) - active.shared_pages - self._owed.pop(active.admission, 0))
         if active.shared_pages and active.request.prefix is not None:
             self.pages.unpin(active.request.prefix)
 
@@ -344,13 +344,13 @@ class Scheduler:
         requests wait to be looked for."""
         while (active := self._decoding.get(self._ends[0][1])) is None or active.end_round != self._ends[0][0]:
             heappop(self._ends)
-        most, page_len, room = self._ends[0][0] - self.round - 1, self.limits.page_len, self.pages.room
-        rounds = room // len(self._decoding) * page_len
-        room %= len(self._decoding)
-        while rounds < most:
-            room -= self._crossings[(self.round + 1 + rounds) % page_len]
-            if room < 0:
+        max_rounds, page_len, free_pages = self._ends[0][0] - self.round - 1, self.limits.page_len, self.pages.room
+        rounds = free_pages // len(self._decoding) * page_len
+        free_pages %= len(self._decoding)
+        while rounds < max_rounds:
+            free_pages -= self._crossings[(self.round + 1 + rounds) % page_len]
+            if free_pages < 0:
                 break
             rounds += 1
-        quiet = min(rounds, most) + 1
-        return min(quiet, rest) if rest and self.waiting else quiet
+        quiet_rounds = min(rounds, max_rounds) + 1
+        return min(quiet_rounds, rest) if rest and self.waiting else quiet_rounds

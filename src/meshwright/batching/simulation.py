@@ -68,10 +68,10 @@ class _Line:
         if self._routing == "round_robin":
             return (self._count - 1) % len(self.replicas)
         loads = [replica.scheduler.load for replica in self.replicas]
-        least, most = min(loads), max(loads)
-        index = loads.index(least)
+        min_load, max_load = min(loads), max(loads)
+        index = loads.index(min_load)
         if self._routing == "prefix_aware" and request.prefix is not None:
-            if most - least <= IMBALANCE or most <= IMBALANCE_RATIO * least:
+            if max_load - min_load <= IMBALANCE or max_load <= IMBALANCE_RATIO * min_load:
                 index = self._homes.get(request.prefix, index)
             self._homes[request.prefix] = index
         return index
@@ -138,37 +138,37 @@ class _Events:
 
     def _send(self, now_s: float) -> None:
         """Has the client send its next request, if it may."""
-        if self._in_flight < self._most and (following := next(self._source, None)):
+        if self._in_flight < self._most and (next_request := next(self._source, None)):
             self._in_flight += 1
-            at_s, request = max(following[0], now_s), following[1]
-            self.sent_s[request.number] = at_s
+            sent_s, request = max(next_request[0], now_s), next_request[1]
+            self.sent_s[request.number] = sent_s
             self._coming[request.number] = request
-            heappush(self._events, (at_s, 1, request.number))
+            heappush(self._events, (sent_s, 1, request.number))
 
     def _arrive(self, now_s: float, number: int) -> None:
         request = self._coming.pop(number)
         line = self._lines[request.prefilled]
-        index = line.route(request) + len(self._lines[0].replicas) * request.prefilled
+        replica_index = line.route(request) + len(self._lines[0].replicas) * request.prefilled
         if len(self._lines) > 1 and not request.prefilled:
             self._coming[number] = request
             request = replace(request, output=1)
         if not request.prefilled:
             self._send(now_s)
-        replica = self._replicas[index]
-        planned_s = replica.end_s
+        replica = self._replicas[replica_index]
+        planned_end_s = replica.end_s
         replica.submit(request, now_s)
-        if planned_s == inf:
-            heappush(self._events, (now_s, 2, index))
-        elif replica.end_s < planned_s:
-            heappush(self._events, (replica.end_s, 0, index))
+        if planned_end_s == inf:
+            heappush(self._events, (now_s, 2, replica_index))
+        elif replica.end_s < planned_end_s:
+            heappush(self._events, (replica.end_s, 0, replica_index))
 
     def _end(self, now_s: float, number: int) -> None:
         """Ends a replica's step: requests go on to the pool that decodes, or make room for the client's next."""
-        for ended in self._replicas[number].end():
-            whole = self._coming.pop(ended.number, ended)
-            if whole.output > ended.output:
-                self._coming[ended.number] = replace(whole, prefilled=True)
-                heappush(self._events, (now_s + self._transfer_s(ended.prompt), 1, ended.number))
+        for ended_request in self._replicas[number].end():
+            full_request = self._coming.pop(ended_request.number, ended_request)
+            if full_request.output > ended_request.output:
+                self._coming[ended_request.number] = replace(full_request, prefilled=True)
+                heappush(self._events, (now_s + self._transfer_s(ended_request.prompt), 1, ended_request.number))
                 continue
             self._in_flight -= 1
             if self._in_flight == self._most - 1:

@@ -54,9 +54,9 @@ class SlotRecorder:
 
     def _add(self, request: int, start_s: float, end_s: float, phase: SlotPhase) -> None:
         slot = self._slots[request]
-        last = self.spans[self._last[slot]] if slot in self._last else None
-        if last and (last.request, last.phase, last.end_s) == (request, phase, start_s):
-            self.spans[self._last[slot]] = msgspec.structs.replace(last, end_s=end_s)
+        last_span = self.spans[self._last[slot]] if slot in self._last else None
+        if last_span and (last_span.request, last_span.phase, last_span.end_s) == (request, phase, start_s):
+            self.spans[self._last[slot]] = msgspec.structs.replace(last_span, end_s=end_s)
             return
         self._last[slot] = len(self.spans)
         self.spans.append(

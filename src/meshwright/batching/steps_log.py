@@ -44,14 +44,14 @@ class StepsLog:
 
     def gaps(self) -> TokenGaps:
         """Returns all gaps, in no order."""
-        ends, lengths = np.array(self._ends), np.array(self._lengths)
-        inside = np.ones(len(ends), dtype=bool)
-        inside[np.cumsum(lengths) - lengths] = False
+        ends_s, run_lengths = np.array(self._ends), np.array(self._lengths)
+        is_in_run = np.ones(len(ends_s), dtype=bool)
+        is_in_run[np.cumsum(run_lengths) - run_lengths] = False
         gap_s, end_s, num = np.array(self._single).reshape(-1, 3).T
         return TokenGaps(
-            gap_s=np.concatenate([gap_s, np.diff(ends, prepend=0.0)[inside]]),
-            end_s=np.concatenate([end_s, ends[inside]]),
-            num=np.concatenate([num.astype(np.int32), np.repeat(np.array(self._live), lengths - 1)]),
+            gap_s=np.concatenate([gap_s, np.diff(ends_s, prepend=0.0)[is_in_run]]),
+            end_s=np.concatenate([end_s, ends_s[is_in_run]]),
+            num=np.concatenate([num.astype(np.int32), np.repeat(np.array(self._live), run_lengths - 1)]),
         )
 
     def runs(self) -> Floats:

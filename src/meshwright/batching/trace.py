@@ -26,10 +26,10 @@ def load_trace(path: Path) -> RequestTraffic:
     columns: dict[str, list[float]] = {name: [] for name in (*REQUIRED, *OPTIONAL)}
     for line, row in _rows(path, text):
         for name in row.keys() - columns.keys():
-            known = (
+            column_fault = (
                 f"the column {name!r} is not known.{nearest(name, columns)}" if name else "more fields than columns."
             )
-            raise InputError(f"{path}:{line}: {known}")
+            raise InputError(f"{path}:{line}: {column_fault}")
         for name, column in columns.items():
             value = row.get(name, defaults.get(name))
             try:
@@ -37,9 +37,9 @@ def load_trace(path: Path) -> RequestTraffic:
                 if name != "arrival_s" and not (number == int(number) and abs(number) <= MOST_TOKENS):
                     raise ValueError
             except (TypeError, ValueError, OverflowError):
-                kind = "seconds" if name == "arrival_s" else f"a whole number of at most {MOST_TOKENS:,}"
-                fault = f"is {value!r}" if name in row else "is missing"
-                raise InputError(f"{path}:{line}: {name} {fault}. Give {kind}.") from None
+                kind_words = "seconds" if name == "arrival_s" else f"a whole number of at most {MOST_TOKENS:,}"
+                value_fault = f"is {value!r}" if name in row else "is missing"
+                raise InputError(f"{path}:{line}: {name} {value_fault}. Give {kind_words}.") from None
             column.append(number)
     try:
         return traffic_of(*columns.values())

@@ -56,27 +56,27 @@ def traffic_of(
     prefix_len: ArrayLike | None = None,
 ) -> RequestTraffic:
     """Returns traffic of columns of equal length, sorted by arrival. Raises InputError for values that cannot be."""
-    seconds = np.asarray(arrival_s, float)
-    count = len(seconds)
-    if not count:
+    arrivals_s = np.asarray(arrival_s, float)
+    num_requests = len(arrivals_s)
+    if not num_requests:
         raise InputError("there is no request. Give at least one.")
-    if not (seconds.min() >= 0 and seconds.max() <= LATEST_S):
+    if not (arrivals_s.min() >= 0 and arrivals_s.max() <= LATEST_S):
         raise InputError(f"arrivals are seconds from the start. Give numbers from 0 to {LATEST_S:,.0f}.")
-    order = np.argsort(seconds, kind="stable")
+    arrival_order = np.argsort(arrivals_s, kind="stable")
 
     def column(given: ArrayLike) -> Ints:
-        return np.broadcast_to(np.asarray(given, np.int64), count)[order]
+        return np.broadcast_to(np.asarray(given, np.int64), num_requests)[arrival_order]
 
     table = RequestTraffic(
-        arrival_s=seconds[order],
+        arrival_s=arrivals_s[arrival_order],
         prompt=column(prompt),
         output=column(output),
         prefix=column(-1 if prefix is None else prefix),
         prefix_len=column(0 if prefix_len is None else prefix_len),
     )
-    wrong = (table.prompt < 1) | (table.output < 1) | (table.prefix_len < 0) | (table.prefix_len > table.prompt)
-    if wrong.any():
-        next(request for _, request in table.requests() if wrong[request.number]).check()
+    is_wrong = (table.prompt < 1) | (table.output < 1) | (table.prefix_len < 0) | (table.prefix_len > table.prompt)
+    if is_wrong.any():
+        next(request for _, request in table.requests() if is_wrong[request.number]).check()
     return table
 
 
@@ -95,9 +95,9 @@ def poisson(
             f"{MOST_REQUESTS:,} are simulated. Give fewer seconds."
         )
     generator = np.random.default_rng(seed)
-    count = max(int(generator.poisson(rate_per_s * duration_s)), 1)
-    arrival_s = np.sort(generator.uniform(0, duration_s, count))
-    return traffic_of(arrival_s, prompt(generator, count), output(generator, count))
+    num_requests = max(int(generator.poisson(rate_per_s * duration_s)), 1)
+    arrival_s = np.sort(generator.uniform(0, duration_s, num_requests))
+    return traffic_of(arrival_s, prompt(generator, num_requests), output(generator, num_requests))
 
 
 def fixed(length: int) -> LengthSampler:
@@ -119,21 +119,21 @@ def lognormal(mean: float, *, sigma: float = LOGNORMAL_SIGMA, most: int | None =
         raise InputError(f"lengths of mean {mean:g} and sigma {sigma:g}. Give a mean of 1 or more, sigma 0 or more.")
 
     def sample(generator: np.random.Generator, count: int) -> Ints:
-        drawn = generator.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
-        return np.rint(np.clip(drawn, 1, most)).astype(np.int64)
+        lengths = generator.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+        return np.rint(np.clip(lengths, 1, most)).astype(np.int64)
 
     return sample
 
 
 def parse_lengths(text: str) -> LengthSampler:
     """Returns the sampler of ``500``, ``8Ki``, ``1..999``, ``lognormal:500`` or ``lognormal:500:0.8`` (mean, sigma)."""
-    kind, *numbers = text.split(":")
-    least, _, most = text.partition("..")
+    kind, *number_texts = text.split(":")
+    least_text, _, most_text = text.partition("..")
     try:
-        if kind == "lognormal" and len(numbers) in (1, 2):
-            mean, sigma = float(numbers[0]), float(numbers[1]) if numbers[1:] else LOGNORMAL_SIGMA
+        if kind == "lognormal" and len(number_texts) in (1, 2):
+            mean, sigma = float(number_texts[0]), float(number_texts[1]) if number_texts[1:] else LOGNORMAL_SIGMA
         else:
-            ends = [parse_count(end) for end in (least, most or least)]
+            bounds = [parse_count(bound_text) for bound_text in (least_text, most_text or least_text)]
     except ValueError:
         raise InputError(f"lengths {text!r} are not understood. Give 500, 1..999 or lognormal:500:0.8.") from None
-    return lognormal(mean, sigma=sigma) if kind == "lognormal" else uniform(*ends)
+    return lognormal(mean, sigma=sigma) if kind == "lognormal" else uniform(*bounds)

@@ -12,46 +12,46 @@ SHORTEST_HOP_S = 1e-8
 
 def calibration_of(report: BenchReport) -> Calibration:
     """Returns rates per device with sources: measured, else the chip's fitted numbers, else its data sheet."""
-    unit = chip(report.chip)
-    base = fitted_calibration(unit) or Calibration(name="", chip=unit.name)
+    benched_chip = chip(report.chip)
+    base = fitted_calibration(benched_chip) or Calibration(name="", chip=benched_chip.name)
     collectives = report.collectives.collectives if report.collectives else ()
-    efficiency, hops = _links(collectives, unit, base)
-    matmul, matmul_source = matmul_rates(report, base.efficiency)
-    attended, attention_source = attention_rates(report, base.efficiency)
+    efficiency, hop_s = _links(collectives, benched_chip, base)
+    matmul_flops_per_s, matmul_source = matmul_rates(report, base.efficiency)
+    attention_flops_per_s, attention_source = attention_rates(report, base.efficiency)
     # Layers on emulated devices read and write a few MiB with a silu; elsewhere the largest copy shows the rate.
-    copied = report.copy.largest("silu" if report.platform == "cpu" else "copy") if report.copy else None
+    copy = report.copy.largest("silu" if report.platform == "cpu" else "copy") if report.copy else None
     sizes = [time.array_bytes for time in collectives[0].times] if collectives else []
-    texts = {
+    text_by_figure = {
         "matmul_flops_per_s": matmul_source,
         "attention_flops_per_s": attention_source,
-        "memory_bytes_per_s": f"{copied.kind} of {copied.array_bytes} bytes, read and written once" if copied else "",
+        "memory_bytes_per_s": f"{copy.kind} of {copy.array_bytes} bytes, read and written once" if copy else "",
         "memory_bytes": "the machine's, shared equally" if report.platform == "cpu" else "the backend's limit",
     }
     if sizes:
-        spread = f"{len(sizes)} sizes of {min(sizes)} to {max(sizes)} bytes"
-        texts["collectives"] = f"lines through {spread}, least relative deviation"
+        sizes_text = f"{len(sizes)} sizes of {min(sizes)} to {max(sizes)} bytes"
+        text_by_figure["collectives"] = f"lines through {sizes_text}, least relative deviation"
     # the highest rate of a product by element type, for machines without a data sheet
-    peaks: dict[str, float] = {}
+    peak_flops_per_s: dict[str, float] = {}
     products: list[Product | Mlp] = [*(report.matmul.sweep if report.matmul else ())]
     products += report.mlp.mlps if report.mlp else ()
     for product in products:
-        peaks[product.dtype] = max(peaks.get(product.dtype, 0.0), product.flops_per_s)
-    when = f"meshwright bench, {report.date}"
+        peak_flops_per_s[product.dtype] = max(peak_flops_per_s.get(product.dtype, 0.0), product.flops_per_s)
+    origin_text = f"meshwright bench, {report.date}"
     return Calibration(
         name=report.machine,
-        chip=unit.name,
+        chip=benched_chip.name,
         machine=report.machine,
         date=report.date[:10],
         devices=report.num_devices if report.platform == "cpu" else None,
-        matmul_flops_per_s=matmul,
-        peak_flops_per_s=peaks,
-        attention_flops_per_s=attended,
-        memory_bytes_per_s=copied.bytes_per_s if copied else None,
+        matmul_flops_per_s=matmul_flops_per_s,
+        peak_flops_per_s=peak_flops_per_s,
+        attention_flops_per_s=attention_flops_per_s,
+        memory_bytes_per_s=copy.bytes_per_s if copy else None,
         memory_bytes=report.memory_bytes,
         collectives=_slowest(collectives),
-        hop_s=hops,
+        hop_s=hop_s,
         efficiency=efficiency,
-        sources=base.sources | {name: f"{when}; {text}" for name, text in texts.items() if text},
+        sources=base.sources | {name: f"{origin_text}; {text}" for name, text in text_by_figure.items() if text},
     )
 
 
@@ -61,25 +61,25 @@ def matmul_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str,
     Emulated devices use the smallest MLP, whose sizes are typical of their jobs. float32 on NVIDIA GPUs means tf32, the
     default there. Rates are extrapolated to infinite contractions.
     """
-    rates, texts = {}, {}
+    rate_by_dtype, text_by_dtype = {}, {}
     half = efficiency.contraction_half
     if report.matmul:
         for dtype in dict.fromkeys(product.dtype for product in report.matmul.sweep):
-            best = report.matmul.best(dtype)
-            if best and not (report.platform == "tpu" and dtype == "fp32"):
-                rates[dtype] = best.flops_per_s * (1 + half / best.k)
-                texts[dtype] = f"square product of side {best.m}"
+            best_product = report.matmul.best(dtype)
+            if best_product and not (report.platform == "tpu" and dtype == "fp32"):
+                rate_by_dtype[dtype] = best_product.flops_per_s * (1 + half / best_product.k)
+                text_by_dtype[dtype] = f"square product of side {best_product.m}"
     mlps = report.mlp.mlps if report.mlp else ()
     if mlps:
         mlp = mlps[0] if report.platform == "cpu" else max(mlps, key=lambda mlp: mlp.flops_per_s)
         # The mean of 1 + half / K over nine products of equal FLOPs: K is the model width in three of them, the
         # feed-forward width in three, and the number of tokens in three.
-        rates[mlp.dtype] = mlp.flops_per_s * (1 + half * (1 / mlp.d_model + 1 / mlp.d_ff + 1 / mlp.tokens) / 3)
-        texts[mlp.dtype] = f"gated MLP with gradients, {mlp.tokens} x {mlp.d_model} x {mlp.d_ff}"
-    if "tf32" in rates:
-        rates["fp32"] = rates["tf32"]
-        texts["fp32"] = "as tf32, which programs use by default"
-    return rates, "; ".join(f"{dtype}: {text}" for dtype, text in texts.items())
+        rate_by_dtype[mlp.dtype] = mlp.flops_per_s * (1 + half * (1 / mlp.d_model + 1 / mlp.d_ff + 1 / mlp.tokens) / 3)
+        text_by_dtype[mlp.dtype] = f"gated MLP with gradients, {mlp.tokens} x {mlp.d_model} x {mlp.d_ff}"
+    if "tf32" in rate_by_dtype:
+        rate_by_dtype["fp32"] = rate_by_dtype["tf32"]
+        text_by_dtype["fp32"] = "as tf32, which programs use by default"
+    return rate_by_dtype, "; ".join(f"{dtype}: {text}" for dtype, text in text_by_dtype.items())
 
 
 def attention_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[str, float], str]:
@@ -89,20 +89,20 @@ def attention_rates(report: BenchReport, efficiency: Efficiency) -> tuple[dict[s
     part = report.attention
     if part is None or not part.times:
         return {}, ""
-    time = part.times[0] if report.platform == "cpu" else max(part.times, key=lambda time: time.both_flops_per_s)
-    rate = time.both_flops_per_s * (1 + efficiency.head_half / time.head_dim)
+    timed = part.times[0] if report.platform == "cpu" else max(part.times, key=lambda timed: timed.both_flops_per_s)
+    flops_per_s = timed.both_flops_per_s * (1 + efficiency.head_half / timed.head_dim)
     if report.platform != "cpu":
-        rate *= 1 + efficiency.rows_half / time.length
-    shape = (time.batch, time.length, time.num_heads, time.num_kv_heads, time.head_dim)
-    return {part.dtype: rate}, f"forward and backward, B T N K H = {shape}"
+        flops_per_s *= 1 + efficiency.rows_half / timed.length
+    shape = (timed.batch, timed.length, timed.num_heads, timed.num_kv_heads, timed.head_dim)
+    return {part.dtype: flops_per_s}, f"forward and backward, B T N K H = {shape}"
 
 
 def _slowest(collectives: tuple[Collective, ...]) -> tuple[CollectiveRate, ...]:
     """Returns one rate for every kind and group size: the slowest of all axes of that size."""
     slowest: dict[tuple[str, int], CollectiveRate] = {}
     for move in collectives:
-        before = slowest.setdefault((move.kind, move.group.size), move.rate)
-        slowest[move.kind, move.group.size] = min(before, move.rate, key=lambda rate: rate.bytes_per_s)
+        slowest_rate = slowest.setdefault((move.kind, move.group.size), move.rate)
+        slowest[move.kind, move.group.size] = min(slowest_rate, move.rate, key=lambda rate: rate.bytes_per_s)
     return tuple(slowest.values())
 
 
@@ -114,7 +114,7 @@ def _links(collectives: tuple[Collective, ...], unit: Chip, base: Calibration) -
     gathers = [collective.rate for collective in collectives if collective.kind == "all_gather"]
     if not gathers or unit.topology != "switched" or unit.nvlink_bytes_per_s is None:
         return base.efficiency, base.hop_s
-    rate = max(gathers, key=lambda rate: rate.group_size)
-    share = min(1.0, rate.bytes_per_s / unit.nvlink_bytes_per_s)
-    efficiency = msgspec.structs.replace(base.efficiency, nvlink=share)
-    return efficiency, {**base.hop_s, "nvlink": max(rate.latency_s, SHORTEST_HOP_S)}
+    gather_rate = max(gathers, key=lambda gather_rate: gather_rate.group_size)
+    nvlink_share = min(1.0, gather_rate.bytes_per_s / unit.nvlink_bytes_per_s)
+    efficiency = msgspec.structs.replace(base.efficiency, nvlink=nvlink_share)
+    return efficiency, {**base.hop_s, "nvlink": max(gather_rate.latency_s, SHORTEST_HOP_S)}

@@ -167,8 +167,8 @@ class Bench:
     def name(self) -> str:
         """``"8 cpu devices emulated on x86_64, 2 cores"`` or ``"1 NVIDIA H200"``."""
         if self.emulated:
-            several = "device" if len(self.devices) == 1 else "devices"
-            return f"{len(self.devices)} cpu {several} emulated on {platform.machine()}, {os.cpu_count()} cores"
+            noun = "device" if len(self.devices) == 1 else "devices"
+            return f"{len(self.devices)} cpu {noun} emulated on {platform.machine()}, {os.cpu_count()} cores"
         return f"{len(self.devices)} {self.devices[0].device_kind}"
 
     @property
@@ -176,8 +176,8 @@ class Bench:
         """Bytes that a program may fill on one device: of a host its share, else the backend's limit or the chip's."""
         if self.emulated:
             return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(self.devices)
-        offered = (self.devices[0].memory_stats() or {}).get("bytes_limit")
-        return float(offered or self.chip.memory_bytes or 8e9)
+        bytes_limit = (self.devices[0].memory_stats() or {}).get("bytes_limit")
+        return float(bytes_limit or self.chip.memory_bytes or 8e9)
 
     @property
     def cache_bytes(self) -> float:
@@ -214,29 +214,29 @@ class Bench:
                 # On the host: compiling a program that repeats the numbers takes longer than most measurements.
                 values = _repeated(values, shard.shape)
             # Copied, because emulated devices would otherwise read one array, which then stays in the shared cache.
-            parts = [jax.device_put(values, device, may_alias=False) for device in mesh.devices.flat]
+            device_arrays = [jax.device_put(values, device, may_alias=False) for device in mesh.devices.flat]
             if not self.emulated:
-                parts = [_repeated_on_device(part, shard.shape) for part in parts]
-            shape = (len(parts) * shard.shape[0], *shard.shape[1:])
-            arrays.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
+                device_arrays = [_repeated_on_device(part, shard.shape) for part in device_arrays]
+            shape = (len(device_arrays) * shard.shape[0], *shard.shape[1:])
+            arrays.append(jax.make_array_from_single_device_arrays(shape, sharding, device_arrays))
         return tuple(arrays)
 
     def call(self, workload: Workload, kept: list[Array] | None = None) -> Call:
         """Returns a workload as a call to time. Workloads in place share their inputs through one list ``kept``."""
-        run, held = self.program(workload), [] if kept is None else kept
+        run, held_arrays = self.program(workload), [] if kept is None else kept
 
         def arguments(repeat: int) -> tuple[Array, ...]:
             if workload.arrays == "new":
                 return self.data(workload, repeat)
             # A program that failed may have deleted its donated input.
-            if not held or held[0].is_deleted():
-                held[:] = self.data(workload, 0)
-            return tuple(held)
+            if not held_arrays or held_arrays[0].is_deleted():
+                held_arrays[:] = self.data(workload, 0)
+            return tuple(held_arrays)
 
         def in_place(first: Array, *others: Array) -> Array:
             for _ in range(workload.launches):
                 first = run(first, *others)
-            held[0] = first
+            held_arrays[0] = first
             return first
 
         return Call(run=in_place if workload.arrays == "in place" else run, arguments=arguments, rounds=workload.rounds)
@@ -244,20 +244,20 @@ class Bench:
 
 def _numbers(shard: Shard, rng: np.random.Generator) -> np.ndarray:
     """Draws at most ``DRAWN`` numbers of a shard; int8 evenly, from -127 for "normal" and from 0 for "uniform"."""
-    dtype, drawn = JAX_DTYPES[shard.dtype], min(DRAWN, math.prod(shard.shape))
+    dtype, num_drawn = JAX_DTYPES[shard.dtype], min(DRAWN, math.prod(shard.shape))
     if shard.contents in ("zeros", "ones"):
-        return np.full(drawn, shard.contents == "ones", dtype)
+        return np.full(num_drawn, shard.contents == "ones", dtype)
     if shard.dtype == "int8":
-        return rng.integers(0 if shard.contents == "uniform" else -127, 127, drawn, np.int8)
+        return rng.integers(0 if shard.contents == "uniform" else -127, 127, num_drawn, np.int8)
     draw = rng.random if shard.contents == "uniform" else rng.standard_normal
-    return (draw(drawn, np.float32) * np.float32(shard.scale)).astype(dtype)
+    return (draw(num_drawn, np.float32) * np.float32(shard.scale)).astype(dtype)
 
 
 def _repeated(values: Any, shape: tuple[int, ...]) -> Any:
     """Repeats NumPy's or JAX's numbers until they fill a shape."""
-    size = math.prod(shape)
+    num_values = math.prod(shape)
     xp = np if isinstance(values, np.ndarray) else jnp
-    return xp.broadcast_to(values, (-(-size // len(values)), len(values))).ravel()[:size].reshape(shape)
+    return xp.broadcast_to(values, (-(-num_values // len(values)), len(values))).ravel()[:num_values].reshape(shape)
 
 
 _repeated_on_device = jax.jit(_repeated, static_argnums=1)
@@ -291,11 +291,11 @@ class Runner:
     ) -> dict[Any, Timing]:
         """Returns timings by key, taken in alternation; messages call a failed one ``left_out.format(key)``."""
         ready = {key: self.bench.call(call) if isinstance(call, Workload) else call for key, call in calls.items()}
-        timings, why_not = time_together(ready, self.budget, max_repeats=max_repeats)
-        reasons: dict[str, str] = {}
-        for key, why in why_not.items():
-            reasons.setdefault(left_out.format(key), why)
-        self.left_out.extend(f"{what}: {why}" for what, why in reasons.items())
+        timings, reason_by_key = time_together(ready, self.budget, max_repeats=max_repeats)
+        reason_by_text: dict[str, str] = {}
+        for key, reason in reason_by_key.items():
+            reason_by_text.setdefault(left_out.format(key), reason)
+        self.left_out.extend(f"{text}: {reason}" for text, reason in reason_by_text.items())
         return timings
 
     def time_one(self, call: Workload | Call, left_out: str, *, max_repeats: int = MAX_REPEATS) -> Timing | None:
@@ -304,6 +304,6 @@ class Runner:
 
     def product_rate(self, dtype: str) -> float | None:
         """Returns FLOP/s of the fastest product measured, else of the data sheet; None if neither is known."""
-        part: MatmulPart | None = self.found.get("matmul")
-        best = part.best(dtype) if part else None
-        return best.flops_per_s if best else self.bench.chip.peak_flops.get(dtype)
+        matmul: MatmulPart | None = self.found.get("matmul")
+        best_product = matmul.best(dtype) if matmul else None
+        return best_product.flops_per_s if best_product else self.bench.chip.peak_flops.get(dtype)

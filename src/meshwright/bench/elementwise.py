@@ -39,20 +39,20 @@ def measure_distance(runner: Runner) -> DistancePart:
     sheet's; and the data sheet's rate of vector units, else the measured one."""
     size = runner.bench.sizes.distance
     elementwise: ElementwisePart | None = runner.found.get("elementwise")
-    vector = (elementwise and elementwise.vector_flops_per_s) or vector_peak(runner.bench.chip)
-    predicted = predicted_seconds(size, runner.bench.platform, matmul=runner.product_rate("fp32"), vector=vector)
-    times = runner.time({what: distance_workload(what, size) for what in DISTANCES}, max_repeats=15)
-    product, base = times.get("matmul"), predicted["matmul"]
+    vector_rate = (elementwise and elementwise.vector_flops_per_s) or vector_peak(runner.bench.chip)
+    seconds_of = predicted_seconds(size, runner.bench.platform, matmul=runner.product_rate("fp32"), vector=vector_rate)
+    timings = runner.time({name: distance_workload(name, size) for name in DISTANCES}, max_repeats=15)
+    product_timing, predicted_product_s = timings.get("matmul"), seconds_of["matmul"]
     distances = []
-    for what, seconds in times.items():
-        expected = predicted[what]
+    for name, timing in timings.items():
+        predicted_s = seconds_of[name]
         distances.append(
             Distance(
-                what=what, m=size, k=size, n=size, seconds=seconds,
-                flops_per_s=product_flops(size, size, size) / seconds.median_s,
-                ratio=seconds.median_s / product.median_s if product else None,
-                predicted_s=expected,
-                predicted_ratio=expected / base if expected and base else None,
+                what=name, m=size, k=size, n=size, seconds=timing,
+                flops_per_s=product_flops(size, size, size) / timing.median_s,
+                ratio=timing.median_s / product_timing.median_s if product_timing else None,
+                predicted_s=predicted_s,
+                predicted_ratio=predicted_s / predicted_product_s if predicted_s and predicted_product_s else None,
             )
         )  # fmt: skip
     return DistancePart(distances=tuple(distances))
@@ -62,11 +62,11 @@ def predicted_seconds(
     size: int, platform: str, *, matmul: float | None, vector: float | None
 ) -> dict[str, float | None]:
     """Returns seconds by name: 2 n^3 over the matrix rate; vector operations over half the vector FLOP/s; else None."""
-    seconds: dict[str, float | None] = {}
-    for what, (_, work) in DISTANCES.items():
+    seconds_by_name: dict[str, float | None] = {}
+    for name, (_, work) in DISTANCES.items():
         rate, ops = (matmul, 2) if work is None else (vector and vector / 2, work[0] + work[1] * EXP_OPS[platform])
-        seconds[what] = ops * float(size) ** 3 / rate if rate else None
-    return seconds
+        seconds_by_name[name] = ops * float(size) ** 3 / rate if rate else None
+    return seconds_by_name
 
 
 FUSED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -79,25 +79,25 @@ MADE_BYTES_PER_S = 1e9
 def measure_elementwise(runner: Runner) -> ElementwisePart:
     """Measures fused chains until one takes several times as long as one multiply-add, then short unfused chains."""
     bench, elements = runner.bench, chain_elements(runner.bench, runner.left_s)
-    array: list[Array] = []
+    arrays: list[Array] = []
     fused: list[ChainTime] = []
-    fusing = runner.share(0.6)
+    fused_runner = runner.share(0.6)
     for repeats in FUSED:
         # The first chain also has to make the array on every device.
-        mine, workload = fusing.share(0.3 if fused else 0.6), chain_workload(elements, repeats)
-        seconds = mine.time_one(bench.call(workload, array), f"{repeats} and more multiply-adds", max_repeats=10)
-        if not seconds:
+        sub_runner, workload = fused_runner.share(0.3 if fused else 0.6), chain_workload(elements, repeats)
+        timing = sub_runner.time_one(bench.call(workload, arrays), f"{repeats} and more multiply-adds", max_repeats=10)
+        if not timing:
             break
-        fused.append(_chain(workload, repeats, seconds, fused=True))
-        if seconds.median_s > ENOUGH * fused[0].seconds.median_s:
+        fused.append(_chain(workload, repeats, timing, fused=True))
+        if timing.median_s > ENOUGH * fused[0].seconds.median_s:
             break
-    eager = {n: chain_workload(elements, n, fused=False) for n in bench.sizes.eager}
-    times = runner.time(
-        {n: bench.call(workload, array) for n, workload in eager.items()}, "{} op by op", max_repeats=10
+    eager_workloads = {n: chain_workload(elements, n, fused=False) for n in bench.sizes.eager}
+    timings = runner.time(
+        {n: bench.call(workload, arrays) for n, workload in eager_workloads.items()}, "{} op by op", max_repeats=10
     )
-    chains = [_chain(eager[n], n, seconds, fused=False) for n, seconds in times.items()]
+    eager_chains = [_chain(eager_workloads[n], n, timing, fused=False) for n, timing in timings.items()]
     return ElementwisePart(
-        elements=elements, cache_bytes=bench.cache_bytes, chains=(*fused, *chains), **_doubling(fused, bench.chip)
+        elements=elements, cache_bytes=bench.cache_bytes, chains=(*fused, *eager_chains), **_doubling(fused, bench.chip)
     )
 
 
@@ -106,21 +106,21 @@ def chain_elements(bench: Bench, seconds: float) -> int:
 
     Emulated devices get fewer if making all arrays would take the host more than a sixth of the seconds.
     """
-    wanted = max(4 * bench.cache_bytes, bench.sizes.chain_bytes)
+    num_bytes = max(4 * bench.cache_bytes, bench.sizes.chain_bytes)
     if bench.emulated:
-        wanted = min(wanted, max(2.0**20, MADE_BYTES_PER_S * seconds / 6 / len(bench.devices)))
-    elements = int(min(wanted, bench.memory_bytes / 20)) // ELEMENT_BYTES
+        num_bytes = min(num_bytes, max(2.0**20, MADE_BYTES_PER_S * seconds / 6 / len(bench.devices)))
+    elements = int(min(num_bytes, bench.memory_bytes / 20)) // ELEMENT_BYTES
     return int(2 ** (elements.bit_length() - 1))
 
 
 def _chain(workload: Workload, repeats: int, seconds: Timing, *, fused: bool) -> ChainTime:
-    moved = 2 * ELEMENT_BYTES * workload.shards[0].shape[0] * workload.launches
+    moved_bytes = 2 * ELEMENT_BYTES * workload.shards[0].shape[0] * workload.launches
     return ChainTime(
         repeats=repeats,
         fused=fused,
         seconds=seconds,
         flops_per_s=workload.work / seconds.median_s,
-        bytes_per_s=moved / seconds.median_s,
+        bytes_per_s=moved_bytes / seconds.median_s,
     )
 
 
@@ -128,14 +128,14 @@ def _doubling(fused: Sequence[ChainTime], chip: Chip) -> dict[str, Any]:
     """Returns the fields of `ElementwisePart` on the length at which the time doubles, measured and predicted."""
     if not fused:
         return {}
-    sheet, first_s = vector_peak(chip), fused[0].seconds.median_s
-    rate = sheet or _fastest(fused)
-    source = f"data sheet of {chip.name}" if sheet else "measured, the fastest chain"
+    sheet_flops_per_s, first_s = vector_peak(chip), fused[0].seconds.median_s
+    flops_per_s = sheet_flops_per_s or _fastest(fused)
+    rate_source = f"data sheet of {chip.name}" if sheet_flops_per_s else "measured, the fastest chain"
     return {
         "doubles_at": crossing([c.repeats for c in fused], [c.seconds.median_s for c in fused], 2 * first_s),
-        "predicted_at": doubling_repeats(rate, fused[0].bytes_per_s) if rate else None,
-        "vector_flops_per_s": rate,
-        "vector_source": source if rate else "",
+        "predicted_at": doubling_repeats(flops_per_s, fused[0].bytes_per_s) if flops_per_s else None,
+        "vector_flops_per_s": flops_per_s,
+        "vector_source": rate_source if flops_per_s else "",
     }
 
 
@@ -160,20 +160,20 @@ LEAST_ROUNDS = 8
 
 def measure_copy(runner: Runner) -> CopyPart:
     """Measures a silu over a few MiB, as in layers, then ever larger copies, as far as memory and budget allow."""
-    most = min(LARGEST, runner.bench.memory_bytes / runner.bench.sizes.largest_copy)
-    sizes = [SMALLEST * 4**power for power in range(16) if SMALLEST * 4**power <= most]
+    max_bytes = min(LARGEST, runner.bench.memory_bytes / runner.bench.sizes.largest_copy)
+    sizes = [SMALLEST * 4**power for power in range(16) if SMALLEST * 4**power <= max_bytes]
     return CopyPart(copies=(*_copies(runner.share(0.3), "silu", [SILU_BYTES]), *_copies(runner, "copy", sizes)))
 
 
 def _copies(runner: Runner, kind: CopyKind, sizes: Sequence[int]) -> list[Copy]:
     """Measures increasing sizes until one cannot be measured."""
     copies, tail = list[Copy](), " and more"
-    for size, mine in runner.each(sizes):
-        rate = copies[-1].bytes_per_s if copies else 1e9
-        rounds = max(LEAST_ROUNDS, rounds_for(2 * size / rate, target_s=min(0.01, runner.left_s / 20), most=256))
+    for size, share in runner.each(sizes):
+        bytes_per_s = copies[-1].bytes_per_s if copies else 1e9
+        rounds = max(LEAST_ROUNDS, rounds_for(2 * size / bytes_per_s, target_s=min(0.01, runner.left_s / 20), most=256))
         workload = copy_workload(kind, size, rounds)
-        seconds = mine.time_one(workload, f"{kind} of {format_bytes(size)}{tail * (size < sizes[-1])}", max_repeats=10)
-        if not seconds:
+        timing = share.time_one(workload, f"{kind} of {format_bytes(size)}{tail * (size < sizes[-1])}", max_repeats=10)
+        if not timing:
             break
-        copies.append(Copy(kind=kind, array_bytes=size, seconds=seconds, bytes_per_s=workload.work / seconds.median_s))
+        copies.append(Copy(kind=kind, array_bytes=size, seconds=timing, bytes_per_s=workload.work / timing.median_s))
     return copies

@@ -26,16 +26,16 @@ def fit_line(xs: Sequence[float], ys: Sequence[float]) -> FittedLine:
     Such a line passes through two points, or through one point with zero start or zero slope: all are tried.
     """
     points = list(zip(xs, ys, strict=True))
-    tried = [(0.0, y / x) for x, y in points if x > 0] + [(y, 0.0) for _, y in points]
+    candidate_lines = [(0.0, y / x) for x, y in points if x > 0] + [(y, 0.0) for _, y in points]
     for (x, y), (x2, y2) in itertools.combinations(points, 2):
         if x2 != x:
             slope = (y2 - y) / (x2 - x)
-            tried.append((y - slope * x, slope))
+            candidate_lines.append((y - slope * x, slope))
 
     def distances(line: tuple[float, float]) -> list[float]:
         return [abs(y - line[0] - line[1] * x) / y for x, y in points]
 
-    start, slope = min((line for line in tried if min(line) >= 0), key=lambda line: sum(distances(line)))
+    start, slope = min((line for line in candidate_lines if min(line) >= 0), key=lambda line: sum(distances(line)))
     return FittedLine(start=start, slope=slope, error=statistics.median(distances((start, slope))))
 
 
@@ -59,9 +59,9 @@ def fit_knee(xs: Sequence[float], ys: Sequence[float]) -> Knee | None:
     def distances(floor: float, slope: float) -> list[float]:
         return [abs(math.log(y / max(floor, slope * x))) for x, y in points]
 
-    flat, straight = [(y, 0.0) for _, y in points], [(0.0, y / x) for x, y in points]
-    pairs = [(floor, slope) for floor, _ in flat for _, slope in straight]
-    floor, slope = min([*flat, *straight, *pairs], key=lambda pair: sum(distances(*pair)), default=(0.0, 0.0))
+    flat, sloped = [(y, 0.0) for _, y in points], [(0.0, y / x) for x, y in points]
+    knees = [(floor, slope) for floor, _ in flat for _, slope in sloped]
+    floor, slope = min([*flat, *sloped, *knees], key=lambda pair: sum(distances(*pair)), default=(0.0, 0.0))
     if not slope or not points[0][0] < floor / slope < points[-1][0]:
         return None
     return Knee(at=floor / slope, floor=floor, slope=slope, error=statistics.median(distances(floor, slope)))

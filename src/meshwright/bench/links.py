@@ -28,38 +28,38 @@ def measure_collectives(runner: Runner) -> CollectivesPart:
     groups = groups_of(len(runner.bench.devices), runner.bench.axes)
     if not groups:
         runner.left_out.append("collectives: one device has none")
-    wanted = [(group, kind) for group in groups for kind in COLLECTIVE_FUNCTIONS]
-    collectives = [_collective(mine, kind, group) for (group, kind), mine in runner.each(wanted)]
+    pairs = [(group, kind) for group in groups for kind in COLLECTIVE_FUNCTIONS]
+    collectives = [_collective(share, kind, group) for (group, kind), share in runner.each(pairs)]
     return CollectivesPart(collectives=tuple(collective for collective in collectives if collective))
 
 
 def _collective(runner: Runner, kind: CollectiveKind, group: Group) -> Collective | None:
     workloads = {n: collective_workload(kind, group, n) for n in runner.bench.sizes.collective_bytes}
-    timings, why_not = time_together(
+    timings, reason_by_size = time_together(
         {n: runner.bench.call(workload) for n, workload in workloads.items()}, runner.budget, max_repeats=15
     )
     if len(timings) < MIN_SIZES:
-        why = f"{len(timings)} of the {MIN_SIZES} sizes that a line needs ({next(iter(why_not.values()))})"
-        runner.left_out.append(f"{kind} over {group.axis}={group.size}: {why}")
+        reason = f"{len(timings)} of the {MIN_SIZES} sizes that a line needs ({next(iter(reason_by_size.values()))})"
+        runner.left_out.append(f"{kind} over {group.axis}={group.size}: {reason}")
         return None
-    line = fit_line(list(timings), [seconds.median_s for seconds in timings.values()])
-    rows = tuple(
+    line = fit_line(list(timings), [timing.median_s for timing in timings.values()])
+    times = tuple(
         CollectiveTime(
             array_bytes=n,
-            seconds=seconds,
+            seconds=timing,
             fitted_s=line.at(n),
             datasheet_s=datasheet_seconds(runner.bench, kind, group, n),
         )
-        for n, seconds in timings.items()
+        for n, timing in timings.items()
     )
-    return Collective(kind=kind, group=group, times=rows, rate=rate_of(kind, group.size, line), fit_error=line.error)
+    return Collective(kind=kind, group=group, times=times, rate=rate_of(kind, group.size, line), fit_error=line.error)
 
 
 def rate_of(kind: CollectiveKind, size: int, line: FittedLine) -> CollectiveRate:
     """Turns a line over bytes of the array into a latency and the bytes/s that a device receives."""
-    per_byte = max(line.slope / received_share(kind, size), 1 / MOST_BYTES_PER_S)
+    seconds_per_byte = max(line.slope / received_share(kind, size), 1 / MOST_BYTES_PER_S)
     return CollectiveRate(
-        kind=kind, group_size=size, latency_s=max(line.start, LEAST_LATENCY_S), bytes_per_s=1 / per_byte
+        kind=kind, group_size=size, latency_s=max(line.start, LEAST_LATENCY_S), bytes_per_s=1 / seconds_per_byte
     )
 
 
@@ -82,15 +82,15 @@ def measure_overhead(runner: Runner) -> OverheadPart:
     """Measures a nearly empty program by number of arguments, in alternation: many launches before one wait, and one
     launch with its wait. Runs on the first device only."""
     calls = {}
-    for count in NUM_ARGUMENTS:
-        arrays = tuple(jax.device_put(jnp.float32(number), runner.bench.devices[0]) for number in range(count))
-        calls[f"launch {count}"] = _launches(arrays, LAUNCHES)
-        calls[f"wait {count}"] = _launches(arrays, 1)
-    times = runner.time(calls, "{} arguments")
+    for num_args in NUM_ARGUMENTS:
+        arrays = tuple(jax.device_put(jnp.float32(number), runner.bench.devices[0]) for number in range(num_args))
+        calls[f"launch {num_args}"] = _launches(arrays, LAUNCHES)
+        calls[f"wait {num_args}"] = _launches(arrays, 1)
+    timings = runner.time(calls, "{} arguments")
     rows = [
-        Launch(num_arguments=count, launch=times[f"launch {count}"], wait=times[f"wait {count}"])
-        for count in NUM_ARGUMENTS
-        if {f"launch {count}", f"wait {count}"} <= times.keys()
+        Launch(num_arguments=num_args, launch=timings[f"launch {num_args}"], wait=timings[f"wait {num_args}"])
+        for num_args in NUM_ARGUMENTS
+        if {f"launch {num_args}", f"wait {num_args}"} <= timings.keys()
     ]
     line = fit_line([row.num_arguments for row in rows], [row.launch.median_s for row in rows]) if rows else None
     return OverheadPart(launches=tuple(rows), line=line)

@@ -64,42 +64,42 @@ def measure_machine(
         workloads |= {f"square {s} {dtype}": product_workload(bench, dtype, s, rounds=1) for s in PEAK_SIDES}
     moves = [(kind, group) for group in reversed(groups_of(num_devices, {})) for kind in COLLECTIVE_FUNCTIONS]
     for kind, group in moves:
-        for size in (SMALL_BYTES, LARGE_BYTES):
-            workloads[f"{kind} {group.size} {size}"] = collective_workload(kind, group, size)
-    seconds = sweep_medians(
+        for num_bytes in (SMALL_BYTES, LARGE_BYTES):
+            workloads[f"{kind} {group.size} {num_bytes}"] = collective_workload(kind, group, num_bytes)
+    seconds_of = sweep_medians(
         {name: bench.call(workload) for name, workload in workloads.items()}, seconds_each=seconds_per_figure
     )
-    pace = {name: workload.work / seconds[name] for name, workload in workloads.items()}
-    matmul, attended, weights = (
-        {dtype: pace[f"{what} {dtype}"] for dtype in DTYPES} for what in ("matmul", "attention", "weight")
+    work_rate = {name: workload.work / seconds_of[name] for name, workload in workloads.items()}
+    matmul, attention, weights = (
+        {dtype: work_rate[f"{work} {dtype}"] for dtype in DTYPES} for work in ("matmul", "attention", "weight")
     )
-    peak = {d: max(matmul[d], *(pace[f"square {side} {d}"] for side in PEAK_SIDES)) for d in DTYPES}
-    memory, rates = pace["memory"], [_collective_rate(kind, group.size, seconds) for kind, group in moves]
+    peaks = {d: max(matmul[d], *(work_rate[f"square {side} {d}"] for side in PEAK_SIDES)) for d in DTYPES}
+    memory_rate, rates = work_rate["memory"], [_collective_rate(kind, group.size, seconds_of) for kind, group in moves]
     for dtype in DTYPES:
         say(
             f"{dtype}: matmul {matmul[dtype] / 1e9:.3g} GFLOP/s a device, {num_devices} at once, at most "
-            f"{peak[dtype] / 1e9:.3g}; attention {attended[dtype] / 1e9:.3g}; weights {weights[dtype] / 1e9:.3g} GB/s"
+            f"{peaks[dtype] / 1e9:.3g}; attention {attention[dtype] / 1e9:.3g}; weights {weights[dtype] / 1e9:.3g} GB/s"
         )
-    say(f"memory {memory / 1e9:.3g} GB/s a device")
+    say(f"memory {memory_rate / 1e9:.3g} GB/s a device")
     for rate in rates:
         if rate.kind == "all_gather":
-            text = f"{rate.latency_s * 1e6:.3g} us + bytes at {rate.bytes_per_s / 1e9:.3g} GB/s"
-            say(f"AllGather over {rate.group_size}: {text}")
-    counts = counted(num_devices, "device")
+            rate_text = f"{rate.latency_s * 1e6:.3g} us + bytes at {rate.bytes_per_s / 1e9:.3g} GB/s"
+            say(f"AllGather over {rate.group_size}: {rate_text}")
+    devices_text = counted(num_devices, "device")
     return Calibration(
-        name=f"this machine, {counts}",
+        name=f"this machine, {devices_text}",
         chip="cpu",
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         date=datetime.date.today().isoformat(),
         devices=num_devices,
         matmul_flops_per_s=matmul,
-        peak_flops_per_s=peak,
-        attention_flops_per_s=attended,
+        peak_flops_per_s=peaks,
+        attention_flops_per_s=attention,
         weight_bytes_per_s=weights,
-        memory_bytes_per_s=memory,
+        memory_bytes_per_s=memory_rate,
         memory_bytes=bench.memory_bytes,
         collectives=tuple(rates),
-        sources=_sources(f"measured with {counts} busy, median of {SWEEPS} sweeps", matmul_shape),
+        sources=_sources(f"measured with {devices_text} busy, median of {SWEEPS} sweeps", matmul_shape),
     )
 
 
@@ -117,23 +117,23 @@ def _sources(how: str, matmul_shape: MlpShape) -> dict[str, str]:
 
 def machine_speed(calibration: Calibration | None, *, seconds: float = 0.3) -> float | None:
     """Returns the rate of a product now over that of a calibration; None unless it was measured here, on CPU."""
-    here = f"{platform.machine()}, {os.cpu_count()} cores"
-    if calibration is None or calibration.machine != here or not calibration.devices or jax.process_count() > 1:
+    machine_name = f"{platform.machine()}, {os.cpu_count()} cores"
+    if calibration is None or calibration.machine != machine_name or not calibration.devices or jax.process_count() > 1:
         return None
-    devices, known = calibration.devices, calibration.matmul_flops_per_s.get(DTYPE)
-    if known is None or jax.default_backend() != "cpu" or len(jax.devices()) < devices:
+    num_devices, known_flops_per_s = calibration.devices, calibration.matmul_flops_per_s.get(DTYPE)
+    if known_flops_per_s is None or jax.default_backend() != "cpu" or len(jax.devices()) < num_devices:
         return None
-    bench = Bench(devices=tuple(jax.devices()[:devices]), chip=chip("cpu"), dtypes=(DTYPE,))
+    bench = Bench(devices=tuple(jax.devices()[:num_devices]), chip=chip("cpu"), dtypes=(DTYPE,))
     workload = mlp_workload(EMULATED.mlps[0], DTYPE)
-    now = sweep_medians({"matmul": bench.call(workload)}, seconds_each=seconds)
-    return workload.work / now["matmul"] / known
+    seconds_of = sweep_medians({"matmul": bench.call(workload)}, seconds_each=seconds)
+    return workload.work / seconds_of["matmul"] / known_flops_per_s
 
 
 def _collective_rate(kind: CollectiveKind, size: int, seconds: Mapping[str, float]) -> CollectiveRate:
     """Returns the rate of a collective, by the line through the seconds of a small and a large one."""
-    small, large = (seconds[f"{kind} {size} {num_bytes}"] for num_bytes in (SMALL_BYTES, LARGE_BYTES))
-    slope = max(0.0, (large - small) / (LARGE_BYTES - SMALL_BYTES))
-    return rate_of(kind, size, FittedLine(start=small - slope * SMALL_BYTES, slope=slope, error=0.0))
+    small_s, large_s = (seconds[f"{kind} {size} {num_bytes}"] for num_bytes in (SMALL_BYTES, LARGE_BYTES))
+    slope = max(0.0, (large_s - small_s) / (LARGE_BYTES - SMALL_BYTES))
+    return rate_of(kind, size, FittedLine(start=small_s - slope * SMALL_BYTES, slope=slope, error=0.0))
 
 
 def with_host_rates(found: Calibration, say: Callable[[str], None] = lambda line: None) -> Calibration:
@@ -141,12 +141,12 @@ def with_host_rates(found: Calibration, say: Callable[[str], None] = lambda line
     host = host_rates(measure_references(found, found.devices or 1))
     say(f"products in a step {_rate(host.product.flop, 'GFLOP/s')} beside {_rate(host.product.byte, 'GB/s')}")
     say(f"elementwise ops in a step {_rate(host.stream.byte, 'GB/s')}, loops {_rate(host.loop_byte, 'GB/s')}")
-    shapes = ", ".join(
+    shapes_text = ", ".join(
         f"D {step.model.d_model} F {step.model.d_ff}, {step.job.batch_seqs} x {step.job.seq_len} tokens"
         for step in REFERENCES
     )
-    source = f"steps of {shapes} under the profiler, seconds by derived step"
-    return msgspec.structs.replace(found, host=host, sources={**found.sources, "host": source})
+    source_text = f"steps of {shapes_text} under the profiler, seconds by derived step"
+    return msgspec.structs.replace(found, host=host, sources={**found.sources, "host": source_text})
 
 
 def _rate(seconds: float, unit: str) -> str:

@@ -58,13 +58,13 @@ class Reference(msgspec.Struct, frozen=True, kw_only=True):
 
     def strategy(self, num_devices: int) -> Strategy:
         """Returns FSDP if the number of devices divides the width of every reference, else data parallelism."""
-        sharded = all(reference.model.d_model % num_devices == 0 for reference in REFERENCES)
-        return Strategy(mesh=make_mesh({"fsdp" if sharded else "data": num_devices}), remat=self.remat, state="fp32")
+        is_sharded = all(reference.model.d_model % num_devices == 0 for reference in REFERENCES)
+        return Strategy(mesh=make_mesh({"fsdp" if is_sharded else "data": num_devices}), remat=self.remat, state="fp32")
 
     def job_for(self, num_devices: int) -> Job:
         """Returns the job with its batch rounded up to a multiple of the devices."""
-        rows = -(-self.job.batch_seqs // num_devices) * num_devices
-        return msgspec.structs.replace(self.job, batch_seqs=rows)
+        batch_seqs = -(-self.job.batch_seqs // num_devices) * num_devices
+        return msgspec.structs.replace(self.job, batch_seqs=batch_seqs)
 
 
 def _model(**sizes: Any) -> Model:
@@ -103,17 +103,17 @@ class MeasuredStep(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def left_s(self) -> float:
         """Seconds in which no device computes: collectives and gaps."""
-        moving = {label_text(cost.step) for cost in self.priced.costs.all if cost.step.is_collective}
-        return sum(self.seconds.get(name, 0.0) for name in (GAPS, *moving))
+        collective_labels = {label_text(cost.step) for cost in self.priced.costs.all if cost.step.is_collective}
+        return sum(self.seconds.get(name, 0.0) for name in (GAPS, *collective_labels))
 
 
 def measure_references(calibration: Calibration, num_devices: int) -> list[MeasuredStep]:
     """Runs and profiles the reference steps on all devices."""
     with tempfile.TemporaryDirectory() as folder:
         running = [RunningStep(reference, num_devices, Path(folder) / reference.model.name) for reference in REFERENCES]
-        for number in range(ROUNDS):
+        for round_index in range(ROUNDS):
             for step in running:
-                step.profile(number)
+                step.profile(round_index)
     return [step.measured(calibration) for step in running]
 
 
@@ -138,31 +138,31 @@ class RunningStep:
         folder = self.folder / str(number)
         self.subject.advance(self.compiled)
         for _ in range(STEPS_A_ROUND):
-            start = time.perf_counter()
+            start_s = time.perf_counter()
             self.subject.advance(self.compiled)
-            self.plain_s.append(time.perf_counter() - start)
+            self.plain_s.append(time.perf_counter() - start_s)
         with traced(folder):
             for index in range(STEPS_A_ROUND):
                 with jax.profiler.TraceAnnotation(STEP, step=index):
                     self.subject.advance(self.compiled)
         trace = load_trace(newest_trace(folder), self.program)
         for window in trace.windows:
-            spent = shared_seconds(msgspec.structs.replace(trace, windows=(window,)), self.program)
-            step = defaultdict(float, {GAPS: window.end_s - window.start_s - sum(spent.values())})
-            for op, seconds in spent.items():
-                step[self.program.fact(op).step] += seconds
-            self.steps.append(step)
+            seconds_by_op = shared_seconds(msgspec.structs.replace(trace, windows=(window,)), self.program)
+            seconds_by_step = defaultdict(float, {GAPS: window.end_s - window.start_s - sum(seconds_by_op.values())})
+            for op, seconds in seconds_by_op.items():
+                seconds_by_step[self.program.fact(op).step] += seconds
+            self.steps.append(seconds_by_step)
 
     def measured(self, calibration: Calibration) -> MeasuredStep:
         """Returns medians over the faster half of the profiled steps, scaled to the time without the profiler."""
-        half = -(-len(self.steps) // 2)
-        steps = sorted(self.steps, key=lambda step: sum(step.values()))[:half]
-        pace = median(sorted(self.plain_s)[:half]) / median(sum(step.values()) for step in steps)
-        names = {name for step in steps for name in step}
+        num_fastest = -(-len(self.steps) // 2)
+        fastest_steps = sorted(self.steps, key=lambda step: sum(step.values()))[:num_fastest]
+        plain_share = median(sorted(self.plain_s)[:num_fastest]) / median(sum(step.values()) for step in fastest_steps)
+        step_names = {name for step in fastest_steps for name in step}
         cluster = parse_cluster(f"cpu:{self.strategy.num_chips}")
         return MeasuredStep(
             priced=price_strategy(Setting(self.model, cluster, self.job, calibration), self.strategy),
-            seconds={name: pace * median(step[name] for step in steps) for name in names},
+            seconds={name: plain_share * median(step[name] for step in fastest_steps) for name in step_names},
         )
 
 
@@ -176,34 +176,34 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
 
 def host_rates(references: Sequence[MeasuredStep]) -> HostRates:
     """Returns the rates inside a step, fitted to the reference steps."""
-    spent = [_spent(reference) for reference in references]
-    kinds: dict[str, list[Spent]] = defaultdict(list)
-    for row in itertools.chain(*spent):
+    all_work = [_spent(reference) for reference in references]
+    work_by_kind: dict[str, list[Spent]] = defaultdict(list)
+    for row in itertools.chain(*all_work):
         if row.kind == PRODUCTS or row.amounts.byte or row.amounts.score:
-            kinds[row.kind].append(row)
-    product = pace(kinds.pop(PRODUCTS, []))
-    rest = [row for op, rows in kinds.items() for row in rows if op != "adamw" and row.amounts.byte]
-    ops = {op: pace(rows) for op, rows in kinds.items()}
-    outside = pace([_outside(reference, mine) for reference, mine in zip(references, spent, strict=True)])
-    ops["adamw"] = msgspec.structs.replace(ops["adamw"], byte=ops["adamw"].byte + outside.call)
-    return HostRates(product=product, ops=ops, stream=pace(rest), loop_byte=outside.byte, **_gaps(references))
+            work_by_kind[row.kind].append(row)
+    product = pace(work_by_kind.pop(PRODUCTS, []))
+    streamed = [row for op, rows in work_by_kind.items() for row in rows if op != "adamw" and row.amounts.byte]
+    paces = {op: pace(rows) for op, rows in work_by_kind.items()}
+    outside = pace([_outside(reference, work) for reference, work in zip(references, all_work, strict=True)])
+    paces["adamw"] = msgspec.structs.replace(paces["adamw"], byte=paces["adamw"].byte + outside.call)
+    return HostRates(product=product, ops=paces, stream=pace(streamed), loop_byte=outside.byte, **_gaps(references))
 
 
 def _spent(reference: MeasuredStep) -> list[Spent]:
     """Returns amounts and seconds of the local derived steps; steps with the same label are added up."""
-    amounts: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(Amounts.__struct_fields__)))
-    of_label: dict[str, str] = {}
+    amounts_by_label: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(len(Amounts.__struct_fields__)))
+    kind_by_label: dict[str, str] = {}
     derived, sizes = reference.priced.derived, reference.priced.sizes
-    results = kept_results(derived)
+    kept_by_block = kept_results(derived)
     for cost in reference.priced.costs.all:
         step, label = cost.step, label_text(cost.step)
         if not step.is_collective:
-            amount = amounts_of(step, sizes, kept=results.get((step.block, step.phase), frozenset()))
-            amounts[label] += np.array(msgspec.structs.astuple(amount), float) * float(cost.count)
-            of_label.setdefault(label, PRODUCTS if is_product(step) else step.op)
+            amount = amounts_of(step, sizes, kept=kept_by_block.get((step.block, step.phase), frozenset()))
+            amounts_by_label[label] += np.array(msgspec.structs.astuple(amount), float) * float(cost.count)
+            kind_by_label.setdefault(label, PRODUCTS if is_product(step) else step.op)
     return [
-        Spent(amounts=Amounts(**_named(amounts[label])), seconds=reference.seconds.get(label, 0.0), kind=kind)
-        for label, kind in of_label.items()
+        Spent(amounts=Amounts(**_named(amounts_by_label[label])), seconds=reference.seconds.get(label, 0.0), kind=kind)
+        for label, kind in kind_by_label.items()
     ]
 
 
@@ -221,10 +221,10 @@ def pace(spent: Sequence[Spent]) -> Pace:
         return Pace()
     matrix = np.array([msgspec.structs.astuple(row.amounts) for row in rows], float)
     seconds = np.array([row.seconds for row in rows])
-    scale, weights = matrix.max(axis=0), 1 / np.sqrt(seconds)
-    scale[scale == 0] = 1
-    solution, _ = nnls(matrix / scale * weights[:, None], seconds * weights)
-    return Pace(**_named(solution / scale))
+    column_scale, weights = matrix.max(axis=0), 1 / np.sqrt(seconds)
+    column_scale[column_scale == 0] = 1
+    solution, _ = nnls(matrix / column_scale * weights[:, None], seconds * weights)
+    return Pace(**_named(solution / column_scale))
 
 
 def _outside(reference: MeasuredStep, spent: Sequence[Spent]) -> Spent:
@@ -232,9 +232,9 @@ def _outside(reference: MeasuredStep, spent: Sequence[Spent]) -> Spent:
     bytes that loops over layers copy, in ``call`` those of the optimizer, whose norms and counters have no step."""
     derived, sizes = reference.priced.derived, reference.priced.sizes
     copied = [block.repeat * sum(loop_bytes(block, derived, sizes)) for block in derived.blocks if block.block.carry]
-    updated = sum(row.amounts.byte for row in spent if row.kind == "adamw")
+    updated_bytes = sum(row.amounts.byte for row in spent if row.kind == "adamw")
     seconds = sum(seconds for name, seconds in reference.seconds.items() if name.startswith(OUTSIDE))
-    return Spent(amounts=Amounts(byte=float(sum(copied)), call=updated), seconds=seconds)
+    return Spent(amounts=Amounts(byte=float(sum(copied)), call=updated_bytes), seconds=seconds)
 
 
 def _gaps(references: Sequence[MeasuredStep]) -> dict[str, float]:
@@ -243,18 +243,18 @@ def _gaps(references: Sequence[MeasuredStep]) -> dict[str, float]:
     Devices wait for each other in a collective: the fit gives multiples of its measured latency (``call``) and of the
     measured time of its bytes (``byte``). Returns these as fields of `HostRates`.
     """
-    moves = []
+    work_of_collectives = []
     for reference in references:
-        moving = [cost for cost in reference.priced.costs.all if cost.step.is_collective]
-        in_a_row = Amounts(
-            call=sum(float(cost.latency_s * cost.count) for cost in moving),
-            byte=sum(float((cost.network_s - cost.latency_s) * cost.count) for cost in moving),
+        collective_costs = [cost for cost in reference.priced.costs.all if cost.step.is_collective]
+        serial_amounts = Amounts(
+            call=sum(float(cost.latency_s * cost.count) for cost in collective_costs),
+            byte=sum(float((cost.network_s - cost.latency_s) * cost.count) for cost in collective_costs),
         )
-        moves.append(Spent(amounts=in_a_row, seconds=reference.left_s))
-    if any(move.amounts.call for move in moves):
-        fitted = pace(moves)
-        return {"meets": fitted.call, "waits": fitted.byte}
+        work_of_collectives.append(Spent(amounts=serial_amounts, seconds=reference.left_s))
+    if any(collective_work.amounts.call for collective_work in work_of_collectives):
+        gap_pace = pace(work_of_collectives)
+        return {"meets": gap_pace.call, "waits": gap_pace.byte}
     sizes = references[0].priced.sizes
     costs = itertools.chain(*(reference.priced.costs.all for reference in references))
-    kernels = sum(float(num_kernels(cost.step, sizes) * cost.count) for cost in costs)
-    return {"kernel_s": sum(move.seconds for move in moves) / kernels}
+    kernel_count = sum(float(num_kernels(cost.step, sizes) * cost.count) for cost in costs)
+    return {"kernel_s": sum(collective_work.seconds for collective_work in work_of_collectives) / kernel_count}

@@ -43,61 +43,61 @@ CONTENTS: tuple[Contents, ...] = ("zeros", "ones", "uniform", "normal")
 
 def measure_matmul(runner: Runner) -> MatmulPart:
     """Measures the sizes of the main element type, then partial tiles, then the sizes of other element types."""
-    main, *other_dtypes = runner.bench.dtypes
-    sweep = _sweep(runner.share(0.45), main)
+    main_dtype, *other_dtypes = runner.bench.dtypes
+    sweep = _sweep(runner.share(0.45), main_dtype)
     edges = _edges(runner.share(0.35), max((p.flops_per_s for p in sweep), default=None))
-    for dtype, mine in runner.each(other_dtypes):
-        sweep += _sweep(mine, dtype)
+    for dtype, dtype_runner in runner.each(other_dtypes):
+        sweep += _sweep(dtype_runner, dtype)
     return MatmulPart(sweep=tuple(sweep), edges=tuple(edges))
 
 
 def _sweep(runner: Runner, dtype: str) -> list[Product]:
     """Measures increasing sizes of one element type, up to what memory and budget allow."""
     products: list[Product] = []
-    rate = _probed_rate(runner, dtype, f"{dtype} products")
-    if rate is None:
+    flops_per_s = _probed_rate(runner, dtype, f"{dtype} products")
+    if flops_per_s is None:
         return products
     for size in SIZES:
-        each_s, left_out = product_flops(size, size, size) / rate, f"{dtype} products of {size} and more"
-        why = _too_large(runner, dtype, size, each_s)
-        if why:
-            runner.left_out.append(f"{left_out}: {why}")
+        product_s, left_out_text = product_flops(size, size, size) / flops_per_s, f"{dtype} products of {size} and more"
+        reason = _too_large(runner, dtype, size, product_s)
+        if reason:
+            runner.left_out.append(f"{left_out_text}: {reason}")
             break
         workload = product_workload(
-            runner.bench, dtype, size, rounds_for(each_s, target_s=min(0.02, runner.left_s / 20))
+            runner.bench, dtype, size, rounds_for(product_s, target_s=min(0.02, runner.left_s / 20))
         )
-        seconds = runner.share(0.4).time_one(workload, left_out, max_repeats=10)
-        if not seconds:
+        timing = runner.share(0.4).time_one(workload, left_out_text, max_repeats=10)
+        if not timing:
             break
-        products.append(_product(runner.bench, dtype, size, seconds))
-        rate = max(rate, products[-1].flops_per_s)
+        products.append(_product(runner.bench, dtype, size, timing))
+        flops_per_s = max(flops_per_s, products[-1].flops_per_s)
     return products
 
 
 def _probed_rate(runner: Runner, dtype: str, left_out: str) -> float | None:
     """Returns the FLOP/s of a small product; None if it could not be timed."""
     workload = product_workload(runner.bench, dtype, PROBE_SIDE, runner.bench.sizes.probe_rounds)
-    seconds = runner.time_one(workload, left_out, max_repeats=3)
-    return workload.work / seconds.median_s if seconds else None
+    timing = runner.time_one(workload, left_out, max_repeats=3)
+    return workload.work / timing.median_s if timing else None
 
 
 def _too_large(runner: Runner, dtype: str, size: int, each_s: float) -> str:
     """Returns why two operands and a result, which exists twice, do not fit into memory or budget; empty if they do."""
-    result = 4 if dtype in ("int8", "fp32", "tf32") else 2
-    needed = size * size * (3 * DTYPE_BYTES[dtype] + 2 * result)
-    room, left_s = runner.bench.memory_bytes * MAX_MEMORY_SHARE, runner.left_s
-    if needed > room:
-        return f"needs {format_bytes(needed)}, a device has {format_bytes(room)} for it"
+    result_bytes = 4 if dtype in ("int8", "fp32", "tf32") else 2
+    needed_bytes = size * size * (3 * DTYPE_BYTES[dtype] + 2 * result_bytes)
+    room_bytes, left_s = runner.bench.memory_bytes * MAX_MEMORY_SHARE, runner.left_s
+    if needed_bytes > room_bytes:
+        return f"needs {format_bytes(needed_bytes)}, a device has {format_bytes(room_bytes)} for it"
     if each_s * CALLS > left_s:
         return f"takes about {format_seconds(each_s)}, {CALLS} times, and {format_seconds(left_s)} are left"
     return ""
 
 
 def _product(bench: Bench, dtype: str, size: int, seconds: Timing, contents: Contents = "normal") -> Product:
-    rate = product_flops(size, size, size) / seconds.median_s
+    flops_per_s = product_flops(size, size, size) / seconds.median_s
     return Product(
-        dtype=dtype, m=size, k=size, n=size, contents=contents, seconds=seconds, flops_per_s=rate,
-        share_of_peak=bench.share_of_peak(rate, dtype),
+        dtype=dtype, m=size, k=size, n=size, contents=contents, seconds=seconds, flops_per_s=flops_per_s,
+        share_of_peak=bench.share_of_peak(flops_per_s, dtype),
     )  # fmt: skip
 
 
@@ -107,25 +107,25 @@ def _edges(runner: Runner, rate: float | None) -> list[Edge]:
         runner.left_out.append("tile edges: no product was measured")
         return []
     bench, dtype = runner.bench, runner.bench.main_dtype
-    fitting = [
+    fitting_sides = [
         n for n in bench.sizes.edge_sides
         if 6 * CALLS * product_flops(n, n, n) / rate < runner.left_s / 2
     ]  # fmt: skip
-    side = fitting[-1] if fitting else 256
-    wholes = [(tile, side + 256 - tile) for tile in bench.sizes.tiles]
-    beside = {n: (tile, whole) for tile, whole in wholes for n in (whole - 1, whole, whole + 1)}
+    side = fitting_sides[-1] if fitting_sides else 256
+    tiled_sides = [(tile, side + 256 - tile) for tile in bench.sizes.tiles]
+    tile_of = {n: (tile, whole) for tile, whole in tiled_sides for n in (whole - 1, whole, whole + 1)}
     rounds = rounds_for(product_flops(side, side, side) / rate, target_s=min(0.02, runner.left_s / 60))
-    times = runner.time({n: product_workload(bench, dtype, n, rounds) for n in beside}, "side {}", max_repeats=15)
-    products = {n: _product(bench, dtype, n, seconds) for n, seconds in times.items()}
+    timings = runner.time({n: product_workload(bench, dtype, n, rounds) for n in tile_of}, "side {}", max_repeats=15)
+    product_by_side = {n: _product(bench, dtype, n, timing) for n, timing in timings.items()}
     return [
         Edge(
-            product=products[n],
+            product=product_by_side[n],
             tile=tile,
-            relative=products[n].flops_per_s / products[whole].flops_per_s,
+            relative=product_by_side[n].flops_per_s / product_by_side[whole].flops_per_s,
             predicted=filled_share(n, tile),
         )
-        for n, (tile, whole) in sorted(beside.items())
-        if n in products and whole in products
+        for n, (tile, whole) in sorted(tile_of.items())
+        if n in product_by_side and whole in product_by_side
     ]
 
 
@@ -137,13 +137,13 @@ def filled_share(n: int, tile: int) -> float:
 def measure_contents(runner: Runner) -> ContentsPart:
     """Measures many consecutive products per call, so that a chip at its power limit has time to slow down."""
     bench, products, size = runner.bench, [], runner.bench.sizes.contents
-    for dtype, mine in runner.each(bench.dtypes[: bench.sizes.contents_dtypes]):
-        rate = runner.product_rate(dtype) or _probed_rate(mine, dtype, dtype)
+    for dtype, dtype_runner in runner.each(bench.dtypes[: bench.sizes.contents_dtypes]):
+        rate = runner.product_rate(dtype) or _probed_rate(dtype_runner, dtype, dtype)
         if rate:
-            rounds = rounds_for(product_flops(size, size, size) / rate, target_s=min(0.1, mine.left_s / 40))
-            workloads = {what: product_workload(bench, dtype, size, rounds, contents=what) for what in CONTENTS}
-            times = mine.time(workloads, f"{dtype} of {{}}")
-            products += [_product(bench, dtype, size, seconds, what) for what, seconds in times.items()]
+            rounds = rounds_for(product_flops(size, size, size) / rate, target_s=min(0.1, dtype_runner.left_s / 40))
+            workloads = {fill: product_workload(bench, dtype, size, rounds, contents=fill) for fill in CONTENTS}
+            timings = dtype_runner.time(workloads, f"{dtype} of {{}}")
+            products += [_product(bench, dtype, size, timing, fill) for fill, timing in timings.items()]
     return ContentsPart(products=tuple(products))
 
 
@@ -151,14 +151,14 @@ def measure_mlp(runner: Runner) -> MlpPart:
     """Measures every shape forward and backward, smallest first."""
     dtype, mlps = runner.bench.main_dtype, []
     best = (runner.found.get("matmul") or MatmulPart()).best(dtype)
-    for shape, mine in runner.each(runner.bench.sizes.mlps):
+    for shape, mlp_runner in runner.each(runner.bench.sizes.mlps):
         workload = mlp_workload(shape, dtype)
-        seconds = mine.time_one(workload, f"MLP of {' x '.join(map(str, shape))}")
-        if seconds:
-            rate = workload.work / seconds.median_s
+        timing = mlp_runner.time_one(workload, f"MLP of {' x '.join(map(str, shape))}")
+        if timing:
+            rate = workload.work / timing.median_s
             mlps.append(
                 Mlp(
-                    dtype=dtype, tokens=shape[0], d_model=shape[1], d_ff=shape[2], seconds=seconds, flops_per_s=rate,
+                    dtype=dtype, tokens=shape[0], d_model=shape[1], d_ff=shape[2], seconds=timing, flops_per_s=rate,
                     mfu=runner.bench.share_of_peak(rate, dtype), of_matmul=rate / best.flops_per_s if best else None,
                 )
             )  # fmt: skip
@@ -167,22 +167,22 @@ def measure_mlp(runner: Runner) -> MlpPart:
 
 def measure_attention(runner: Runner) -> AttentionPart:
     """Measures each length, forward and both passes in alternation."""
-    bench, dtype, rows = runner.bench, runner.bench.main_dtype, []
-    for shape, mine in runner.each(bench.sizes.attention):
+    bench, dtype, attention_times = runner.bench, runner.bench.main_dtype, []
+    for shape, attention_runner in runner.each(bench.sizes.attention):
         workloads = {both: attention_workload(shape, dtype, both=both) for both in (False, True)}
-        times = mine.time(workloads, f"attention over {shape[1]} positions", max_repeats=15)
-        if len(times) == len(workloads):
+        timings = attention_runner.time(workloads, f"attention over {shape[1]} positions", max_repeats=15)
+        if len(timings) == len(workloads):
             # the share of all pairs of positions that attention computes
-            share = float(keys_per_query(shape[1], causal=not bench.emulated)) / shape[1]
-            forward, both = (workloads[key].work * share / times[key].median_s for key in (False, True))
-            rows.append(
+            pair_share = float(keys_per_query(shape[1], causal=not bench.emulated)) / shape[1]
+            forward, both = (workloads[key].work * pair_share / timings[key].median_s for key in (False, True))
+            attention_times.append(
                 AttentionTime(
                     batch=shape[0], length=shape[1], num_heads=shape[2], num_kv_heads=shape[3], head_dim=shape[4],
-                    forward=times[False], both=times[True], forward_flops_per_s=forward, both_flops_per_s=both,
+                    forward=timings[False], both=timings[True], forward_flops_per_s=forward, both_flops_per_s=both,
                     share_of_peak=bench.share_of_peak(both, dtype),
                 )
             )  # fmt: skip
-    return AttentionPart(dtype=dtype, times=tuple(rows))
+    return AttentionPart(dtype=dtype, times=tuple(attention_times))
 
 
 def measure_batch(runner: Runner) -> BatchPart:
@@ -191,21 +191,21 @@ def measure_batch(runner: Runner) -> BatchPart:
     sizes, batches = bench.sizes.layer, bench.sizes.batches
     layers: list[LayerTime] = []
     for number, tokens in enumerate(batches):
-        workload, mine = layer_workload(sizes, tokens, dtype), runner.share(2 / (len(batches) - number + 1))
-        seconds = mine.time_one(workload, f"batches of {tokens} tokens and more", max_repeats=10)
-        if not seconds:
+        workload, batch_runner = layer_workload(sizes, tokens, dtype), runner.share(2 / (len(batches) - number + 1))
+        timing = batch_runner.time_one(workload, f"batches of {tokens} tokens and more", max_repeats=10)
+        if not timing:
             break
         layers.append(
             LayerTime(
                 tokens=tokens,
-                seconds=seconds,
-                tokens_per_us=tokens / seconds.median_s * 1e-6,
-                flops_per_s=workload.work / seconds.median_s,
+                seconds=timing,
+                tokens_per_us=tokens / timing.median_s * 1e-6,
+                flops_per_s=workload.work / timing.median_s,
             )
         )
     copies: CopyPart = runner.found.get("copy") or CopyPart()
-    copy = copies.of_size(layer_flops(sizes, 1) / 2 * DTYPE_BYTES[dtype])
-    rates = runner.product_rate(dtype), copy.bytes_per_s if copy else bench.chip.hbm_bytes_per_s
+    weights_copy = copies.of_size(layer_flops(sizes, 1) / 2 * DTYPE_BYTES[dtype])
+    rates = runner.product_rate(dtype), weights_copy.bytes_per_s if weights_copy else bench.chip.hbm_bytes_per_s
     return BatchPart(
         sizes=dict(sizes),
         dtype=dtype,

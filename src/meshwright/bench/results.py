@@ -164,8 +164,8 @@ class CopyPart(Part, frozen=True):
 
     def of_size(self, num_bytes: float) -> Copy | None:
         """Returns the smallest copied array of at least so many bytes, else the largest; None without any."""
-        fitting = [c for c in self.copies if c.kind == "copy" and c.array_bytes >= num_bytes]
-        return min(fitting, key=lambda c: c.array_bytes, default=self.largest())
+        large_copies = [c for c in self.copies if c.kind == "copy" and c.array_bytes >= num_bytes]
+        return min(large_copies, key=lambda c: c.array_bytes, default=self.largest())
 
 
 class LayerTime(Measurement, frozen=True):

@@ -58,14 +58,14 @@ def make_bench(
     for dtype in dtypes:
         if dtype not in JAX_DTYPES:
             raise InputError(f"{dtype!r} is no element type of products.{nearest(dtype, JAX_DTYPES)}")
-    unit = find_chip(chip) if chip else chip_of_kind(devices[0].device_kind)
+    benched_chip = find_chip(chip) if chip else chip_of_kind(devices[0].device_kind)
     axes = dict(axes or {})
     size = math.prod(axes.values())
     if axes and size != len(devices):
         shape = ",".join(f"{axis}={n}" for axis, n in axes.items())
         raise CannotRunError(f"{shape} has {size} devices and there are {len(devices)}. Give a mesh of {len(devices)}.")
-    chosen = tuple(dict.fromkeys(dtypes)) or DEFAULT_DTYPES.get(platform_of(devices[0]), ("fp32",))
-    return Bench(devices=tuple(devices), chip=unit, dtypes=chosen, axes=axes)
+    chosen_dtypes = tuple(dict.fromkeys(dtypes)) or DEFAULT_DTYPES.get(platform_of(devices[0]), ("fp32",))
+    return Bench(devices=tuple(devices), chip=benched_chip, dtypes=chosen_dtypes, axes=axes)
 
 
 def check_parts(what: Sequence[str]) -> None:
@@ -83,28 +83,28 @@ def run_bench(
     Parts that ran out of time are repeated with the seconds that others left over; the result with more rows is kept.
     """
     check_parts(what)
-    budget, started, load = budget_of(seconds), time.perf_counter(), os.getloadavg()[0]
-    parts: dict[str, Any] = {}
+    budget, start_s, load = budget_of(seconds), time.perf_counter(), os.getloadavg()[0]
+    part_by_name: dict[str, Any] = {}
 
     def measure(names: Sequence[str]) -> Part:
         """Measures the first of the parts that share the seconds left."""
-        share = PARTS[names[0]][0] / sum(PARTS[name][0] for name in names)
-        runner = Runner(bench=bench, budget=budget.share(share), found=parts)
+        budget_share = PARTS[names[0]][0] / sum(PARTS[name][0] for name in names)
+        runner = Runner(bench=bench, budget=budget.share(budget_share), found=part_by_name)
         part = PARTS[names[0]][1](runner)
         return msgspec.structs.replace(part, left_out=tuple(runner.left_out))
 
-    wanted = [name for name in PARTS if not what or name in what]
-    for number, name in enumerate(wanted):
-        say(f"{number + 1}/{len(wanted)} {name}, {budget.left_s:.0f} s left")
-        parts[name] = measure(wanted[number:])
-    short = [name for name, part in parts.items() if any(line.endswith(NO_TIME) for line in part.left_out)]
-    for number, name in enumerate(short):
+    part_names = [name for name in PARTS if not what or name in what]
+    for part_index, name in enumerate(part_names):
+        say(f"{part_index + 1}/{len(part_names)} {name}, {budget.left_s:.0f} s left")
+        part_by_name[name] = measure(part_names[part_index:])
+    cut_short = [name for name, part in part_by_name.items() if any(line.endswith(NO_TIME) for line in part.left_out)]
+    for part_index, name in enumerate(cut_short):
         if budget.left_s < LEAST_REST * seconds:
             break
         say(f"{name} again, {budget.left_s:.0f} s left")
-        again = measure(short[number:])
-        if num_rows(again) > num_rows(parts[name]):
-            parts[name] = again
+        repeated_part = measure(cut_short[part_index:])
+        if num_rows(repeated_part) > num_rows(part_by_name[name]):
+            part_by_name[name] = repeated_part
     return BenchReport(
         machine=bench.name,
         device_kind=bench.devices[0].device_kind,
@@ -114,15 +114,15 @@ def run_bench(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={"meshwright": __version__, "jax": jax.__version__, "python": platform.python_version()},
         seconds=seconds,
-        took_s=time.perf_counter() - started,
+        took_s=time.perf_counter() - start_s,
         load=load,
         memory_bytes=bench.memory_bytes,
         mesh=dict(bench.axes),
-        **parts,
+        **part_by_name,
     )
 
 
 def num_rows(part: Part) -> int:
     """Returns the number of measurements of a part."""
-    values = (value for name, value in msgspec.structs.asdict(part).items() if name != "left_out")
-    return sum(len(value) for value in values if isinstance(value, tuple))
+    field_values = (value for name, value in msgspec.structs.asdict(part).items() if name != "left_out")
+    return sum(len(value) for value in field_values if isinstance(value, tuple))

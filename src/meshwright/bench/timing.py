@@ -58,15 +58,15 @@ class Call:
     def round_s(self, repeat: int) -> float:
         """Runs the call and returns the seconds of one round."""
         arguments = jax.block_until_ready(self.arguments(repeat))
-        begin = time.perf_counter()
+        begin_s = time.perf_counter()
         jax.block_until_ready(self.run(*arguments))
-        return (time.perf_counter() - begin) / self.rounds
+        return (time.perf_counter() - begin_s) / self.rounds
 
 
 def timing_of(seconds: list[float]) -> Timing:
     """Returns median and quartiles of one or more times."""
-    low, middle, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
-    return Timing(median_s=middle, low_s=low, high_s=high, repeats=len(seconds))
+    low_s, median_s, high_s = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+    return Timing(median_s=median_s, low_s=low_s, high_s=high_s, repeats=len(seconds))
 
 
 def time_together(
@@ -80,33 +80,33 @@ def time_together(
     ``max_repeats`` is reached, every second one in reverse order. The budget is extended a little to reach
     ``MIN_REPEATS``; a call with fewer counts as not measured.
     """
-    seconds: dict[Any, list[float]] = {name: [] for name in calls}
-    why_not: dict[Any, str] = {}
+    times_by_name: dict[Any, list[float]] = {name: [] for name in calls}
+    reason_by_name: dict[Any, str] = {}
 
     def run(name: Any, repeat: int) -> None:
         try:
-            seconds[name].append(calls[name].round_s(repeat))
+            times_by_name[name].append(calls[name].round_s(repeat))
         except FAILURES as error:
-            why_not[name] = first_line(error)[:100]
+            reason_by_name[name] = first_line(error)[:100]
 
     for name in calls:
         if budget.left_s > 0:
             run(name, 0)
         else:
-            why_not[name] = NO_TIME
-    warm = [name for name in calls if name not in why_not]
-    grace = Budget(ends=max(budget.ends, budget.clock() + budget.grace_s), clock=budget.clock)
-    turns = ((repeat, name) for repeat in range(1, max_repeats + 1) for name in warm[:: 1 if repeat % 2 else -1])
+            reason_by_name[name] = NO_TIME
+    warm_names = [name for name in calls if name not in reason_by_name]
+    grace_budget = Budget(ends=max(budget.ends, budget.clock() + budget.grace_s), clock=budget.clock)
+    turns = ((repeat, name) for repeat in range(1, max_repeats + 1) for name in warm_names[:: 1 if repeat % 2 else -1])
     for repeat, name in turns:
-        if (budget if repeat > MIN_REPEATS else grace).left_s <= 0:
+        if (budget if repeat > MIN_REPEATS else grace_budget).left_s <= 0:
             break
-        if name not in why_not:
+        if name not in reason_by_name:
             run(name, repeat)
-    timings = {name: timing_of(times[1:]) for name, times in seconds.items() if len(times) > MIN_REPEATS}
+    timings = {name: timing_of(times[1:]) for name, times in times_by_name.items() if len(times) > MIN_REPEATS}
     for name in calls:
         if name not in timings:
-            why_not.setdefault(name, NO_TIME)
-    return timings, why_not
+            reason_by_name.setdefault(name, NO_TIME)
+    return timings, reason_by_name
 
 
 def sweep_medians(calls: Mapping[str, Call], *, seconds_each: float) -> dict[str, float]:
@@ -117,18 +117,18 @@ def sweep_medians(calls: Mapping[str, Call], *, seconds_each: float) -> dict[str
     """
     for call in calls.values():
         call.round_s(0)
-    medians: dict[str, list[float]] = {name: [] for name in calls}
+    medians_by_name: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(SWEEPS):
         for name, call in calls.items():
             times: list[float] = []
-            ends = time.perf_counter() + seconds_each / SWEEPS
-            while len(times) < 2 or (time.perf_counter() < ends and len(times) < 200):
+            end_s = time.perf_counter() + seconds_each / SWEEPS
+            while len(times) < 2 or (time.perf_counter() < end_s and len(times) < 200):
                 times.append(call.round_s(len(times)))
-            medians[name].append(median(times))
-    return {name: median(times) for name, times in medians.items()}
+            medians_by_name[name].append(median(times))
+    return {name: median(times) for name, times in medians_by_name.items()}
 
 
 def rounds_for(seconds: float, *, target_s: float = 0.02, most: int = 1024) -> int:
     """Returns a power of two: the rounds of ``seconds`` each that fit into ``target_s``, from 1 to ``most``."""
-    wanted = target_s / max(seconds, 1e-9)
-    return int(min(most, 2 ** max(0, int(wanted).bit_length() - 1)))
+    num_rounds = target_s / max(seconds, 1e-9)
+    return int(min(most, 2 ** max(0, int(num_rounds).bit_length() - 1)))

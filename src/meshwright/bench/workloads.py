@@ -49,14 +49,14 @@ def product_workload(bench: Bench, dtype: str, size: int, rounds: int, *, conten
     int8 are int32, those of fp8 are bf16. float32 runs at the highest precision where the default is narrower; "tf32"
     is that default.
     """
-    result = {"int8": jnp.int32, "fp8": jnp.bfloat16}.get(dtype, JAX_DTYPES[dtype])
-    exact = dtype == "fp32" and not bench.emulated
-    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+    result_dtype = {"int8": jnp.int32, "fp8": jnp.bfloat16}.get(dtype, JAX_DTYPES[dtype])
+    is_exact = dtype == "fp32" and not bench.emulated
+    precision = lax.Precision.HIGHEST if is_exact else lax.Precision.DEFAULT
 
     def product(a: Array, b: Array) -> Array:
         if bench.emulated and dtype == "bf16":
             return contract("mk,kn->mn", a, b)  # as steps multiply; of `jnp.matmul` XLA widens both factors
-        return jnp.matmul(a, b, preferred_element_type=result, precision=precision)
+        return jnp.matmul(a, b, preferred_element_type=result_dtype, precision=precision)
 
     def body(a: Array, b: Array) -> Array:
         def again(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -83,13 +83,13 @@ def mlp_workload(shape: MlpShape, dtype: str) -> Workload:
     m, k, n = shape
 
     def body(x: Array, gate: Array, up: Array, down: Array, cotangent: Array) -> tuple[Array, ...]:
-        pair = [contract("mk,kn->mn", x, weight)[None] for weight in (gate, up)]
-        hidden, backward = jax.vjp(silu_mul, *pair)
-        out, by_hidden = contract("mn,nk->mk", hidden[0], down), contract("mk,nk->mn", cotangent, down)
-        parts = [part[0] for part in backward(by_hidden[None])]
-        by_x = contract("mn,kn->mk", parts[0], gate) + contract("mn,kn->mk", parts[1], up)
-        of_weights = (contract("mk,mn->kn", x, part) for part in parts)
-        return out, by_x, *of_weights, contract("mn,mk->nk", hidden[0], cotangent)
+        gate_and_up = [contract("mk,kn->mn", x, weight)[None] for weight in (gate, up)]
+        hidden, backward = jax.vjp(silu_mul, *gate_and_up)
+        out, hidden_cotangent = contract("mn,nk->mk", hidden[0], down), contract("mk,nk->mn", cotangent, down)
+        pair_cotangents = [cotangent_part[0] for cotangent_part in backward(hidden_cotangent[None])]
+        x_cotangent = contract("mn,kn->mk", pair_cotangents[0], gate) + contract("mn,kn->mk", pair_cotangents[1], up)
+        weight_cotangents = (contract("mk,mn->kn", x, cotangent_part) for cotangent_part in pair_cotangents)
+        return out, x_cotangent, *weight_cotangents, contract("mn,mk->nk", hidden[0], cotangent)
 
     sizes = ((m, k), (k, n), (k, n), (n, k), (m, k))
     scales = (1.0, k**-0.5, k**-0.5, n**-0.5, 1.0)
@@ -99,32 +99,32 @@ def mlp_workload(shape: MlpShape, dtype: str) -> Workload:
 
 def weight_workload(dtype: str) -> Workload:
     """Returns a product of 8 rows with a weight [outputs, inputs]; ``work`` is the weight's bytes."""
-    outputs, inputs = 16384, 1024
-    shards = Shard(shape=(8, inputs), dtype=dtype), Shard(shape=(outputs, inputs), dtype=dtype)
+    num_outputs, num_inputs = 16384, 1024
+    shards = Shard(shape=(8, num_inputs), dtype=dtype), Shard(shape=(num_outputs, num_inputs), dtype=dtype)
     product = partial(contract, "mk,nk->mn")
-    return Workload(body=product, shards=shards, work=outputs * inputs * DTYPE_BYTES[dtype])
+    return Workload(body=product, shards=shards, work=num_outputs * num_inputs * DTYPE_BYTES[dtype])
 
 
 def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Workload:
     """Returns the attention of training, forward or in both passes; ``work`` counts all pairs of positions."""
-    batch, length, heads, kv_heads, width = shape
+    batch, length, num_heads, num_kv_heads, head_dim = shape
 
     def body(q: Array, k: Array, v: Array, cotangent: Array) -> Any:
-        call = AttentionCall(scale=width**-0.5, mask=Mod(causal, (), {"causal": ()}))
-        o, lse = attention(call, q, k, v)
-        return (o, *attention_backward(call, (cotangent, o, lse), q, k, v)) if both else o
+        attention_call = AttentionCall(scale=head_dim**-0.5, mask=Mod(causal, (), {"causal": ()}))
+        o, lse = attention(attention_call, q, k, v)
+        return (o, *attention_backward(attention_call, (cotangent, o, lse), q, k, v)) if both else o
 
-    query, key = (batch, length, heads, width), (batch, length, kv_heads, width)
-    shards = tuple(Shard(shape=size, dtype=dtype) for size in (query, key, key, query))
-    products = ALL_PRODUCTS if both else FORWARD_PRODUCTS
-    return Workload(body=body, shards=shards, work=2.0 * products * batch * length**2 * heads * width)
+    q_shape, kv_shape = (batch, length, num_heads, head_dim), (batch, length, num_kv_heads, head_dim)
+    shards = tuple(Shard(shape=size, dtype=dtype) for size in (q_shape, kv_shape, kv_shape, q_shape))
+    num_products = ALL_PRODUCTS if both else FORWARD_PRODUCTS
+    return Workload(body=body, shards=shards, work=2.0 * num_products * batch * length**2 * num_heads * head_dim)
 
 
 def weight_shards(sizes: Mapping[str, int], dtype: str) -> tuple[Shard, ...]:
     """Returns Wq, Wk, Wv, Wo, gate, up and down of one layer."""
-    width, ff = sizes["D"], sizes["F"]
-    heads, kv = sizes["N"] * sizes["H"], sizes["K"] * sizes["H"]
-    shapes = ((width, heads), (width, kv), (width, kv), (heads, width), (width, ff), (width, ff), (ff, width))
+    d, ff = sizes["D"], sizes["F"]
+    q_width, kv_width = sizes["N"] * sizes["H"], sizes["K"] * sizes["H"]
+    shapes = ((d, q_width), (d, kv_width), (d, kv_width), (q_width, d), (d, ff), (d, ff), (ff, d))
     return tuple(Shard(shape=shape, dtype=dtype, scale=shape[0] ** -0.5) for shape in shapes)
 
 
@@ -140,14 +140,14 @@ def layer_workload(sizes: Mapping[str, int], tokens: int, dtype: str) -> Workloa
     """
 
     def norm(x: Array) -> Array:
-        wide = x.astype(jnp.float32)
-        return (wide * lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + EPSILON)).astype(x.dtype)
+        x_fp32 = x.astype(jnp.float32)
+        return (x_fp32 * lax.rsqrt(jnp.mean(x_fp32**2, axis=-1, keepdims=True) + EPSILON)).astype(x.dtype)
 
     def layer(x: Array, *weights: Array) -> Array:
         query, key, value, out, gate, up, down = weights
         h = norm(x)
-        group = query.shape[1] // key.shape[1]
-        mixed = h @ query + jnp.tile(h @ key + h @ value, (1, group))
+        heads_per_group = query.shape[1] // key.shape[1]
+        mixed = h @ query + jnp.tile(h @ key + h @ value, (1, heads_per_group))
         x = x + mixed @ out
         h = norm(x)
         return norm(x + silu_mul((h @ gate)[None], (h @ up)[None])[0] @ down)
@@ -155,8 +155,8 @@ def layer_workload(sizes: Mapping[str, int], tokens: int, dtype: str) -> Workloa
     def body(x: Array, *weights: Array) -> Array:
         return lax.fori_loop(0, LAYER_ROUNDS, lambda _, y: layer(y, *weights), x)
 
-    stream = Shard(shape=(tokens, sizes["D"]), dtype=dtype)
-    shards = (stream, *weight_shards(sizes, dtype))
+    residual = Shard(shape=(tokens, sizes["D"]), dtype=dtype)
+    shards = (residual, *weight_shards(sizes, dtype))
     return Workload(body=body, shards=shards, work=layer_flops(sizes, tokens), rounds=LAYER_ROUNDS)
 
 
@@ -209,8 +209,8 @@ def chain_workload(elements: int, repeats: int, *, fused: bool = True) -> Worklo
         return x
 
     shards = (Shard(shape=(elements,)), Shard(shape=(2,), contents="uniform"))
-    work = float(FLOPS_EACH * repeats * elements)
-    return Workload(body=body, shards=shards, work=work, arrays="in place", launches=1 if fused else repeats)
+    num_flops = float(FLOPS_EACH * repeats * elements)
+    return Workload(body=body, shards=shards, work=num_flops, arrays="in place", launches=1 if fused else repeats)
 
 
 def copy_workload(kind: CopyKind, array_bytes: int, rounds: int) -> Workload:
@@ -262,11 +262,11 @@ def collective_workload(kind: CollectiveKind, group: Group, array_bytes: int) ->
         # The first element of the result feeds the next round, so that none is dropped or reordered.
         return y + COLLECTIVE_FUNCTIONS[kind](y, group.axis)[:1] * 1e-6
 
-    whole = array_bytes // ELEMENT_BYTES
-    local = whole if kind in ("reduce_scatter", "all_reduce", "permute") else whole // group.size
+    num_elements = array_bytes // ELEMENT_BYTES
+    num_local = num_elements if kind in ("reduce_scatter", "all_reduce", "permute") else num_elements // group.size
     return Workload(
         body=lambda x: lax.fori_loop(0, ROUNDS, again, x),
-        shards=(Shard(shape=(local,)),),
+        shards=(Shard(shape=(num_local,)),),
         work=array_bytes,
         rounds=ROUNDS,
         axes=group.mesh,

@@ -73,8 +73,8 @@ def read_fields(pairs: Sequence[str]) -> dict[str, Facts]:
     fields = parse_fields(pairs)
     if "optimizer" in fields["train"]:
         fields["job"] = {"optimizer": fields["train"]["optimizer"], **fields["job"]}
-    if bound := fields["train"].pop("capacity_factor", None):
-        fields["strategy"] = {"capacity_factor": bound, **fields["strategy"]}
+    if capacity_factor := fields["train"].pop("capacity_factor", None):
+        fields["strategy"] = {"capacity_factor": capacity_factor, **fields["strategy"]}
     return fields
 
 
@@ -84,34 +84,34 @@ def resolve(given: PlanOptions, fields: Fields, *, verb: str, step: str | None =
     A ``verb`` that runs the plan refuses models that do not run, and a strategy for fewer chips than are given. Raises
     InputError for options that a plan file states already, and for missing ones that a model needs.
     """
-    texts = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
+    text_by_option = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
     if given.what.endswith(".toml"):
-        named = [name for name, value in {**texts, "--calibration": given.calibration}.items() if value]
-        if named:
-            raise InputError(f"{given.what} says the cluster, axes, batch and seq; leave {', '.join(named)} out.")
+        given_names = [name for name, value in {**text_by_option, "--calibration": given.calibration}.items() if value]
+        if given_names:
+            raise InputError(f"{given.what} says the cluster, axes, batch and seq; leave {', '.join(given_names)} out.")
         return _of_file(Path(given.what), fields, step)
     if verb in RUN and find_processes(os.environ):
         # Each process might measure, and so plan, differently.
         raise InputError(f"several processes need one plan. Write it first: plan {given.what} ... -o plan.toml.")
     if given.on is None or given.batch is None or given.seq_len is None:
-        missing = next(name for name, value in texts.items() if value is None)
+        missing_name = next(name for name, value in text_by_option.items() if value is None)
         raise InputError(
-            f"{verb} {given.what} needs {missing}, or name a plan file. Write: --on cpu:8 --batch 16Ki --seq 512."
+            f"{verb} {given.what} needs {missing_name}, or name a plan file. Write: --on cpu:8 --batch 16Ki --seq 512."
         )
     model = with_fields(load_model(given.what), "model", fields["model"])
-    of_job = {"weights": weights_of(given.what), **fields["job"]}
-    job = job_of_step(job_of(given.batch, given.seq_len, of_job), step)
-    assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
+    job_fields = {"weights": weights_of(given.what), **fields["job"]}
+    job = job_of_step(job_of(given.batch, given.seq_len, job_fields), step)
+    assumptions = with_fields(AS_RUN, "assumptions", fields["assumptions"])
     axes = take_axes(given.axes, fields["strategy"])
     if verb in RUN:
         require_runnable(model)
-        require_runnable_assumptions(assumed)
+        require_runnable_assumptions(assumptions)
     if not job.trains:
         rates = rates_for(given.on, given.calibration, fitted=True) if verb in RUN else None
         strategy = Strategy(mesh=make_mesh(axes), state="bf16-adam")
-        setting = Setting(model, given.on, job, rates, assumptions=assumed)
+        setting = Setting(model, given.on, job, rates, assumptions=assumptions)
         return Asked(setting, with_fields(strategy, "strategy", fields["strategy"]))
-    setting = Setting(model, given.on, job, assumptions=assumed)
+    setting = Setting(model, given.on, job, assumptions=assumptions)
     return _planned(with_rates(setting, given.calibration, axes, fields["strategy"]), axes, fields["strategy"], verb)
 
 
@@ -132,8 +132,8 @@ def service_of(given: PlanOptions) -> ServiceFile | None:
         return None
     options: Facts = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
     options |= {"--set": given.pairs, "--calibration": given.calibration}
-    if named := [name for name, value in options.items() if value]:
-        raise InputError(f"{given.what} says all of a service; leave {', '.join(named)} out, or plan it again.")
+    if given_names := [name for name, value in options.items() if value]:
+        raise InputError(f"{given.what} says all of a service; leave {', '.join(given_names)} out, or plan it again.")
     return load_service(given.what)
 
 
@@ -149,11 +149,11 @@ def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
         plan.calibration,
         assumptions=with_fields(plan.assumptions, "assumptions", fields["assumptions"]),
     )
-    same = step in (None, plan.job.kind) and not any(fields.values())
+    is_unchanged = step in (None, plan.job.kind) and not any(fields.values())
     changed = with_fields(plan.strategy, "strategy", strategy)
     for refusal in check_rules(zero_rules(changed, given="assignment" in strategy), strategy_sizes(setting, changed)):
         raise CannotRunError(refusal.message)
-    return Asked(setting, changed, plan.predicted if same else None)
+    return Asked(setting, changed, plan.predicted if is_unchanged else None)
 
 
 def _planned(setting: Setting, axes: dict[str, int], fields: Facts, verb: str) -> Asked:
@@ -163,12 +163,12 @@ def _planned(setting: Setting, axes: dict[str, int], fields: Facts, verb: str) -
         if verb != "verify" or math.prod(axes.values()) != setting.cluster.num_chips:
             raise
         # The whole mesh is given: the compiler's verdict on it is the answer, under the remat that needs least memory.
-        least = Strategy(mesh=make_mesh(axes), state="bf16-adam", remat="full")
-        return Asked(setting, with_fields(least, "strategy", fields))
-    best = result.strategies[0]
-    if verb in RUN and best.num_chips < setting.cluster.num_chips:
+        full_remat = Strategy(mesh=make_mesh(axes), state="bf16-adam", remat="full")
+        return Asked(setting, with_fields(full_remat, "strategy", fields))
+    best_plan = result.strategies[0]
+    if verb in RUN and best_plan.num_chips < setting.cluster.num_chips:
         raise CannotRunError(". ".join(result.shortfall))
-    return Asked(best.setting, best.strategy, best.estimate)
+    return Asked(best_plan.setting, best_plan.strategy, best_plan.estimate)
 
 
 def job_of_step(job: Job, step: str | None) -> Job:

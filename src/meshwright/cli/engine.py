@@ -126,8 +126,8 @@ def folders_by_name(pairs: Sequence[str]) -> dict[str, Path]:
     for pair in pairs:
         name, _, folder = pair.partition("=")
         if not name or not folder or name in folders:
-            wrong = "is there twice" if name in folders else "is not NAME=FOLDER"
-            raise InputError(f"--adapters {pair} {wrong}. Give each adapter a name of its own, such as sql=./sql-lora.")
+            fault = "is there twice" if name in folders else "is not NAME=FOLDER"
+            raise InputError(f"--adapters {pair} {fault}. Give each adapter a name of its own, such as sql=./sql-lora.")
         folders[name] = Path(folder).expanduser()
     return folders
 
@@ -137,30 +137,30 @@ def devices_of(cluster: Cluster | None, axes: dict[str, int] | None) -> dict[str
 
     Raises InputError if ``--axes`` and ``--on`` differ, CannotRunError if this machine has too few devices.
     """
-    wanted = math.prod(make_mesh(axes).values()) if axes else None
+    needed = math.prod(make_mesh(axes).values()) if axes else None
     words = f"--on {cluster.short_name}" if cluster else ""
     if axes:
         words = f"--axes {','.join(f'{axis}={size}' for axis, size in axes.items())}"
     if cluster is not None:
-        if wanted is not None and wanted != cluster.num_chips:
+        if needed is not None and needed != cluster.num_chips:
             raise InputError(
-                f"{words} is {wanted} devices and --on {cluster.short_name} is {cluster.num_chips}. Make the two agree."
+                f"{words} is {needed} devices and --on {cluster.short_name} is {cluster.num_chips}. Make the two agree."
             )
-        wanted = cluster.num_chips
+        needed = cluster.num_chips
         if cluster.kind == "host":
             from meshwright.parallel.mesh import emulate_devices
 
-            emulate_devices(wanted)
+            emulate_devices(needed)
     import jax
 
-    there = len(jax.devices())
+    present = len(jax.devices())
     if cluster is not None and cluster.kind != "host" and jax.devices()[0].platform == "cpu":
         raise CannotRunError(
-            f"{cluster.short_name} is not this machine, which has {there} of platform cpu. Use --on cpu:8 to emulate."
+            f"{cluster.short_name} is not this machine, which has {present} of platform cpu. Use --on cpu:8 to emulate."
         )
-    if wanted is not None and wanted > there:
+    if needed is not None and needed > present:
         raise CannotRunError(
-            f"{words} is {wanted} devices and this machine has {there}. Use smaller axes, or emulate them: "
-            f"--on cpu:{wanted}."
+            f"{words} is {needed} devices and this machine has {present}. Use smaller axes, or emulate them: "
+            f"--on cpu:{needed}."
         )
-    return axes or ({"tensor": wanted} if wanted else None)
+    return axes or ({"tensor": needed} if needed else None)

@@ -52,8 +52,8 @@ def parse_fields(pairs: Sequence[str], *, sections: Sequence[str] = SECTIONS) ->
         if section not in by_section:
             raise InputError(f"--set {key}: there is no section {section!r} here.{nearest(section, sections)}")
         if section == "strategy" and SECTION_OF.get(field := name.partition(".")[0]) not in ("strategy", "assumptions"):
-            known = {member for member, of in SECTION_OF.items() if of == "strategy"} - {"mesh", "placement"}
-            raise InputError(f"strategy.{field} is not a field.{nearest(field, known)}")
+            valid_names = {member for member, home in SECTION_OF.items() if home == "strategy"} - {"mesh", "placement"}
+            raise InputError(f"strategy.{field} is not a field.{nearest(field, valid_names)}")
         value = field_value(text.strip())
         if section == "strategy" and "assumptions" in by_section and name in Assumptions.__struct_fields__:
             section = "assumptions"
@@ -84,9 +84,9 @@ def _name_assignment(strategy: Facts) -> None:
         return
     if "assignment" in strategy:
         raise InputError(f"strategy.{next(iter(short))} and strategy.assignment say the same. Leave one of them out.")
-    whole = short.get("sequence_parallel", True)
-    if not isinstance(whole, bool):
-        raise InputError(f"strategy.sequence_parallel={whole} is not true or false.")
+    sequence_parallel = short.get("sequence_parallel", True)
+    if not isinstance(sequence_parallel, bool):
+        raise InputError(f"strategy.sequence_parallel={sequence_parallel} is not true or false.")
     if isinstance(short.get("zero"), bool):
         raise InputError("strategy.zero is a stage, not true or false. Use 0, 1, 2 or 3.")
     strategy["assignment"] = standard_assignment(**short)
@@ -108,16 +108,16 @@ def with_fields(thing: Thing, section: str, changes: Mapping[str, Any]) -> Thing
             raise InputError(f"{section}.{name} is not a field.{nearest(name, fields)}")
         if isinstance(changes[name], int) and changes[name] > MOST:
             raise InputError(f"{section}.{name}={shown(changes[name])} is too large. Give at most {MOST:g}.")
-    now = msgspec.to_builtins(thing)
-    changes = _nested(now, changes)
+    old_fields = msgspec.to_builtins(thing)
+    changes = _nested(old_fields, changes)
     if isinstance(thing, Model) and "num_layers" in changes:
         lists = {"sliding_layers": thing.sliding_layers, "dense_layers": thing.dense_layers}
-        below = changes["num_layers"]
-        if isinstance(below, int):  # lists of layers lose those beyond the new number
-            changes = {**{name: [n for n in layers if n < below] for name, layers in lists.items()}, **changes}
+        num_layers = changes["num_layers"]
+        if isinstance(num_layers, int):  # lists of layers lose those beyond the new number
+            changes = {**{name: [n for n in layers if n < num_layers] for name, layers in lists.items()}, **changes}
     if isinstance(changes.get("mesh"), dict):
-        changes = {**changes, "mesh": {**now["mesh"], **changes["mesh"]}}
-    return convert_fields({**now, **changes}, type(thing), section=section)
+        changes = {**changes, "mesh": {**old_fields["mesh"], **changes["mesh"]}}
+    return convert_fields({**old_fields, **changes}, type(thing), section=section)
 
 
 def _nested(now: Mapping[str, Any], changes: Mapping[str, Any]) -> Facts:
@@ -126,8 +126,8 @@ def _nested(now: Mapping[str, Any], changes: Mapping[str, Any]) -> Facts:
     for name, value in changes.items():
         field, dot, rest = name.partition(".")
         if dot:
-            held = nested.get(field, now.get(field))
-            nested[field] = {**(held if isinstance(held, dict) else {}), rest: value}
+            table = nested.get(field, now.get(field))
+            nested[field] = {**(table if isinstance(table, dict) else {}), rest: value}
     return nested
 
 

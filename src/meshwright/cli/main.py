@@ -123,8 +123,8 @@ def run(args: list[str]) -> int:
     except OSError as error:
         if error.errno not in NO_ROOM:
             return _our_fault(error)
-        where = f" writing {error.filename}" if error.filename else ""
-        return _fail(f"no room{where}: {os.strerror(error.errno)}. Free some; a run with checkpoints resumes.", 3)
+        where_text = f" writing {error.filename}" if error.filename else ""
+        return _fail(f"no room{where_text}: {os.strerror(error.errno)}. Free some; a run with checkpoints resumes.", 3)
     except Exception as error:
         return _our_fault(error)
     return 0
@@ -139,16 +139,16 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """Shows this package's warnings in one line, others as Python does."""
-    where = "meshwright" if issubclass(category, FileWarning) else f"{filename}:{lineno}: {category.__name__}"
-    click.echo(one_line(f"{where}: {message}"), err=True)
+    origin = "meshwright" if issubclass(category, FileWarning) else f"{filename}:{lineno}: {category.__name__}"
+    click.echo(one_line(f"{origin}: {message}"), err=True)
 
 
 def _our_fault(error: Exception) -> int:
     if os.environ.get("MESHWRIGHT_DEBUG"):
         traceback.print_exception(error)
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    what = f"{type(error).__name__}: {error}".splitlines()[0]
-    return _fail(f"internal error at {where.name}:{where.lineno}: {what} (MESHWRIGHT_DEBUG=1 shows more)", 1)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    error_line = f"{type(error).__name__}: {error}".splitlines()[0]
+    return _fail(f"internal error at {frame.name}:{frame.lineno}: {error_line} (MESHWRIGHT_DEBUG=1 shows more)", 1)
 
 
 def _fail(message: str, code: int) -> int:

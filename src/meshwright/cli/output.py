@@ -93,8 +93,8 @@ def format_energy(kwh: float) -> str:
 
 def format_flop_count(flops: float) -> str:
     """Returns ``"459 TFLOP"``, an amount of work; whole numbers below a million in full, ``"80,640 FLOP"``."""
-    exact = flops < 1e6 and flops == int(flops)
-    return f"{int(flops):,} FLOP" if exact else format_flops(flops, unit="FLOP")
+    is_exact = flops < 1e6 and flops == int(flops)
+    return f"{int(flops):,} FLOP" if is_exact else format_flops(flops, unit="FLOP")
 
 
 def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
@@ -112,17 +112,17 @@ def answer_markdown(pieces: Iterable[Piece]) -> Iterator[str]:
 def compiling() -> Callable[[int, int], None]:
     """Returns what says how many programs are compiled and how long the others will take: a line that grows on a
     terminal, else the first two and one a quarter."""
-    start, shown = perf_counter(), set[int]()
+    start_s, shown_quarters = perf_counter(), set[int]()
 
     def show(done: int, all: int) -> None:
-        passed_s = perf_counter() - start
-        left = f", about {format_seconds(passed_s / done * (all - done))} more" if 0 < done < all else ""
-        text = f"compiling {done} of {all} programs, {format_seconds(passed_s)}{left}"
+        passed_s = perf_counter() - start_s
+        left_text = f", about {format_seconds(passed_s / done * (all - done))} more" if 0 < done < all else ""
+        line = f"compiling {done} of {all} programs, {format_seconds(passed_s)}{left_text}"
         if sys.stderr.isatty():
-            sys.stderr.write(f"\r{text:<78} " + ("\n" if done == all else ""))
+            sys.stderr.write(f"\r{line:<78} " + ("\n" if done == all else ""))
             sys.stderr.flush()
-        elif (part := 4 * done // all if done != 1 else -1) not in shown:
-            shown.add(part)
-            say(text)
+        elif (quarter := 4 * done // all if done != 1 else -1) not in shown_quarters:
+            shown_quarters.add(quarter)
+            say(line)
 
     return show

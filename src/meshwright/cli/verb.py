@@ -34,8 +34,8 @@ class TextType(click.ParamType):
         self.name, self.read = name, read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        what = param.opts[0] if isinstance(param, click.Option) else str(param and param.human_readable_name)
-        return self.read(value, what=what) if isinstance(value, str) else value
+        option_name = param.opts[0] if isinstance(param, click.Option) else str(param and param.human_readable_name)
+        return self.read(value, what=option_name) if isinstance(value, str) else value
 
 
 Count = Annotated[int, TextType("count", partial(parse_count, least=1))]
@@ -94,21 +94,21 @@ class VerbCommand(click.Command):
     """The command of a verb: after an option with pairs ``a=b ...`` all pairs that follow are its values."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        named = {flag for param in self.params for flag in param.opts}
+        flags = {flag for param in self.params for flag in param.opts}
         for param in self.params:
             if getattr(param, "hidden", False) and set(param.opts) & set(args):  # what has moved says where
                 raise InputError(f"{param.opts[0]}: {getattr(param, 'help', '')}")
         for flag in (arg.partition("=")[0] for arg in args):
-            if flag[:1] == "-" and flag not in named and f"-{flag}" in named:  # click would read -out as -o ut
+            if flag[:1] == "-" and flag not in flags and f"-{flag}" in flags:  # click would read -out as -o ut
                 raise click.NoSuchOption(flag, possibilities=[f"-{flag}"], ctx=ctx)
-        many = {flag for param in self.params if str(param.metavar).endswith(" ...") for flag in param.opts}
-        expanded, last = list[str](), ""
-        for before, arg in zip(["", *args], args, strict=False):
+        many_flags = {flag for param in self.params if str(param.metavar).endswith(" ...") for flag in param.opts}
+        expanded, last_flag = list[str](), ""
+        for previous, arg in zip(["", *args], args, strict=False):
             if arg.startswith("-") or "=" not in arg:
                 flag = arg.partition("=")[0]
-                last = flag if flag in many else ""
-            elif last and before != last:
-                expanded.append(last)
+                last_flag = flag if flag in many_flags else ""
+            elif last_flag and previous != last_flag:
+                expanded.append(last_flag)
             expanded.append(arg)
         return super().parse_args(ctx, expanded)
 
@@ -136,7 +136,7 @@ def verb(
     hints = get_type_hints(options, include_extras=True)
     hints = {name: hints[name] for name in [*options.__annotations__, *hints]}  # its own before those it shares
     params = [_parameter(name, hint, getattr(options, name)) for name, hint in hints.items()]
-    printed: list[click.Parameter] = [
+    print_options: list[click.Parameter] = [
         click.Option(["--format", "form"], type=click.Choice(FORMATS), help="How to print: text by default."),
         click.Option(["--json", "as_json"], is_flag=True, help="One JSON object on standard output."),
     ]
@@ -145,29 +145,29 @@ def verb(
         def callback(form: str | None = None, as_json: bool = False, **given: Any) -> None:
             if as_json and form not in (None, "json"):
                 raise InputError(f"--json and --format {form} both say how to print. Leave one of them out.")
-            chosen, context = options(**given, form="json" if as_json else form or "text"), click.get_current_context()
+            option_set, ctx = options(**given, form="json" if as_json else form or "text"), click.get_current_context()
             for name, param in zip(hints, params, strict=True):
                 value = given[name]
                 for item in value if isinstance(value, tuple) else (value,):
                     if isinstance(item, int | float) and not 0 <= item <= LARGEST:
                         raise InputError(f"{param.opts[0]} {item}: give a finite number that is not negative.")
                 needs = getattr(options, name).needs
-                on_line = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-                if needs and on_line and not any(getattr(chosen, attribute) for attribute in needs):
-                    words = " or ".join(needs.values())
-                    raise InputError(f"{param.opts[0]} changes nothing here: it is for {words}.")
+                is_given = ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+                if needs and is_given and not any(getattr(option_set, attribute) for attribute in needs):
+                    needs_text = " or ".join(needs.values())
+                    raise InputError(f"{param.opts[0]} changes nothing here: it is for {needs_text}.")
             try:
-                answer = function(chosen)
+                answer = function(option_set)
             except (InputError, CannotRunError) as error:
                 raise type(error)(_with_flags(str(error), params)) from error
             if answer is not None:
-                emit(answer, chosen.form)
+                emit(answer, option_set.form)
                 if answer.error is not None:
                     raise answer.error
 
         settings = {"ignore_unknown_options": passes_on}
         return VerbCommand(
-            None, settings, callback, params + ([] if passes_on else printed), help=help or function.__doc__
+            None, settings, callback, params + ([] if passes_on else print_options), help=help or function.__doc__
         )
 
     return decorate
@@ -187,16 +187,16 @@ def _with_flags(text: str, params: Sequence[click.Parameter]) -> str:
 
 def emit(answer: Answer, form: str) -> None:
     """Draws the pictures of an answer and prints it; CSV has its tables alone."""
-    drawn = {path: chart for path, chart in answer.pictures.items() if path is not None}
-    for path, chart in drawn.items():
+    chart_by_path = {path: chart for path, chart in answer.pictures.items() if path is not None}
+    for path, chart in chart_by_path.items():
         say(f"wrote {save(chart(), path)}")
     if form == "json":
-        emit_json({**answer.facts, "pictures": list(drawn)} if drawn else answer.facts)
+        emit_json({**answer.facts, "pictures": list(chart_by_path)} if chart_by_path else answer.facts)
     elif form == "text":
         show(answer.pieces)
     else:
-        parts = answer_markdown(answer.pieces) if form == "markdown" else map(as_csv, answer.tables())
-        click.echo("\n".join(parts), nl=False)
+        blocks = answer_markdown(answer.pieces) if form == "markdown" else map(as_csv, answer.tables())
+        click.echo("\n".join(blocks), nl=False)
 
 
 def show(pieces: Iterable[Piece]) -> None:
@@ -206,12 +206,12 @@ def show(pieces: Iterable[Piece]) -> None:
 
 
 def _parameter(name: str, hint: Any, row: Parameter) -> click.Parameter:
-    known = [member for member in get_args(hint) if member is not NoneType]
-    optional = len(known) < len(get_args(hint)) and get_origin(hint) is not Annotated
-    kind = known[0] if optional else hint
+    member_types = [member for member in get_args(hint) if member is not NoneType]
+    is_optional = len(member_types) < len(get_args(hint)) and get_origin(hint) is not Annotated
+    kind = member_types[0] if is_optional else hint
     settings = dict(row.settings)
-    many = get_origin(kind) is tuple
-    if many:
+    is_many = get_origin(kind) is tuple
+    if is_many:
         settings |= {"nargs": -1} if row.build is click.Argument else {"multiple": True}
         kind = get_args(kind)[0]
     if kind is bool:
@@ -219,7 +219,7 @@ def _parameter(name: str, hint: Any, row: Parameter) -> click.Parameter:
     else:
         click_type = click.Choice(get_args(kind)) if get_origin(kind) is Literal else _TYPES.get(kind, kind)
         settings.setdefault("type", kind.__metadata__[0] if get_origin(kind) is Annotated else click_type)
-        settings.setdefault("required", not (optional or many or "default" in settings))
+        settings.setdefault("required", not (is_optional or is_many or "default" in settings))
     if row.build is click.Argument:
         return click.Argument([name], **settings)
     settings.setdefault("show_default", kind is not bool and "default" in settings)

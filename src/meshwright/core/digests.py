@@ -27,12 +27,12 @@ def write_sums(folder: Path, files: Iterable[Path]) -> None:
     """
     global _spent_s, _since_s
     _since_s = time.perf_counter()
-    fresh = sorted(str(file.relative_to(folder)) for file in files)
+    new_names = sorted(str(file.relative_to(folder)) for file in files)
     with ThreadPoolExecutor(_THREADS) as threads:
-        digests = dict(zip(fresh, threads.map(_digest, (folder / name for name in fresh)), strict=True))
-    known = read_sums(folder) if (folder / SUMS).is_file() else {}
-    present = {name: digest for name, digest in (known | digests).items() if (folder / name).is_file()}
-    write_text_whole(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(present.items())))
+        new_digests = dict(zip(new_names, threads.map(_digest, (folder / name for name in new_names)), strict=True))
+    old_digests = read_sums(folder) if (folder / SUMS).is_file() else {}
+    kept_digests = {name: digest for name, digest in (old_digests | new_digests).items() if (folder / name).is_file()}
+    write_text_whole(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(kept_digests.items())))
     _spent_s, _since_s = digest_seconds(), 0.0
 
 
@@ -62,12 +62,12 @@ def require_intact(folder: Path, names: Sequence[str] | None = None, *, share: t
     if not (folder / SUMS).is_file():
         return False
     sums = read_sums(folder)
-    wanted = sorted(sums if names is None else sums.keys() & set(names))[share[0] :: share[1]]
+    file_names = sorted(sums if names is None else sums.keys() & set(names))[share[0] :: share[1]]
     with ThreadPoolExecutor(_THREADS) as threads:
-        for name, digest in zip(wanted, threads.map(_digest, (folder / name for name in wanted)), strict=True):
+        for name, digest in zip(file_names, threads.map(_digest, (folder / name for name in file_names)), strict=True):
             if digest != sums[name]:
-                what = "is not as it was written" if digest else "is missing or cannot be read"
-                raise CannotRunError(f"{folder / name} {what} (see {SUMS} beside it).")
+                fault = "is not as it was written" if digest else "is missing or cannot be read"
+                raise CannotRunError(f"{folder / name} {fault} (see {SUMS} beside it).")
     return True
 
 

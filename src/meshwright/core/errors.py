@@ -58,12 +58,12 @@ class FileWarning(UserWarning):
 
 def nearest(name: str, options: Iterable[str]) -> str:
     """Returns a suffix such as ``" Did you mean 'fsdp'?"``, or if nothing is close the options, if up to 24."""
-    known = sorted(set(options))
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if close:
-        return f" Did you mean {close[0]!r}?"
-    if len(known) <= 24:
-        return f" Known: {', '.join(known)}."
+    names = sorted(set(options))
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if matches:
+        return f" Did you mean {matches[0]!r}?"
+    if len(names) <= 24:
+        return f" Known: {', '.join(names)}."
     return ""
 
 
@@ -86,5 +86,5 @@ def first_line(error: Exception) -> str:
 
 def as_sentence(text: str) -> str:
     """Returns the text as it follows a colon: lower-case first letter, but for OOM and such, one mark at the end."""
-    ended = text if text.endswith("?") else f"{text.rstrip('.')}."
-    return ended if ended[1:2].isupper() else f"{ended[:1].lower()}{ended[1:]}"
+    sentence = text if text.endswith("?") else f"{text.rstrip('.')}."
+    return sentence if sentence[1:2].isupper() else f"{sentence[:1].lower()}{sentence[1:]}"

@@ -29,8 +29,8 @@ def figure_faults(value: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple
         for name, item in value.items():
             yield from figure_faults(item, (*key, str(name)))
     elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from figure_faults(item, (*key, number))
+        for index, item in enumerate(value):
+            yield from figure_faults(item, (*key, index))
     elif isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:
         yield key, f"{shown(value)}: give a finite number, at most {LARGEST:g}."
     elif isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
@@ -39,8 +39,8 @@ def figure_faults(value: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple
 
 def shown(value: float) -> str:
     """Returns a number as text for messages; a very long one as its number of digits."""
-    digits = int(value.bit_length() * 0.30103) + 1 if isinstance(value, int) else 0
-    return f"a number of {digits} digits" if digits > 300 else f"{value:g}"
+    num_digits = int(value.bit_length() * 0.30103) + 1 if isinstance(value, int) else 0
+    return f"a number of {num_digits} digits" if num_digits > 300 else f"{value:g}"
 
 
 def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -> _T:
@@ -50,8 +50,8 @@ def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        where = str(error).replace("`$.", f"`{section}.")
-        name = where.rpartition(f"`{section}.")[2].partition("`")[0].partition("[")[0]
+        message = str(error).replace("`$.", f"`{section}.")
+        name = message.rpartition(f"`{section}.")[2].partition("`")[0].partition("[")[0]
         name, hints = name.partition(".")[0], _hints(kind)
         for unknown in sorted(fields.keys() - hints.keys()) if kind.__struct_config__.forbid_unknown_fields else ():
             raise InputError(f"{section}.{unknown} is not a field.{nearest(unknown, hints)}") from None
@@ -60,10 +60,10 @@ def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -
             if table and isinstance(fields[name], Mapping):
                 convert_fields(fields[name], table, section=f"{section}.{name}")
             if table:
-                wanted = f"Give a table of {', '.join(table.__struct_fields__)}."
-                raise InputError(f"{section}.{name} is {fields[name]!r}. {wanted}") from None
+                table_words = f"Give a table of {', '.join(table.__struct_fields__)}."
+                raise InputError(f"{section}.{name} is {fields[name]!r}. {table_words}") from None
             fitted(fields[name], hints[name], f"{section}.{name}")
-        raise InputError(as_sentence(where)) from None
+        raise InputError(as_sentence(message)) from None
 
 
 def check_figures(
@@ -77,13 +77,13 @@ def check_figures(
     """
     for key, value in _numbers(given, ()):
         if set(key) & set(shares):
-            fine, wanted = 0 < value <= 1, "a share in (0, 1]"
+            is_fine, wanted_words = 0 < value <= 1, "a share in (0, 1]"
         elif set(key) & set(may_be_zero):
-            fine, wanted = 0 <= value < math.inf, "a number of at least 0"
+            is_fine, wanted_words = 0 <= value < math.inf, "a number of at least 0"
         else:
-            fine, wanted = 0 < value < math.inf, "a positive number"
-        if not fine:
-            raise InputError(f"{what} {'.'.join(key)} is {shown(value)}, give {wanted}")
+            is_fine, wanted_words = 0 < value < math.inf, "a positive number"
+        if not is_fine:
+            raise InputError(f"{what} {'.'.join(key)} is {shown(value)}, give {wanted_words}")
 
 
 def _numbers(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -97,8 +97,8 @@ def _numbers(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
         for name, item in value.items():
             yield from _numbers(item, (*key, name))
     elif isinstance(value, tuple):
-        for number, item in enumerate(value):
-            yield from _numbers(item, (*key, str(number)))
+        for index, item in enumerate(value):
+            yield from _numbers(item, (*key, str(index)))
 
 
 # -- values from Python -----------------------------------------------------------------------------------
@@ -136,38 +136,38 @@ def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 def _fit(value: Any, hint: Any) -> Any:
     if hint is Any or (type(value) is hint and (hint is str or hint is bool)):
         return value
-    kind, parts = _parts(hint)
+    kind, hint_args = _parts(hint)
     if kind in (Union, UnionType):
-        return next((fit for part in parts if (fit := _fit(value, part)) is not _UNFIT), _UNFIT)
+        return next((converted for hint_arg in hint_args if (converted := _fit(value, hint_arg)) is not _UNFIT), _UNFIT)
     if kind is Literal:
-        return value if value in parts else _UNFIT
+        return value if value in hint_args else _UNFIT
     if kind in (int, float):
-        number = issubclass(type(value), Real) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
-        fits = number and (kind is float or isinstance(value, Integral) or value == int(value))
-        return (value if isinstance(value, kind) else kind(value)) if fits else _UNFIT
+        is_number = issubclass(type(value), Real) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+        is_fit = is_number and (kind is float or isinstance(value, Integral) or value == int(value))
+        return (value if isinstance(value, kind) else kind(value)) if is_fit else _UNFIT
     if kind is Path and isinstance(value, str):
         return Path(value)
-    if isinstance(kind, type) and issubclass(kind, Mapping) and parts and isinstance(value, Mapping):
-        pairs = [(_fit(key, parts[0]), _fit(item, parts[1])) for key, item in value.items()]
+    if isinstance(kind, type) and issubclass(kind, Mapping) and hint_args and isinstance(value, Mapping):
+        pairs = [(_fit(key, hint_args[0]), _fit(item, hint_args[1])) for key, item in value.items()]
         return _UNFIT if any(item is _UNFIT for pair in pairs for item in pair) else dict(pairs)
     if kind in (tuple, Sequence):
-        items = tuple(_fit(item, parts[0]) for item in value) if isinstance(value, list | tuple) else (_UNFIT,)
+        items = tuple(_fit(item, hint_args[0]) for item in value) if isinstance(value, list | tuple) else (_UNFIT,)
         return _UNFIT if any(item is _UNFIT for item in items) else items
     return value if not isinstance(kind, type) or isinstance(value, kind) else _UNFIT
 
 
 def _hint_words(hint: Any) -> str:
     """Returns the words for a type hint: ``"a table {text: a whole number} or text"``."""
-    kind, parts = get_origin(hint) or hint, get_args(hint)
+    kind, hint_args = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
-        return " or ".join(_hint_words(part) for part in parts if part is not NoneType)
+        return " or ".join(_hint_words(hint_arg) for hint_arg in hint_args if hint_arg is not NoneType)
     if kind is Literal:
-        *words, last = [str(part) for part in parts if part] or ["nothing"]
-        return f"{', '.join(words)} or {last}" if words else last
+        *words, last_word = [str(hint_arg) for hint_arg in hint_args if hint_arg] or ["nothing"]
+        return f"{', '.join(words)} or {last_word}" if words else last_word
     if isinstance(kind, type) and issubclass(kind, Mapping):
-        return f"a table {{{': '.join(map(_hint_words, parts))}}}"
+        return f"a table {{{': '.join(map(_hint_words, hint_args))}}}"
     if kind in (tuple, Sequence):
-        return f"a list of {_hint_words(parts[0])}"
+        return f"a list of {_hint_words(hint_args[0])}"
     return _WORDS.get(kind) or ("a function" if kind is Callable else f"a {kind.__name__}")
 
 
@@ -196,14 +196,14 @@ class Checked(msgspec.Struct, frozen=True):
 
 def checked(function: _F) -> _F:
     """Returns the function with arguments converted to its type hints; misfits and errors of files are InputErrors."""
-    signature, whose = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
+    signature, function_name = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
     def border(*given: Any, **named: Any) -> Any:
         bound, hints = signature.bind(*given, **named), _hints(function)
         for name, value in bound.arguments.items():
             if name in hints and signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
-                bound.arguments[name] = fitted(value, hints[name], f"{whose}: {name}")
+                bound.arguments[name] = fitted(value, hints[name], f"{function_name}: {name}")
         with path_errors():
             return function(*bound.args, **bound.kwargs)
 

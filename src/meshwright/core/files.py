@@ -42,9 +42,9 @@ def _writable(wanted: str) -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: no home, and no entry of this user
         folder = Path(tempfile.gettempdir()) / f"meshwright-{os.getuid()}"
         _require_writable(folder)
-        why = getattr(error, "strerror", None) or "this user has no home"
-        instead = f"the cache is {folder}; set MESHWRIGHT_CACHE"
-        print(f"{wanted} cannot be written ({why}): {instead}", file=sys.stderr)
+        reason = getattr(error, "strerror", None) or "this user has no home"
+        cache_words = f"the cache is {folder}; set MESHWRIGHT_CACHE"
+        print(f"{wanted} cannot be written ({reason}): {cache_words}", file=sys.stderr)
     return folder
 
 
@@ -120,12 +120,12 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     Raises InputError for a folder that cannot be written in.
     """
     try:
-        streams = path.exists() and not path.is_file() and not path.is_dir()
+        is_stream = path.exists() and not path.is_file() and not path.is_dir()
         target = Path(os.path.realpath(path))
-        if not streams:
+        if not is_stream:
             target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(
-            dir=None if streams else target.parent, prefix=f".{target.name[:200]}.", suffix=path.suffix[:20]
+        handle, temp_name = tempfile.mkstemp(
+            dir=None if is_stream else target.parent, prefix=f".{target.name[:200]}.", suffix=path.suffix[:20]
         )
     except (OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno not in OF_PATHS:
@@ -134,21 +134,21 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         raise InputError(f"{path} cannot be written ({reason}). Name another file.") from None
     os.close(handle)
     try:
-        write(Path(name))
-        if streams:
-            with open(name, "rb") as source, path.open("wb") as stream:
+        write(Path(temp_name))
+        if is_stream:
+            with open(temp_name, "rb") as source, path.open("wb") as stream:
                 shutil.copyfileobj(source, stream)
             return
         # mkstemp makes files that only their owner may read, and some writers make them so again.
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        sync(Path(name))
-        os.replace(name, target)
+        os.chmod(temp_name, 0o666 & ~mask)
+        sync(Path(temp_name))
+        os.replace(temp_name, target)
         with suppress(OSError):  # some network file systems cannot sync a folder
             sync(target.parent)
     finally:
-        Path(name).unlink(missing_ok=True)
+        Path(temp_name).unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
@@ -162,7 +162,7 @@ def sync(path: Path) -> None:
 
 def write_text_whole(path: Path, text: str) -> None:
     """Writes text to a file, see `write_whole`."""
-    write_whole(path, lambda part: part.write_text(text, encoding="utf-8"))
+    write_whole(path, lambda temp_path: temp_path.write_text(text, encoding="utf-8"))
 
 
 def write_json_whole(path: Path, value: Any) -> None:

@@ -29,8 +29,8 @@ def join_axes(axes: Axes) -> str:
     """Returns axes as a subscript: XY, tensor or {data,fsdp}."""
     if all(_LETTERS.fullmatch(a) and len(a) == 1 for a in axes):
         return "".join(axes)
-    bare = len(axes) == 1 and axes[0].isalnum() and parse_axes(axes[0]) == axes
-    return axes[0] if bare else "{" + ",".join(axes) + "}"
+    is_bare = len(axes) == 1 and axes[0].isalnum() and parse_axes(axes[0]) == axes
+    return axes[0] if is_bare else "{" + ",".join(axes) + "}"
 
 
 def parse_axes(text: str) -> Axes:
@@ -57,16 +57,16 @@ def read_array(text: str) -> tuple[str, tuple[str, ...], tuple[Axes, ...], Axes,
     match = _ARRAY.fullmatch(text)
     if match is None:
         raise InputError(f"{text.strip()!r} is not a sharded array. Write for example A[I_X, J] or W[D_{{fsdp}}, F_Y].")
-    name, inner, unreduced = match.groups()
-    dims, axes = [], []
-    for part in re.split(r",(?![^{}]*\})", inner) if inner.strip() else ():
-        dim = _DIM.fullmatch(part)
-        if dim is None:
-            raise InputError(f"{part.strip()!r} in {text.strip()!r} is no dim. Write D, D_X, D_XY, D_{{fsdp,tensor}}.")
-        dims.append(dim.group(1))
-        axes.append(parse_axes(dim.group(2)) if dim.group(2) else ())
+    name, dims_text, unreduced_text = match.groups()
+    dims, axes_of_dims = [], []
+    for item in re.split(r",(?![^{}]*\})", dims_text) if dims_text.strip() else ():
+        dim_match = _DIM.fullmatch(item)
+        if dim_match is None:
+            raise InputError(f"{item.strip()!r} in {text.strip()!r} is no dim. Write D, D_X, D_XY, D_{{fsdp,tensor}}.")
+        dims.append(dim_match.group(1))
+        axes_of_dims.append(parse_axes(dim_match.group(2)) if dim_match.group(2) else ())
     if name and _DTYPE.fullmatch(name) and name not in DTYPE_BYTES:
         raise InputError(f"{name!r} in {text.strip()!r} is not a dtype.{nearest(name, DTYPE_BYTES)}")
     dtype = name if name in DTYPE_BYTES else ""
-    left = () if unreduced is None else parse_axes(unreduced)
-    return name or "A", tuple(dims), tuple(axes), left, dtype
+    unreduced_axes = () if unreduced_text is None else parse_axes(unreduced_text)
+    return name or "A", tuple(dims), tuple(axes_of_dims), unreduced_axes, dtype

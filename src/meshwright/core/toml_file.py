@@ -36,8 +36,8 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def is_changed(self) -> bool:
         """True if meshwright wrote the file and it is not as it was written: edited by a person, or damaged."""
-        first, _, rest = self.text.partition("\n")
-        return _SEAL in self.text and first != _seal(rest)
+        seal_line, _, sealed_text = self.text.partition("\n")
+        return _SEAL in self.text and seal_line != _seal(sealed_text)
 
     @cached_property
     def lines(self) -> dict[KeyPath, int]:
@@ -68,8 +68,8 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def check_keys(self, names: Iterable[str], *, at: KeyPath) -> None:
         """Raises one InputError for all keys of the table ``at`` that are unknown."""
         table: Any = self.data
-        for part in at:
-            table = table[part]
+        for key in at:
+            table = table[key]
         problems = _key_problems(self, table, tuple(names), at)
         if problems:
             raise InputError("; ".join(problems))
@@ -85,9 +85,9 @@ def parse_toml(text: str, *, path: str = "<text>") -> TomlFile:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        place = re.search(r"\s*\(at line (\d+), column (\d+)\)$", str(error))
-        line = place.group(1) if place else str(text.count("\n") + 1)
-        reason = str(error)[: place.start()] if place else str(error).removesuffix(" (at end of document)")
+        position = re.search(r"\s*\(at line (\d+), column (\d+)\)$", str(error))
+        line = position.group(1) if position else str(text.count("\n") + 1)
+        reason = str(error)[: position.start()] if position else str(error).removesuffix(" (at end of document)")
         raise InputError(f"{path}:{line}: not valid TOML: {reason[:1].lower()}{reason[1:]}.") from None
     except RecursionError:
         raise InputError(f"{path} is nested too deeply. Give a table of a few levels.") from None
@@ -107,18 +107,18 @@ def decode_toml(file: TomlFile, kind: type[T]) -> T:
     """
     faults = _problems(file, file.data, inspect.type_info(kind), ())
     problems = [fault for fault in faults if isinstance(fault, str)]
-    if missing := [fault for fault in faults if isinstance(fault, tuple)]:
-        names = ", ".join(repr(".".join(map(str, key))) for key in missing)
-        where = file.where(missing[0][:-1]) if len(missing) == 1 else file.path
-        problems.append(f"{where}: needs the key{'s' * (len(missing) > 1)} {names}.")
+    if missing_keys := [fault for fault in faults if isinstance(fault, tuple)]:
+        names = ", ".join(repr(".".join(map(str, key))) for key in missing_keys)
+        place = file.where(missing_keys[0][:-1]) if len(missing_keys) == 1 else file.path
+        problems.append(f"{place}: needs the key{'s' * (len(missing_keys) > 1)} {names}.")
     if problems:
         raise InputError("; ".join(problems))
     try:
         return msgspec.convert(file.data, kind)
     except msgspec.ValidationError as error:
         # "... - at `$.levels[2].hop_s`"
-        steps = re.findall(r"\.(\w+)|\[(\d+)\]", str(error).partition("`$")[2])
-        raise file.error(tuple(key or int(number) for key, number in steps), _reason(error)) from None
+        path_steps = re.findall(r"\.(\w+)|\[(\d+)\]", str(error).partition("`$")[2])
+        raise file.error(tuple(key or int(number) for key, number in path_steps), _reason(error)) from None
 
 
 def load_toml(path: Path, kind: type[T]) -> T:
@@ -147,20 +147,20 @@ def _problems(file: TomlFile, value: Any, kind: inspect.Type, at: KeyPath) -> li
             fields = {field.encode_name: field for field in option.fields}
             missing = ((*at, name) for name, field in fields.items() if field.required and name not in value)
             faults: list[str | KeyPath] = [*_key_problems(file, value, tuple(fields), at), *missing]
-            inside = [_problems(file, value[name], fields[name].type, (*at, name)) for name in fields if name in value]
-            return [*faults, *chain(*inside)]
+            nested = [_problems(file, value[name], fields[name].type, (*at, name)) for name in fields if name in value]
+            return [*faults, *chain(*nested)]
         if isinstance(option, inspect.DictType) and isinstance(value, dict):
             return [p for key, item in value.items() for p in _problems(file, item, option.value_type, (*at, key))]
     if isinstance(kind, inspect.VarTupleType | inspect.ListType) and isinstance(value, list):
         return [p for i, item in enumerate(value) for p in _problems(file, item, kind.item_type, (*at, i))]
-    plain = [_PLAIN[type(option)](option) if type(option) in _PLAIN else Any for option in options]
+    types = [_PLAIN[type(option)](option) if type(option) in _PLAIN else Any for option in options]
     try:
-        msgspec.convert(value, Any if Any in plain else reduce(operator.or_, plain))
+        msgspec.convert(value, Any if Any in types else reduce(operator.or_, types))
     except msgspec.ValidationError as error:
-        name = ".".join(str(part) for part in at)
-        known = [str(word) for option in options if isinstance(option, inspect.LiteralType) for word in option.values]
-        reason = f"not known.{nearest(value, known)}" if known and isinstance(value, str) else _reason(error)
-        return [f"{file.where(at)}: {name} = {_shown(value)}: {reason}"]
+        key_text = ".".join(str(part) for part in at)
+        names = [str(word) for option in options if isinstance(option, inspect.LiteralType) for word in option.values]
+        reason = f"not known.{nearest(value, names)}" if names and isinstance(value, str) else _reason(error)
+        return [f"{file.where(at)}: {key_text} = {_shown(value)}: {reason}"]
     return []
 
 
@@ -205,32 +205,32 @@ def _key_problems(file: TomlFile, table: Mapping[str, Any], names: tuple[str, ..
 def _key_lines(text: str) -> dict[KeyPath, int]:
     """Maps each table header and key to the line on which its statement begins."""
     lines: dict[KeyPath, int] = {}
-    table: KeyPath = ()
+    table_path: KeyPath = ()
     paths: list[KeyPath]
-    counts: dict[KeyPath, int] = {}
-    statement, first = "", 1
+    index_of_path: dict[KeyPath, int] = {}
+    statement, first_number = "", 1
     for number, line in enumerate(text.split("\n"), start=1):
         statement += f"{line}\n"
-        if number > first and not line.rstrip().endswith(("]", "}", '"""', "'''")):
+        if number > first_number and not line.rstrip().endswith(("]", "}", '"""', "'''")):
             continue  # only such a line can end a value of several lines
         try:
             parsed = tomllib.loads(statement)
         except tomllib.TOMLDecodeError:  # the value continues on the next line
             continue
         if statement.lstrip().startswith("["):
-            table, paths = _enter(parsed, counts), [()]
+            table_path, paths = _enter(parsed, index_of_path), [()]
         else:
             paths = list(_paths(parsed))
         for path in paths:
-            lines.setdefault((*table, *path), first)
-        statement, first = "", number + 1
+            lines.setdefault((*table_path, *path), first_number)
+        statement, first_number = "", number + 1
     return lines
 
 
 def _paths(table: Mapping[str, Any]) -> Iterator[KeyPath]:
     for key, item in table.items():
         yield (key,)
-        yield from ((key, *rest) for rest in _paths(item)) if isinstance(item, Mapping) else ()
+        yield from ((key, *sub_path) for sub_path in _paths(item)) if isinstance(item, Mapping) else ()
 
 
 def _enter(header: Any, counts: dict[KeyPath, int]) -> KeyPath:

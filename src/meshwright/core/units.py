@@ -90,9 +90,9 @@ def format_seconds(seconds: float) -> str:
         return "never"
     if abs(seconds) < NOTHING_S:
         return "0 ns"
-    for unit, (size, least) in LONG_S.items():
-        if seconds >= least:
-            text = f"{seconds / size:,.0f}" if seconds >= 999.5 * size else _significant(seconds / size)
+    for unit, (unit_s, least_s) in LONG_S.items():
+        if seconds >= least_s:
+            text = f"{seconds / unit_s:,.0f}" if seconds >= 999.5 * unit_s else _significant(seconds / unit_s)
             return f"{text} {unit}{'s' * (unit != 'h' and text != '1')}"
     return _scaled(seconds, "s", _SMALL, _SMALL)
 
@@ -120,10 +120,10 @@ def counted(number: float, what: str) -> str:
 
 def format_count(count: float) -> str:
     """Returns ``"4 Mi"`` for exactly 1 to 1023 Ki, Mi or Gi, else powers of ten as `format_params` does."""
-    whole = int(count)
+    whole_count = int(count)
     for scale, prefix in ((2**30, "Gi"), (2**20, "Mi"), (2**10, "Ki")):
-        if whole == count and whole >= scale and whole % scale == 0 and whole // scale < 1024:
-            return f"{whole // scale} {prefix}"
+        if whole_count == count and whole_count >= scale and whole_count % scale == 0 and whole_count // scale < 1024:
+            return f"{whole_count // scale} {prefix}"
     return format_params(count)
 
 

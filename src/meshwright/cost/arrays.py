@@ -36,14 +36,14 @@ def map_figures(change: Callable[..., Any], *parts: Any) -> Any:
         keys = [key for key in first if all(key in part for part in parts)]
         return {key: map_figures(change, *(part[key] for part in parts)) for key in keys}
     if isinstance(first, list | tuple):
-        return type(first)(map_figures(change, *places) for places in zip(*parts, strict=True))
+        return type(first)(map_figures(change, *items) for items in zip(*parts, strict=True))
     return change(*parts)
 
 
 def select(parts: T, index: Any) -> T:
     """Indexes all arrays of a struct; numbers and other fields stay."""
-    taken: T = map_figures(lambda value: value[index] if isinstance(value, np.ndarray) and value.ndim else value, parts)
-    return taken
+    entry: T = map_figures(lambda value: value[index] if isinstance(value, np.ndarray) and value.ndim else value, parts)
+    return entry
 
 
 def stack(parts: Sequence[T]) -> T:

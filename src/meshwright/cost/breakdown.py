@@ -107,8 +107,8 @@ class LabelledStep(msgspec.Struct, frozen=True, kw_only=True):
 
 def label_text(step: Step) -> str:
     """Returns the label that a step's instructions carry; the updates of all weights have the same one."""
-    local = not step.is_collective and kind_of(step).group == "optimizer"
-    return OPTIMIZER if local else str(step.label)
+    is_optimizer = not step.is_collective and kind_of(step).group == "optimizer"
+    return OPTIMIZER if is_optimizer else str(step.label)
 
 
 class Partition(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,28 +146,28 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
     def _seconds(self, change: Callable[[StepCost], StepCost], offload: Transfers | None = None) -> StepSeconds:
         """Returns the seconds of the step after a change of its costs, with other transfers to the host if given."""
         priced = self.priced
-        times = block_times(priced.derived, priced.costs.changed(change), priced.sizes, priced.rates)
-        return times.step_s(priced.pipeline, priced.moved if offload is None else offload)
+        changed_times = block_times(priced.derived, priced.costs.changed(change), priced.sizes, priced.rates)
+        return changed_times.step_s(priced.pipeline, priced.moved if offload is None else offload)
 
     def _busy_s(self, free: Collection[str], offload: Transfers | None = None) -> float:
         """Returns the seconds of the step without its bubble if the work of the ``free`` terms takes no time."""
-        seconds = self._seconds(lambda cost: _free(cost) if cost.term in free else cost, offload)
-        return float(seconds.step_s - seconds.bubble_s)
+        step_seconds = self._seconds(lambda cost: _free(cost) if cost.term in free else cost, offload)
+        return float(step_seconds.step_s - step_seconds.bubble_s)
 
     @cached_property
     def steps(self) -> dict[str, LabelledStep]:
         """Maps a label to the priced steps that carry it."""
-        labelled: dict[str, LabelledStep] = {}
+        step_by_label: dict[str, LabelledStep] = {}
         for cost in self.priced.costs.all:
-            name, here = label_text(cost.step), float(cost.here)
-            before = labelled.get(name)
-            labelled[name] = LabelledStep(
+            name, num_runs = label_text(cost.step), float(cost.here)
+            earlier = step_by_label.get(name)
+            step_by_label[name] = LabelledStep(
                 step=cost.step,
-                seconds=(before.seconds if before else 0.0) + float(cost.time_s - cost.launch_s) * here,
-                flops=(before.flops if before else 0.0) + float(cost.flops) * here,
+                seconds=(earlier.seconds if earlier else 0.0) + float(cost.time_s - cost.launch_s) * num_runs,
+                flops=(earlier.flops if earlier else 0.0) + float(cost.flops) * num_runs,
                 gathers_weights=cost.gathers_weights,
             )
-        return labelled
+        return step_by_label
 
     # -- terms that add up ------------------------------------------------------------------------------
 
@@ -184,48 +184,48 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         busy_s, quiet_s = self._busy_s(()), self._busy_s(set(links))
         step_s = busy_s + bubble_s
         local = dict.fromkeys(cost.term for cost in priced.costs.all if not cost.step.is_collective)
-        added = {name: quiet_s - self._busy_s({*links, name}) for name in local}
-        added |= self._exposed(step_s - bubble_s, quiet_s)
-        added["bubble"] = bubble_s
+        added_s_by_name = {name: quiet_s - self._busy_s({*links, name}) for name in local}
+        added_s_by_name |= self._exposed(step_s - bubble_s, quiet_s)
+        added_s_by_name["bubble"] = bubble_s
         if priced.offload:
-            added["pcie"] = quiet_s - self._busy_s(set(links), NOTHING)
-        added["other"] = step_s - sum(added.values())
-        alone = dict(priced.estimate.terms) | links
+            added_s_by_name["pcie"] = quiet_s - self._busy_s(set(links), NOTHING)
+        added_s_by_name["other"] = step_s - sum(added_s_by_name.values())
+        alone_s_by_name = dict(priced.estimate.terms) | links
         terms = [
-            Term(name=name, alone_s=float(alone.get(name, s)), added_s=float(s), share=float(s / step_s))
-            for name, s in added.items()
-            if max(abs(s), float(alone.get(name, 0.0))) > ROUNDING * step_s
+            Term(name=name, alone_s=float(alone_s_by_name.get(name, s)), added_s=float(s), share=float(s / step_s))
+            for name, s in added_s_by_name.items()
+            if max(abs(s), float(alone_s_by_name.get(name, 0.0))) > ROUNDING * step_s
         ]
         return tuple(sorted(terms, key=lambda term: (-term.added_s, -term.alone_s)))
 
     @cached_property
     def _links(self) -> dict[str, float]:
         """Seconds of the collectives of each group of axes, and of "pipeline": the sends between stages."""
-        priced, seconds = self.priced, dict[str, float]()
+        priced, seconds_by_term = self.priced, dict[str, float]()
         for cost in priced.costs.all:
             if cost.step.is_collective:
-                seconds[cost.term] = seconds.get(cost.term, 0.0) + float(cost.network_s * cost.here)
+                seconds_by_term[cost.term] = seconds_by_term.get(cost.term, 0.0) + float(cost.network_s * cost.here)
         if priced.costs.boundary:
-            between = priced.times.sends_s(priced.pipeline) + priced.times.exchange_s(priced.pipeline)
-            seconds["pipeline"] = seconds.get("pipeline", 0.0) + float(between)
-        return seconds
+            between_s = priced.times.sends_s(priced.pipeline) + priced.times.exchange_s(priced.pipeline)
+            seconds_by_term["pipeline"] = seconds_by_term.get("pipeline", 0.0) + float(between_s)
+        return seconds_by_term
 
     def _exposed(self, busy_s: float, quiet_s: float) -> dict[str, float]:
         """Maps each name of `_links` to its share of the seconds that communication adds: ``busy_s - quiet_s``."""
-        alone = {name: max(0.0, busy_s - self._busy_s({name})) for name in self._links}
-        if sum(alone.values()) <= ROUNDING * busy_s:
+        saved_s = {name: max(0.0, busy_s - self._busy_s({name})) for name in self._links}
+        if sum(saved_s.values()) <= ROUNDING * busy_s:
             # two links are busy equally long: neither alone shortens the step
-            alone = self._links
-        whole = sum(alone.values())
-        return {name: (busy_s - quiet_s) * s / whole if whole else 0.0 for name, s in alone.items()}
+            saved_s = self._links
+        total_s = sum(saved_s.values())
+        return {name: (busy_s - quiet_s) * s / total_s if total_s else 0.0 for name, s in saved_s.items()}
 
     # -- communication, exposed and hidden --------------------------------------------------------------
 
     @cached_property
     def _free(self) -> tuple[float, float]:
         """Seconds of the step, and of its bubble, if links took no time."""
-        seconds = self._seconds(_without_links)
-        return float(seconds.step_s), float(seconds.bubble_s) if self.priced.pipeline.stages > 1 else 0.0
+        step_seconds = self._seconds(_without_links)
+        return float(step_seconds.step_s), float(step_seconds.bubble_s) if self.priced.pipeline.stages > 1 else 0.0
 
     @property
     def local(self) -> dict[str, float]:
@@ -235,8 +235,8 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
     @property
     def alone(self) -> dict[str, float]:
         """Seconds of collectives without overlap by mesh axes; the part that bytes do not explain is ``latency``."""
-        waits = {"bubble", "pcie", *LOCAL_TERMS}
-        return {name: s for name, s in self.priced.estimate.terms.items() if name not in waits and s > 0}
+        other_names = {"bubble", "pcie", *LOCAL_TERMS}
+        return {name: s for name, s in self.priced.estimate.terms.items() if name not in other_names and s > 0}
 
     @property
     def exposed_s(self) -> float:
@@ -260,13 +260,13 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
             exposed_s = cost.network_s * exposed(cost) if cost.step.is_collective else 0.0
             return replace(cost, network_s=cost.network_s - exposed_s, exposed_s=exposed_s)
 
-        step_s = float(self._seconds(split).step_s)
+        exposed_step_s = float(self._seconds(split).step_s)
         return PricedOverlap(
             step_s=self.step_s,
             alone_s=sum(self.alone.values()),
             hidden_s=self.hidden_s,
-            exposed_step_s=step_s,
-            exposed_mfu=self.priced.estimate.mfu * self.step_s / step_s,
+            exposed_step_s=exposed_step_s,
+            exposed_mfu=self.priced.estimate.mfu * self.step_s / exposed_step_s,
         )
 
     @property
@@ -281,20 +281,20 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     def named(self) -> dict[str, float]:
         """Maps the parts that add up to the step to seconds; parts below a ten-thousandth of it are left out."""
-        parts = {
+        seconds_of = {
             **self.local,
             "exposed communication": self.exposed_s,
             "bubble": self.bubble_s,
             "other": self.other_s,
         }
-        return {name.replace("_", " "): seconds for name, seconds in parts.items() if seconds > 1e-4 * self.step_s}
+        return {name.replace("_", " "): seconds for name, seconds in seconds_of.items() if seconds > 1e-4 * self.step_s}
 
     @cached_property
     def turns(self) -> tuple[str, ...]:
         """How sums over whole torus slices run in two turns, a line for each group of mesh axes that has one."""
-        summed = {row.axes for row in self.traffic if row.op == "reduce_scatter"}
-        texts = {", ".join(axes): turns_text(self.priced.placement, axes) for axes in sorted(summed)}
-        return tuple(f"{axes}: {text}" for axes, text in texts.items() if text)
+        summed_axes = {row.axes for row in self.traffic if row.op == "reduce_scatter"}
+        text_by_axes = {", ".join(axes): turns_text(self.priced.placement, axes) for axes in sorted(summed_axes)}
+        return tuple(f"{axes}: {text}" for axes, text in text_by_axes.items() if text)
 
     @cached_property
     def traffic(self) -> tuple[Traffic, ...]:
@@ -304,9 +304,9 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         for cost in (*self.priced.costs.all, *sends):
             if cost.step.is_collective and float(cost.network_s * cost.here) > 0:
                 costs_by_kind.setdefault((cost.step.op, cost.group), []).append(cost)
-        alone = {key: sum(float(cost.network_s * cost.here) for cost in costs) for key, costs in costs_by_kind.items()}
-        order = sorted(costs_by_kind, key=lambda key: -alone[key])
-        saved = (self._saved_in_turn(order), self._saved_in_turn(order[::-1]))
+        net_s = {key: sum(float(cost.network_s * cost.here) for cost in costs) for key, costs in costs_by_kind.items()}
+        keys = sorted(costs_by_kind, key=lambda key: -net_s[key])
+        saved_s = (self._saved_in_turn(keys), self._saved_in_turn(keys[::-1]))
         sizes, groups = self.priced.sizes, self.priced.rates.groups
         share = {key: float(received_share(key[0], groups[key[1]].size)) for key in costs_by_kind}
         rows = [
@@ -315,8 +315,8 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
                 axes=costs[0].step.axes,
                 executions=sum(float(cost.here) for cost in costs),
                 num_bytes=share[key] * sum(float(c.network_bytes * c.here * num_moves(c.step, sizes)) for c in costs),
-                alone_s=alone[key],
-                exposed_s=max(0.0, sum(seconds[key] for seconds in saved) / len(saved)),
+                alone_s=net_s[key],
+                exposed_s=max(0.0, sum(saved_by_key[key] for saved_by_key in saved_s) / len(saved_s)),
             )
             for key, costs in costs_by_kind.items()
         ]
@@ -324,13 +324,13 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
 
     def _saved_in_turn(self, order: Sequence[tuple[str, AxisGroup]]) -> dict[tuple[str, AxisGroup], float]:
         """Maps each collective to the seconds that it saves if it and all before it in ``order`` take no time."""
-        after = [self.priced.estimate.step_s, *(self._without(order[:number]) for number in range(1, len(order) + 1))]
-        return {key: longer - shorter for key, (longer, shorter) in zip(order, pairwise(after), strict=True)}
+        steps_s = [self.priced.estimate.step_s, *(self._without(order[:number]) for number in range(1, len(order) + 1))]
+        return {key: before_s - after_s for key, (before_s, after_s) in zip(order, pairwise(steps_s), strict=True)}
 
     def _without(self, free: Collection[tuple[str, AxisGroup]]) -> float:
         """Returns the seconds of the step if the ``free`` collectives take no time."""
-        seconds = self._seconds(lambda cost: _without_links(cost) if (cost.step.op, cost.group) in free else cost)
-        return float(seconds.step_s)
+        step_seconds = self._seconds(lambda cost: _without_links(cost) if (cost.step.op, cost.group) in free else cost)
+        return float(step_seconds.step_s)
 
     # -- the parts of a measured step -------------------------------------------------------------------
 
@@ -343,22 +343,22 @@ class Breakdown(msgspec.Struct, frozen=True, dict=True):
         communication; what then is left is overhead of the host and of stragglers.
         """
         priced = self.priced
-        seconds = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
-        network = float(priced.estimate.terms.get("pipeline", 0.0))
+        seconds_of = {"compute": 0.0, "memory": 0.0, "launch": 0.0}
+        network_s = float(priced.estimate.terms.get("pipeline", 0.0))
         for cost in priced.costs.all:
-            bound = "compute" if float(cost.math_s) > float(cost.hbm_s) else "memory"
-            seconds[bound] += float(cost.local_s - cost.launch_s) * float(cost.here)
-            seconds["launch"] += float(cost.launch_s) * float(cost.here)
-            network += float(cost.network_s) * float(cost.here)
-        idle = float(priced.estimate.terms.get("bubble", 0.0))
-        rest = max(0.0, self.step_s - sum(seconds.values()) - idle)
-        beyond = rest - network if rest - network > ROUNDING * self.step_s else 0.0
+            bound_by = "compute" if float(cost.math_s) > float(cost.hbm_s) else "memory"
+            seconds_of[bound_by] += float(cost.local_s - cost.launch_s) * float(cost.here)
+            seconds_of["launch"] += float(cost.launch_s) * float(cost.here)
+            network_s += float(cost.network_s) * float(cost.here)
+        idle_s = float(priced.estimate.terms.get("bubble", 0.0))
+        exposed_s = max(0.0, self.step_s - sum(seconds_of.values()) - idle_s)
+        excess_s = exposed_s - network_s if exposed_s - network_s > ROUNDING * self.step_s else 0.0
         return Partition(
-            compute_s=seconds["compute"],
-            memory_s=seconds["memory"],
-            exposed_s=rest - beyond,
-            overhead_s=seconds["launch"] + beyond,
-            idle_s=idle,
+            compute_s=seconds_of["compute"],
+            memory_s=seconds_of["memory"],
+            exposed_s=exposed_s - excess_s,
+            overhead_s=seconds_of["launch"] + excess_s,
+            idle_s=idle_s,
         )
 
 

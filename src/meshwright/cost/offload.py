@@ -31,15 +31,15 @@ def offloaded(
         return NOTHING
     if pcie_bytes_per_s is None:
         raise InputError("offload needs the chip's pcie_bytes_per_s, which is not known. Give it in a cluster file.")
-    activations: Number = 0.0
-    optimizer: Number = 0.0
+    activations_s: Number = 0.0
+    optimizer_s: Number = 0.0
     if "activations" in chosen:
-        activations = parts.moved_bytes(pipeline) / pcie_bytes_per_s
+        activations_s = parts.moved_bytes(pipeline) / pcie_bytes_per_s
     if "optimizer" in chosen:
-        optimizer = 2 * parts.optimizer_bytes(pipeline) / pcie_bytes_per_s
-    layers = pipeline.layers_held(parts.num_layers)
+        optimizer_s = 2 * parts.optimizer_bytes(pipeline) / pcie_bytes_per_s
+    num_layers = pipeline.layers_held(parts.num_layers)
     return Transfers(
-        activations_s=activations,
-        optimizer_s=optimizer,
-        serial_s=2 * activations * layers * pipeline.microbatches + optimizer,
+        activations_s=activations_s,
+        optimizer_s=optimizer_s,
+        serial_s=2 * activations_s * num_layers * pipeline.microbatches + optimizer_s,
     )

@@ -87,7 +87,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the seconds in which a device runs layers again for one microbatch, before their backward passes."""
         share = pipeline.share(self.num_layers)
         reruns = ((layer.again, layer.rerun.times(layer.repeat, pipeline.runs)) for layer in self.layers if layer.rerun)
-        return total(again * times * share for again, times in reruns)
+        return total(rerun_s * num_reruns * share for rerun_s, num_reruns in reruns)
 
     def ends_s(self, *parts: str) -> list[Number]:
         """Returns the seconds of some fields together in embedding and head, one sum for each block."""
@@ -96,14 +96,14 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
     def once_s(self, pipeline: PipelineCost) -> Number:
         """Returns the seconds of what a device runs once per step: sums of gradients, optimizer, `exchange_s`."""
         share = pipeline.share(self.num_layers) * pipeline.sums
-        ends = pipeline.ends_held(self.ends_s("last", "update"))
-        return self.layers_s("last", share) + self.layers_s("update", share) + ends + self.exchange_s(pipeline)
+        ends_s = pipeline.ends_held(self.ends_s("last", "update"))
+        return self.layers_s("last", share) + self.layers_s("update", share) + ends_s + self.exchange_s(pipeline)
 
     def exchange_s(self, pipeline: PipelineCost) -> Number:
         """Returns the seconds of `Priced.exchanges` in a step; 0 unless one program runs a schedule with them."""
-        by_bytes, latency = self.exchange_parts_s
-        exchanges = pipeline.in_lockstep & (pipeline.weight_copies > 1)
-        return exchanges * (pipeline.share(self.num_layers) * by_bytes + latency)
+        bytes_s, latency_s = self.exchange_parts_s
+        has_exchanges = pipeline.in_lockstep & (pipeline.weight_copies > 1)
+        return has_exchanges * (pipeline.share(self.num_layers) * bytes_s + latency_s)
 
     def sends_s(self, pipeline: PipelineCost) -> Number:
         """Returns the seconds that a step waits for sends of the stream and of its cotangents."""
@@ -111,9 +111,9 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     def pairs_s(self, pipeline: PipelineCost) -> Number:
         """Returns the seconds of a step in which one layer of every two of a device would run forward once more."""
-        runs = pipeline.layers_held(self.num_layers) / np.asarray(pipeline.chunks)
-        again = pipeline.share(self.num_layers) * np.floor(runs / 2) / runs
-        return pipeline.microbatches * self.layers_s("forward", again)
+        layers_per_run = pipeline.layers_held(self.num_layers) / np.asarray(pipeline.chunks)
+        repeated_share = pipeline.share(self.num_layers) * np.floor(layers_per_run / 2) / layers_per_run
+        return pipeline.microbatches * self.layers_s("forward", repeated_share)
 
     def layer_passes(self, pipeline: PipelineCost, at_least: Number = 0.0) -> LayerPasses:
         """Returns the passes of one microbatch over the layers of a device, and the bubble of the schedule.
@@ -121,11 +121,11 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
         If only some microbatches split their backward pass, the bubble counts all as split.
         """
         share, split = pipeline.share(self.num_layers), pipeline.split_share
-        forward, again = self.layers_s("forward", share, at_least), self.reruns_s(pipeline)
-        backward = self.layers_s("backward", share, at_least) + again
+        forward, rerun_s = self.layers_s("forward", share, at_least), self.reruns_s(pipeline)
+        backward = self.layers_s("backward", share, at_least) + rerun_s
         if not np.any(split > 0):
             return LayerPasses(forward, backward, pipeline.bubble_s(forward, backward, 0.0))
-        inputs, weight = self.layers_s("inputs", share, at_least) + again, self.layers_s("weight", share)
+        inputs, weight = self.layers_s("inputs", share, at_least) + rerun_s, self.layers_s("weight", share)
         bubble = pipeline.bubble_s(forward, np.where(split > 0, inputs, backward), np.where(split > 0, weight, 0.0))
         return LayerPasses(forward, backward + split * (inputs + weight - backward), bubble)
 
@@ -134,16 +134,16 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 
         A pass takes at least as long as the transfer of its offloaded results.
         """
-        forward, backward, bubble = self.layer_passes(pipeline, offload.activations_s)
-        ends = pipeline.ends_computed(self.ends_s("forward", "backward"))
-        a_layer = (forward + backward) / pipeline.layers_held(self.num_layers)
-        ends = np.maximum(ends - pipeline.layers_beside_head(self.num_layers) * a_layer, 0.0)
-        per_microbatch = forward + backward + ends + self.microbatch_s
-        passes, exposed_s = pipeline.microbatches * per_microbatch, pipeline.num_sends * self.exposed_send_s / 2
-        sends = self.sends_s(pipeline) - exposed_s
-        passes = passes + sends if self.overlap is None else partly_hidden(passes, sends, self.overlap)
-        busy = passes + exposed_s + self.once_s(pipeline) + self.after_s + offload.optimizer_s
-        return StepSeconds(step_s=(busy + bubble) * self.slowdown + self.straggler_s, bubble_s=bubble * self.slowdown)
+        forward_s, backward_s, bubble = self.layer_passes(pipeline, offload.activations_s)
+        ends_s = pipeline.ends_computed(self.ends_s("forward", "backward"))
+        layer_s = (forward_s + backward_s) / pipeline.layers_held(self.num_layers)
+        ends_s = np.maximum(ends_s - pipeline.layers_beside_head(self.num_layers) * layer_s, 0.0)
+        microbatch_s = forward_s + backward_s + ends_s + self.microbatch_s
+        passes_s, exposed_s = pipeline.microbatches * microbatch_s, pipeline.num_sends * self.exposed_send_s / 2
+        sends_s = self.sends_s(pipeline) - exposed_s
+        passes_s = passes_s + sends_s if self.overlap is None else partly_hidden(passes_s, sends_s, self.overlap)
+        busy_s = passes_s + exposed_s + self.once_s(pipeline) + self.after_s + offload.optimizer_s
+        return StepSeconds(step_s=(busy_s + bubble) * self.slowdown + self.straggler_s, bubble_s=bubble * self.slowdown)
 
 
 def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepRates) -> BlockTimes:
@@ -154,45 +154,45 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
     fit = rates.chip.efficiency
     trains = any(block.backward for block in priced.blocks)
     # an engine has graphs of its steps without parts of prompts alone
-    eager = (rates.software == "served") & (np.asarray(sizes.rows_each) > LONGEST_DRAFT)
+    is_eager = (rates.software == "served") & (np.asarray(sizes.rows_each) > LONGEST_DRAFT)
     # the block whose backward pass sums a gradient: of several (tied embeddings) the first
     owners = {weight: names[0] for weight, names in blocks_of_weights(derived).items()}
-    layers, ends = list[BlockSeconds](), list[BlockSeconds]()
+    layer_seconds, end_seconds = list[BlockSeconds](), list[BlockSeconds]()
     for block in priced.blocks:
-        ahead_s: Number = 0.0
-        back_s: Number = 0.0
+        copy_s: Number = 0.0
+        copy_back_s: Number = 0.0
         if rates.chip.host is not None and block.is_layer:
-            ahead_s, back_s = (size * rates.chip.host.loop_byte for size in loop_bytes(block.steps, derived, sizes))
-        forward_s = _pass_s(block.forward, rates) + ahead_s
-        if np.any(eager):
+            copy_s, copy_back_s = (size * rates.chip.host.loop_byte for size in loop_bytes(block.steps, derived, sizes))
+        forward_s = _pass_s(block.forward, rates) + copy_s
+        if np.any(is_eager):
             started_s = partly_hidden(forward_s, _starts_s(block.forward, rates), fit.overlap)
-            forward_s = np.where(eager, started_s, forward_s)
+            forward_s = np.where(is_eager, started_s, forward_s)
         # layers that run again for each other run in loops of their own
-        apart = len(block.again)
-        own_back = block.backward[apart:]
-        back = _pass_s([cost for cost in own_back if cost.step.scope != "step"], rates) + back_s
-        once = [cost for cost in priced.once if owners.get(cost.step.result.name) == block.name]
+        num_again = len(block.again)
+        own_backward = block.backward[num_again:]
+        backward_s = _pass_s([cost for cost in own_backward if cost.step.scope != "step"], rates) + copy_back_s
+        once_costs = [cost for cost in priced.once if owners.get(cost.step.result.name) == block.name]
         split = block.steps.split
         inputs_s, weight_s = (
-            _pass_s([block.backward[place] for place in places if place >= apart], rates)
-            for places in ((split.inputs, split.weights) if split else ((), ()))
+            _pass_s([block.backward[index] for index in indices if index >= num_again], rates)
+            for indices in ((split.inputs, split.weights) if split else ((), ()))
         )
         seconds = BlockSeconds(
             repeat=block.steps.repeat,
             forward=forward_s,
-            backward=back,
-            again=_pass_s(block.again, rates) + ahead_s * bool(apart),
+            backward=backward_s,
+            again=_pass_s(block.again, rates) + copy_s * bool(num_again),
             rerun=block.steps.rerun,
-            inputs=inputs_s + back_s,
+            inputs=inputs_s + copy_back_s,
             weight=weight_s,
-            last=_pass_s(own_back, rates) + back_s - back,
-            update=_update_s(once, block.forward, forward_s, rates),
+            last=_pass_s(own_backward, rates) + copy_back_s - backward_s,
+            update=_update_s(once_costs, block.forward, forward_s, rates),
         )
-        (layers if block.is_layer else ends).append(seconds)
+        (layer_seconds if block.is_layer else end_seconds).append(seconds)
     return BlockTimes(
         num_layers=derived.num_layers,
-        layers=tuple(layers),
-        ends=tuple(ends),
+        layers=tuple(layer_seconds),
+        ends=tuple(end_seconds),
         send_s=total(cost.time_s for cost in priced.boundary),
         exposed_send_s=total(cost.exposed_s for cost in priced.boundary),
         after_s=total(c.time_s * c.count for c in priced.once if c.step.result.name not in owners),
@@ -204,7 +204,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
         overlap=fit.overlap if rates.overlaps and rates.software not in IN_TURN else None,
         slowdown=1 + trains * fit.straggler * np.log2(rates.num_hosts),
         straggler_s=trains * fit.straggler_s * np.log2(rates.num_hosts),
-        starts_s=total(block.steps.repeat * _starts_s(block.forward, rates) for block in priced.blocks) * eager,
+        starts_s=total(block.steps.repeat * _starts_s(block.forward, rates) for block in priced.blocks) * is_eager,
     )
 
 
@@ -226,25 +226,25 @@ def _device_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     if not rates.overlaps:
         return total(cost.time_s for cost in costs)
     fit = rates.chip.efficiency
-    compute = total(cost.local_s for cost in costs) / rates.compute_share
+    compute_s = total(cost.local_s for cost in costs) / rates.compute_share
     alone_s = total(cost.exposed_s for cost in costs)
     if rates.software in IN_TURN:
-        return compute + alone_s + total(cost.network_s for cost in costs if cost.step.is_collective)
+        return compute_s + alone_s + total(cost.network_s for cost in costs if cost.step.is_collective)
     hides = [cost.hides or (rates.hides_exchanges and exchanges_slots(cost.step)) for cost in costs]
-    waited = [cost for cost, hidden in zip(costs, hides, strict=True) if cost.step.is_collective and not hidden]
+    awaited = [cost for cost, hidden in zip(costs, hides, strict=True) if cost.step.is_collective and not hidden]
     if rates.software != "compiled":
         # libraries overlap weights, gradients and tensor parallelism, but tokens wait for their exchange
-        alone_s = alone_s + total(cost.network_s for cost in waited if exchanges_slots(cost.step))
-        waited = [cost for cost in waited if not exchanges_slots(cost.step)]
-    rounds = [cost for cost in costs if cost.in_ring_loop]
-    waiting = total(cost.network_s for cost in waited) + total(_left_of_rounds(costs, rates))
-    row = compute + waiting if fit.overlap is None else partly_hidden(compute, waiting, fit.overlap)
-    behind = [cost for cost, hidden in zip(costs, hides, strict=True) if hidden and not cost.in_ring_loop]
-    links = _links_s([*waited, *rounds, *behind], rates)
-    gathers = [cost for cost in behind if cost.hides and cost.step.scope != "step"]
-    row = partly_hidden(row, _links_s(gathers, rates), fit.hiding)
-    rest = [cost for cost in behind if not cost.hides or cost.step.scope == "step"]
-    return np.maximum(partly_hidden(row, _links_s(rest, rates), fit.overlap), links) + alone_s
+        alone_s = alone_s + total(cost.network_s for cost in awaited if exchanges_slots(cost.step))
+        awaited = [cost for cost in awaited if not exchanges_slots(cost.step)]
+    round_costs = [cost for cost in costs if cost.in_ring_loop]
+    waiting_s = total(cost.network_s for cost in awaited) + total(_left_of_rounds(costs, rates))
+    total_s = compute_s + waiting_s if fit.overlap is None else partly_hidden(compute_s, waiting_s, fit.overlap)
+    hidden_costs = [cost for cost, hidden in zip(costs, hides, strict=True) if hidden and not cost.in_ring_loop]
+    links_s = _links_s([*awaited, *round_costs, *hidden_costs], rates)
+    gather_costs = [cost for cost in hidden_costs if cost.hides and cost.step.scope != "step"]
+    total_s = partly_hidden(total_s, _links_s(gather_costs, rates), fit.hiding)
+    other_costs = [cost for cost in hidden_costs if not cost.hides or cost.step.scope == "step"]
+    return np.maximum(partly_hidden(total_s, _links_s(other_costs, rates), fit.overlap), links_s) + alone_s
 
 
 def _starts_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
@@ -255,9 +255,9 @@ def _starts_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
 def _host_starts(cost: StepCost, rates: StepRates) -> Number:
     """Returns the kernels of a step that the host starts: none that a CUDA graph holds, and no collective that hides,
     as libraries move the weights and gradients of many matrices at once."""
-    held = rates.software == "captured-layers" and not is_at_experts(cost.step)
-    sends = cost.step.is_collective and not cost.hides and np.asarray(rates.groups[cost.group].size) > 1
-    return 0 if held else cost.num_kernels + sends
+    is_in_graph = rates.software == "captured-layers" and not is_at_experts(cost.step)
+    is_sent = cost.step.is_collective and not cost.hides and np.asarray(rates.groups[cost.group].size) > 1
+    return 0 if is_in_graph else cost.num_kernels + is_sent
 
 
 def loop_bytes(block: BlockSteps, derived: Derived, sizes: SlotSizes) -> tuple[Number, Number]:
@@ -267,9 +267,9 @@ def loop_bytes(block: BlockSteps, derived: Derived, sizes: SlotSizes) -> tuple[N
     (written, then read and written). Backward, both are copied out, and gradients are copied into cleared stacks.
     """
     results = {array for step in block.forward for array in step.results}
-    read = set(weights_of(derived, block))
+    read_names = set(weights_of(derived, block))
     weight_names = {variable.name for variable in derived.program.of_role("weight", "vector")}
-    weights = total(sizes.bytes(derived.declared[name]) for name in read)
+    weights = total(sizes.bytes(derived.declared[name]) for name in read_names)
     saved = total(sizes.bytes(array) for array in block.kept if array.name not in weight_names or array in results)
     # as a backward pass leaves them for each microbatch
     gradients = {
@@ -277,7 +277,7 @@ def loop_bytes(block: BlockSteps, derived: Derived, sizes: SlotSizes) -> tuple[N
         for step in block.backward
         if step.scope != "step"
         for array in step.results
-        if array.name.startswith("d") and array.name[1:] in read
+        if array.name.startswith("d") and array.name[1:] in read_names
     }
     return 2 * weights + 3 * saved, 2 * weights + 2 * saved + 3 * total(sizes.bytes(a) for a in gradients.values())
 
@@ -287,15 +287,15 @@ def _left_of_rounds(costs: Sequence[StepCost], rates: StepRates) -> list[Number]
 
     One of n blocks is computed before the first arrives, or after the last has left: n - 1 products hide n - 1 moves.
     """
-    left = []
+    exposed_s = []
     for number, cost in enumerate(costs):
         if cost.in_ring_loop:
             product = costs[number + (1 if cost.step.details.ring == "past" else -1)]
-            size = rates.groups[cost.group].size
-            hiding = product.local_s * (size - 1) / size
-            both = partly_hidden(hiding, cost.network_s, rates.chip.efficiency.overlap)
-            left.append(np.maximum(both - hiding, 0.0))  # rounding may leave less than nothing
-    return left
+            group_size = rates.groups[cost.group].size
+            product_s = product.local_s * (group_size - 1) / group_size
+            total_s = partly_hidden(product_s, cost.network_s, rates.chip.efficiency.overlap)
+            exposed_s.append(np.maximum(total_s - product_s, 0.0))  # rounding may leave less than nothing
+    return exposed_s
 
 
 def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s: Number, rates: StepRates) -> Number:
@@ -303,11 +303,11 @@ def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s:
 
     The gather (ZeRO-1 and 2) overlaps with the next forward pass, and shares links with its collectives.
     """
-    local = total(cost.local_s + cost.exposed_s for cost in costs)
+    local_s = total(cost.local_s + cost.exposed_s for cost in costs)
     if not rates.overlaps or rates.software in IN_TURN:
         return total(cost.time_s for cost in costs)
-    both = partly_hidden(forward_s, _links_s(costs, rates), rates.chip.efficiency.overlap)
-    return local + np.maximum(both, _links_s([*forward, *costs], rates)) - forward_s
+    total_s = partly_hidden(forward_s, _links_s(costs, rates), rates.chip.efficiency.overlap)
+    return local_s + np.maximum(total_s, _links_s([*forward, *costs], rates)) - forward_s
 
 
 def link_seconds(
@@ -317,15 +317,15 @@ def link_seconds(
 
     Each collective counts as often as it runs on the busiest device or, with ``once``, once.
     """
-    seconds: dict[tuple[AxisGroup, str], Number] = {}
+    seconds_by_key: dict[tuple[AxisGroup, str], Number] = {}
     for cost in costs:
         if cost.step.is_collective:
-            spent = getattr(cost, field) * (1 if once else cost.here)
+            spent_s = getattr(cost, field) * (1 if once else cost.here)
             key = cost.group, cost.step.op
-            seconds[key] = seconds.get(key, 0.0) + spent
+            seconds_by_key[key] = seconds_by_key.get(key, 0.0) + spent_s
     return [
-        total(spent * rates.uses[key][number] for key, spent in seconds.items())
-        for number in range(len(rates.link_levels))
+        total(spent_s * rates.uses[key][axis_number] for key, spent_s in seconds_by_key.items())
+        for axis_number in range(len(rates.link_levels))
     ]
 
 

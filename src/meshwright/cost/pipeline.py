@@ -52,11 +52,11 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         runs = self.runs
         if not self.in_lockstep or len({*self.names}) < 2:
             return np.ceil(num_layers / runs) * self.chunks
-        counts, places = np.unique(runs, return_inverse=True)
+        counts, count_index = np.unique(runs, return_inverse=True)
         # one stage also runs layers that are not of the main stack
         patterns = (len(stage_layers(self.names, int(count)).pattern) if count > 1 else num_layers for count in counts)
-        held = np.array([*patterns])
-        return held[places].reshape(runs.shape) * self.chunks
+        layers_of_count = np.array([*patterns])
+        return layers_of_count[count_index].reshape(runs.shape) * self.chunks
 
     def layers_beside_head(self, num_layers: int) -> Number:
         """Returns how many layers fewer the device with the head has than the device with the most.
@@ -64,9 +64,9 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         Libraries shorten the first and the last chunk by layers that do not divide (Megatron's
         ``account_for_loss_in_pipeline_split``); one program for all stages does not.
         """
-        held = self.layers_held(num_layers)
-        missing = np.ceil((held * self.stages - num_layers) / 2)
-        return np.where(self.is_one | self.in_lockstep, 0.0, np.minimum(missing, held / self.chunks))
+        layers_held = self.layers_held(num_layers)
+        num_missing = np.ceil((layers_held * self.stages - num_layers) / 2)
+        return np.where(self.is_one | self.in_lockstep, 0.0, np.minimum(num_missing, layers_held / self.chunks))
 
     def share(self, num_layers: int) -> Number:
         """Returns the share of all layers on the device with the most layers."""
@@ -93,8 +93,8 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     def running_stash(self) -> Number:
         """Results that one program keeps besides the stash, of the running pass; 1 is one microbatch in all layers. A
         stash of one slot is used as it is."""
-        slots = np.round(self.stash * np.asarray(self.chunks))
-        return np.where(self.is_one | (not self.in_lockstep) | (slots == 1), 0.0, 1 / np.asarray(self.chunks))
+        num_slots = np.round(self.stash * np.asarray(self.chunks))
+        return np.where(self.is_one | (not self.in_lockstep) | (num_slots == 1), 0.0, 1 / np.asarray(self.chunks))
 
     @property
     def pending_stash(self) -> Number:
@@ -109,10 +109,10 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def messages(self) -> tuple[Number, Number, Number]:
         """Buffer slots for received streams, for received cotangents, and for results that wait for the loss head."""
-        several = ~self.is_one
+        has_stages = ~self.is_one
         if not self.in_lockstep:
-            return several * 1, several * 1, several * 0
-        return several * self._slots("x"), several * self._slots("dx"), several * self._slots("head")
+            return has_stages * 1, has_stages * 1, has_stages * 0
+        return has_stages * self._slots("x"), has_stages * self._slots("dx"), has_stages * self._slots("head")
 
     @property
     def weight_copies(self) -> Number:
@@ -125,10 +125,10 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
         One program stores them once. During a step it also has the weights of both its stages (see `meetings` in
         `algebra.rewrites.split_backward`) and both their gradients.
         """
-        copies = self.weight_copies
+        num_copies = self.weight_copies
         if not self.in_lockstep or part == "gradients":
-            return copies
-        return np.where(copies == 1, 1, copies + 1) if part == "weights" else np.ones_like(copies)
+            return num_copies
+        return np.where(num_copies == 1, 1, num_copies + 1) if part == "weights" else np.ones_like(num_copies)
 
     @property
     def sums(self) -> Number:
@@ -148,14 +148,14 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def end_shares(self) -> tuple[Number, Number]:
         """Shares of the microbatches for which the busiest device runs the embedding, and the head."""
-        shared = self._ends_share
-        first, last = (0.0, 1.0) if shared is None else (shared, shared)
-        return np.where(self.is_one, 1.0, first), np.where(self.is_one, 1.0, last)
+        end_share = self._ends_share
+        embed_share, head_share = (0.0, 1.0) if end_share is None else (end_share, end_share)
+        return np.where(self.is_one, 1.0, embed_share), np.where(self.is_one, 1.0, head_share)
 
     def ends_computed(self, sizes: list[Number]) -> Number:
         """Returns seconds of embedding and head per microbatch on the busiest device, from the ``sizes`` of each."""
-        apart = largest(sizes) if self._ends_share is None else total(sizes) * self._ends_share
-        return np.where(self.is_one, total(sizes), apart)
+        busiest_s = largest(sizes) if self._ends_share is None else total(sizes) * self._ends_share
+        return np.where(self.is_one, total(sizes), busiest_s)
 
     @property
     def num_sends(self) -> Number:
@@ -165,8 +165,8 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def split_share(self) -> Number:
         """Share of the microbatches with a split backward pass, on the device with most of them."""
-        split = stage_forms(self.schedule).split(*self._sizes)
-        return np.where(self.is_one, 0.0, split / np.asarray(self.microbatches))
+        num_split = stage_forms(self.schedule).split(*self._sizes)
+        return np.where(self.is_one, 0.0, num_split / np.asarray(self.microbatches))
 
     def bubble_s(self, forward_s: Number, backward_s: Number, weight_s: Number) -> Number:
         """Returns the idle seconds of a step, from the seconds of one microbatch in all layers of a device.
@@ -181,8 +181,8 @@ ONE_STAGE = PipelineCost()
 
 def schedule_fits(schedule: str, *, stages: Number, chunks: Number, microbatches: Number) -> Any:
     """True where a schedule runs with these sizes, which may be arrays; on one stage every schedule does."""
-    fits = is_legal(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
-    return fits | ((np.asarray(stages) == 1) & (np.asarray(chunks) == 1))
+    is_fit = is_legal(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
+    return is_fit | ((np.asarray(stages) == 1) & (np.asarray(chunks) == 1))
 
 
 def schedule_refusal(schedule: str, *, stages: int, chunks: int, microbatches: int) -> str:

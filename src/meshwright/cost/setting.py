@@ -141,8 +141,8 @@ class Setting(Checked, frozen=True, dict=True):
         job = self.job
         seqs = job.batch_seqs / strategy.num_microbatches if microbatch_seqs is None else microbatch_seqs
         if not job.trains:
-            like = LikeSequences(seqs, float(job.step_len), float(self.max_len - job.step_len))
-            return self.step_sizes(strategy, like, mesh=mesh)
+            sequences = LikeSequences(seqs, float(job.step_len), float(self.max_len - job.step_len))
+            return self.step_sizes(strategy, sequences, mesh=mesh)
         return self._sizes(strategy, mesh or strategy.mesh, job.seq_len, seqs)
 
     def step_sizes(
@@ -158,8 +158,8 @@ class Setting(Checked, frozen=True, dict=True):
         default one of each sequence."""
         page_len = float(self.step_storage.page_len)
         rows, seqs = total(part.count * part.rows for part in sequences), total(part.count for part in sequences)
-        held = [part.count * (part.rows + part.before if max_len is None else max_len) for part in sequences]
-        pages = total(held) / page_len
+        num_positions = [part.count * (part.rows + part.before if max_len is None else max_len) for part in sequences]
+        pages = total(num_positions) / page_len
         sizes = self._sizes(strategy, mesh or strategy.mesh, 1, rows)
         dims = {"Q": seqs, "O": seqs if outputs is None else outputs, "Pl": page_len, "Pg": pages, "Bp": pages / seqs}
         if window := self.model.sliding_window:

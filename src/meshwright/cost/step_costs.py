@@ -109,22 +109,22 @@ def op_sizes(
     ``on_gpus``.
     A kernel that keeps its scores on chip also skips the keys that are masked.
     """
-    known = held_dims(model.dims | layer_dims(model), mesh)
-    dims = {name: size * 1.0 for name, size in known.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
+    size_of = held_dims(model.dims | layer_dims(model), mesh)
+    dims = {name: size * 1.0 for name, size in size_of.items()} | {"B": microbatch_seqs, "T": float(seq_len)}
     # a slot for every token is the most that an expert can need
-    most = model.num_experts / model.experts_per_token if model.num_experts else 1.0
-    bound, load = min(strategy.capacity_factor, most), min(assumptions.imbalance, most)
-    dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, factor=bound or 1.0)
-    holds = assumptions.holds_empty_slots
+    max_factor = model.num_experts / model.experts_per_token if model.num_experts else 1.0
+    slot_factor, load = min(strategy.capacity_factor, max_factor), min(assumptions.imbalance, max_factor)
+    dims |= expert_slots(model, num_tokens=microbatch_seqs * seq_len, factor=slot_factor or 1.0)
+    holds_empty = assumptions.holds_empty_slots
     return SlotSizes(
         dims=dims,
         mesh=mesh,
         state=strategy.state,
         scores=scores,
         causal=scores == "on_chip",
-        spare_slots=most if holds and not bound else 1.0,
-        load=1.0 if bound else load,
-        room=1.0 if bound else min(most, ROOM) if holds else load,
+        spare_slots=max_factor if holds_empty and not slot_factor else 1.0,
+        load=1.0 if slot_factor else load,
+        room=1.0 if slot_factor else min(max_factor, ROOM) if holds_empty else load,
         groups=(model.expert_groups, model.groups_per_token),
         grouped=grouped,
         on_gpus=on_gpus,
@@ -142,9 +142,9 @@ def _reduced_by_engine(step: Step, sent: Number, sizes: SlotSizes, group: GroupR
     if has_slots(step.full):
         sent = sent / sizes.dims["Ea"]
     shape = {"n": np.maximum(group.size, 2), "bytes": sent, "op": "all_reduce"}
-    inside = np.minimum(small_reduce_s(shape, kernels), collective_s(shape, kernels))
+    domain_s = np.minimum(small_reduce_s(shape, kernels), collective_s(shape, kernels))
     rate = group["all_reduce"]
-    seconds = np.where(np.asarray(rate.level) == "nvlink", inside, rate.time(sent)) * (np.asarray(group.size) > 1)
+    seconds = np.where(np.asarray(rate.level) == "nvlink", domain_s, rate.time(sent)) * (np.asarray(group.size) > 1)
     return StepCost(step=step, network_bytes=sent, network_s=seconds, level=rate.level)
 
 
@@ -168,7 +168,7 @@ def price_steps(
     summands = np.where(pipeline.in_lockstep & ~pipeline.is_one, np.maximum(num_microbatches, 2), num_microbatches)
     shares, owners, kept_by_pass = block_shares(derived, pipeline), blocks_of_weights(derived), kept_results(derived)
     # gradients of weights as each microbatch leaves them, to be added to the sum of earlier microbatches
-    summed = {array.name: array for array in gradient_arrays(derived).values()}
+    gradient_of = {array.name: array for array in gradient_arrays(derived).values()}
 
     def priced(step: Step, count: Number) -> StepCost:
         block = step.block if step.block in shares else owners.get(step.result.name.removeprefix("d"), ("",))[-1]
@@ -177,14 +177,14 @@ def price_steps(
             share = 1.0
         elif block and step.scope == "step":
             share = share * pipeline.sums
-        held = kept_by_pass.get((step.block, step.phase), frozenset())
-        key = step, held if rates.chip.host else ()
+        kept = kept_by_pass.get((step.block, step.phase), frozenset())
+        key = step, kept if rates.chip.host else ()
         if key not in known:
-            known[key] = price_step(step, sizes, rates, num_microbatches=summands, kept=held)
+            known[key] = price_step(step, sizes, rates, num_microbatches=summands, kept=kept)
         cost = known[key]
         for part in (step, *step.parts):
-            if part.result.name in summed and not part.is_collective and kind_of(part).is_einsum:
-                cost = _with_sum(cost, sizes.elements(summed[part.result.name]), rates, num_microbatches)
+            if part.result.name in gradient_of and not part.is_collective and kind_of(part).is_einsum:
+                cost = _with_sum(cost, sizes.elements(gradient_of[part.result.name]), rates, num_microbatches)
         return replace(cost, count=count, here=count * share)
 
     def alone(step: Step, count: Number = 1) -> StepCost:
@@ -228,18 +228,18 @@ def _in_buckets(costs: tuple[StepCost, ...], owners: Mapping[str, list[str]]) ->
     Libraries send them as flat buffers: FSDP a block at a time, Megatron and DDP in buckets of about that size.
     """
     buckets: dict[Any, list[int]] = {}
-    for number, cost in enumerate(costs):
+    for index, cost in enumerate(costs):
         if cost.step.is_collective and (cost.hides or cost.step.phase == "update"):
             owner = owners.get(cost.step.result.name.removeprefix("d"), [""])[-1]
-            buckets.setdefault((cost.step.op, cost.step.scope, owner), []).append(number)
+            buckets.setdefault((cost.step.op, cost.step.scope, owner), []).append(index)
     bucketed = list(costs)
-    for numbers in buckets.values():
-        by_bytes = total(costs[number].network_s - costs[number].latency_s for number in numbers)
-        longest = by_bytes + largest([costs[number].latency_s for number in numbers])
-        longer = np.divide(longest, by_bytes, out=np.ones_like(longest), where=np.asarray(by_bytes) > 0)
-        for number in numbers:
-            sent_s = costs[number].network_s - costs[number].latency_s
-            bucketed[number] = replace(costs[number], network_s=sent_s * longer, latency_s=sent_s * (longer - 1))
+    for indices in buckets.values():
+        bytes_s = total(costs[index].network_s - costs[index].latency_s for index in indices)
+        bucket_s = bytes_s + largest([costs[index].latency_s for index in indices])
+        stretch = np.divide(bucket_s, bytes_s, out=np.ones_like(bucket_s), where=np.asarray(bytes_s) > 0)
+        for index in indices:
+            sent_s = costs[index].network_s - costs[index].latency_s
+            bucketed[index] = replace(costs[index], network_s=sent_s * stretch, latency_s=sent_s * (stretch - 1))
     return tuple(bucketed)
 
 
@@ -259,9 +259,9 @@ def blocks_of_weights(derived: Derived) -> dict[str, list[str]]:
 
 def block_shares(derived: Derived, pipeline: PipelineCost) -> dict[str, Number]:
     """Maps a block to the share of its executions on the busiest device of a pipeline: the last one, with the head."""
-    layers, (first, last) = pipeline.share(derived.num_layers), pipeline.end_shares
+    layers, (embed, last) = pipeline.share(derived.num_layers), pipeline.end_shares
     head = derived.blocks[-1].name
-    return {block.name: layers if block.is_layer else last if block.name == head else first for block in derived.blocks}
+    return {block.name: layers if block.is_layer else last if block.name == head else embed for block in derived.blocks}
 
 
 def _with_sum(cost: StepCost, elements: Number, rates: StepRates, num_microbatches: Number) -> StepCost:
@@ -269,10 +269,10 @@ def _with_sum(cost: StepCost, elements: Number, rates: StepRates, num_microbatch
 
     With eager dispatch the product itself adds; a compiled program adds in a pass of its own.
     """
-    moved = 2 * DTYPE_BYTES["fp32"] * elements * (np.asarray(num_microbatches) > 1)
+    moved_bytes = 2 * DTYPE_BYTES["fp32"] * elements * (np.asarray(num_microbatches) > 1)
     field = "launch_s" if rates.software == "compiled" else "hbm_s"
-    longer: dict[str, Any] = {field: getattr(cost, field) + moved / rates.chip.hbm_bytes_per_s}
-    return replace(cost, hbm_bytes=cost.hbm_bytes + moved, **longer)
+    added: dict[str, Any] = {field: getattr(cost, field) + moved_bytes / rates.chip.hbm_bytes_per_s}
+    return replace(cost, hbm_bytes=cost.hbm_bytes + moved_bytes, **added)
 
 
 def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
@@ -296,10 +296,10 @@ def _sent_share(step: Step, sizes: SlotSizes, rates: StepRates) -> Number:
     if not sizes.by_device or "D" not in step.full.dims:
         return 1.0
     group = frozenset(step.axes)
-    nodes = np.asarray(rates.num_nodes.get(group, 1))
-    narrowed = sizes.sent_bytes / sizes.width if step.to_dim == "E" else 1.0
-    places = np.where(nodes > 1, nodes, rates.groups[group].size)
-    return narrowed * places_of_token(sizes, places) / sizes.dims["Ea"]
+    num_nodes = np.asarray(rates.num_nodes.get(group, 1))
+    width_ratio = sizes.sent_bytes / sizes.width if step.to_dim == "E" else 1.0
+    num_places = np.where(num_nodes > 1, num_nodes, rates.groups[group].size)
+    return width_ratio * places_of_token(sizes, num_places) / sizes.dims["Ea"]
 
 
 def price_step(
@@ -314,37 +314,37 @@ def price_step(
     if not step.is_collective:
         return local_cost(step, sizes, rates.chip, kept=kept)
     group, chip = rates.groups[frozenset(step.axes)], rates.chip
-    element = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
+    element_bytes = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
     # programs of this package sum in float32; libraries in the dtype of their state's gradients
     if rates.software != "compiled" and step.scope == "step" and step.phase != "update":
-        element = np.minimum(element, STATE_BYTES[sizes.state]["gradients"])
+        element_bytes = np.minimum(element_bytes, STATE_BYTES[sizes.state]["gradients"])
     if rates.narrow_gathers and step.op == "all_gather" and (step.phase == "update" or not step.critical):
-        element = 1.0
+        element_bytes = 1.0
     sizes = slot_sizes(step, sizes)
-    sent = sizes.elements(step.full) * element * padding_factor(step, sizes)
+    sent_bytes = sizes.elements(step.full) * element_bytes * padding_factor(step, sizes)
     if exchanges_slots(step):
-        sent = sent * sizes.load * _sent_share(step, sizes, rates)
+        sent_bytes = sent_bytes * sizes.load * _sent_share(step, sizes, rates)
     if chip.kernels and step.op == "all_reduce":
-        return _reduced_by_engine(step, sent, sizes, group, chip.kernels)
+        return _reduced_by_engine(step, sent_bytes, sizes, group, chip.kernels)
     rate = group[step.op]
-    moves = num_moves(step, sizes)
+    num_sends = num_moves(step, sizes)
     # halves in opposite directions overlap if each direction has a link of its own
     both_ways = isinstance(step.details, Round) and step.details.ways == 2
-    one_way = sent / group.ring_links if both_ways else sent
-    seconds = moves * rate.time(one_way)
-    latency = seconds - moves * one_way * rate.seconds_per_byte
+    way_bytes = sent_bytes / group.ring_links if both_ways else sent_bytes
+    network_s = num_sends * rate.time(way_bytes)
+    latency_s = network_s - num_sends * way_bytes * rate.seconds_per_byte
     if chip.host is not None:  # devices that share cores wait for each other
-        by_bytes, latency = chip.host.waits * (seconds - latency), chip.host.meets * latency
-        seconds = by_bytes + latency
+        bytes_s, latency_s = chip.host.waits * (network_s - latency_s), chip.host.meets * latency_s
+        network_s = bytes_s + latency_s
     # accumulation also reads the sum so far, as after a product
-    adds = sizes.bytes(step.result) if step.accumulates else 0.0
-    adds = adds * chip.efficiency.eager_traffic if chip.eager else adds
+    added_bytes = sizes.bytes(step.result) if step.accumulates else 0.0
+    added_bytes = added_bytes * chip.efficiency.eager_traffic if chip.eager else added_bytes
     return StepCost(
         step=step,
-        hbm_bytes=adds,
-        hbm_s=adds / chip.hbm_bytes_per_s,
-        network_bytes=sent,
-        network_s=seconds,
-        latency_s=latency,
+        hbm_bytes=added_bytes,
+        hbm_s=added_bytes / chip.hbm_bytes_per_s,
+        network_bytes=sent_bytes,
+        network_s=network_s,
+        latency_s=latency_s,
         level=rate.level,
     )

@@ -51,8 +51,8 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def compute_share(self) -> Number:
         """The share of the processors that compute while others send."""
-        sms = np.asarray(self.chip.processors)
-        return np.where(sms > 0, 1 - SENDING_SMS / np.maximum(sms, 1), 1.0) if self.hides_exchanges else 1.0
+        num_sms = np.asarray(self.chip.processors)
+        return np.where(num_sms > 0, 1 - SENDING_SMS / np.maximum(num_sms, 1), 1.0) if self.hides_exchanges else 1.0
 
 
 def exchanges_hide(strategy: Strategy, assumptions: Assumptions) -> bool:
@@ -90,16 +90,16 @@ def strategy_placements(cluster: Cluster, strategy: Strategy) -> tuple[Placement
     Raises CannotRunError if the mesh cannot be laid on the cluster, or not as described.
     """
     placements = place_axes(cluster, strategy.mesh)
-    wanted = strategy.placement
-    chosen = tuple(p for p in placements if not wanted or p.describe() == wanted)
-    if not chosen:
-        shape = mesh_words(strategy.mesh, " x ")
-        how = f" as {', '.join(f'{axis}: {text}' for axis, text in wanted.items())}" if placements else ""
+    layout = strategy.placement
+    matching = tuple(p for p in placements if not layout or p.describe() == layout)
+    if not matching:
+        mesh = mesh_words(strategy.mesh, " x ")
+        note = f" as {', '.join(f'{axis}: {text}' for axis, text in layout.items())}" if placements else ""
         raise CannotRunError(
-            f"mesh {shape} cannot be laid on {cluster.short_name}{how}: every mesh axis must be made of whole "
+            f"mesh {mesh} cannot be laid on {cluster.short_name}{note}: every mesh axis must be made of whole "
             f"factors of the physical axes. Change the mesh, or leave out the placement."
         )
-    return chosen
+    return matching
 
 
 def step_rates(
@@ -117,27 +117,27 @@ def step_rates(
     """
     measured = calibration or datasheet_calibration(cluster.chip)
     dtype = strategy.matmul_dtype
-    known: dict[tuple[Leg | None, ...], GroupRates] = {}
+    rates_of_legs: dict[tuple[Leg | None, ...], GroupRates] = {}
     rates: dict[AxisGroup, GroupRates] = {}
     uses: dict[tuple[AxisGroup, str], tuple[Number, ...]] = {}
-    nodes: dict[AxisGroup, Number] = {}
+    nodes_of_group: dict[AxisGroup, Number] = {}
     for group in groups:
         # placements with the same legs are priced once
-        numbers: dict[tuple[Leg | None, ...], int] = {}
-        which = np.empty(len(placements), dtype=np.intp)
-        fills = np.zeros((len(placements[0].links), len(placements)), dtype=bool)
-        spans = np.ones(len(placements))
+        number_of_legs: dict[tuple[Leg | None, ...], int] = {}
+        legs_number = np.empty(len(placements), dtype=np.intp)
+        is_used = np.zeros((len(placements[0].links), len(placements)), dtype=bool)
+        num_nodes = np.ones(len(placements))
         for index, placement in enumerate(placements):
             legs = legs_of_links(placement, group)
-            if legs not in known:
-                present = [leg for leg in legs if leg is not None]
-                known[legs] = leg_rates(present, calibration, scatters=assumptions.scatters)
-            which[index] = numbers.setdefault(legs, len(numbers))
-            fills[:, index] = [leg is not None for leg in legs]
-            spans[index] = spanned_nodes(leg for leg in legs if leg is not None)
-        nodes[group] = spans
-        rates[group] = select(stack([known[legs] for legs in numbers]), which)
-        uses |= busy_links(group, rates[group], fills, [link.level for link in placements[0].links])
+            if legs not in rates_of_legs:
+                used_legs = [leg for leg in legs if leg is not None]
+                rates_of_legs[legs] = leg_rates(used_legs, calibration, scatters=assumptions.scatters)
+            legs_number[index] = number_of_legs.setdefault(legs, len(number_of_legs))
+            is_used[:, index] = [leg is not None for leg in legs]
+            num_nodes[index] = spanned_nodes(leg for leg in legs if leg is not None)
+        nodes_of_group[group] = num_nodes
+        rates[group] = select(stack([rates_of_legs[legs] for legs in number_of_legs]), legs_number)
+        uses |= busy_links(group, rates[group], is_used, [link.level for link in placements[0].links])
     return StepRates(
         chip=chip_rates(cluster.chip, measured, dtype=dtype, state_dtype=strategy.state_dtype, assumptions=assumptions),
         peak_flops_per_s=reference_peak(cluster.chip, measured, dtype),
@@ -148,7 +148,7 @@ def step_rates(
         software=assumptions.software,
         num_hosts=cluster.num_hosts,
         pcie_bytes_per_s=cluster.chip.pcie_bytes_per_s,
-        num_nodes=nodes,
+        num_nodes=nodes_of_group,
         hides_exchanges=exchanges_hide(strategy, assumptions),
         narrow_gathers=gathers_narrow(strategy, assumptions),
         engine=assumptions.engine,
@@ -164,7 +164,7 @@ def busy_links(
     """
     return {
         (group, kind): tuple(
-            fill & (np.asarray(rate.level) == level) for fill, level in zip(fills, levels, strict=True)
+            is_used & (np.asarray(rate.level) == level) for is_used, level in zip(fills, levels, strict=True)
         )
         for kind, rate in rates.kinds.items()
     }

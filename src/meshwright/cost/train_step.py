@@ -104,19 +104,19 @@ def price_strategy(setting: Setting, strategy: Strategy) -> PricedStrategy:
     derived = setting.derived(strategy)
     placements = strategy_placements(setting.cluster, strategy)
     rates = setting.step_rates(strategy, placements, derived)
-    tried = PricedStep(
+    candidate = PricedStep(
         derived=derived,
         sizes=setting.sizes(strategy),
         rates=rates,
         pipeline=setting.pipeline(strategy),
         offload=strategy.offload,
     )
-    best = int(np.argmin(np.broadcast_to(tried.seconds.step_s, len(placements))))
+    best = int(np.argmin(np.broadcast_to(candidate.seconds.step_s, len(placements))))
     return PricedStrategy(
         derived=derived,
-        sizes=tried.sizes,
+        sizes=candidate.sizes,
         rates=select(rates, best),
-        pipeline=tried.pipeline,
+        pipeline=candidate.pipeline,
         offload=strategy.offload,
         setting=setting,
         strategy=strategy,
@@ -133,34 +133,34 @@ def predict(priced: PricedStep, setting: Setting, *, batch_seqs: Number) -> Esti
     """Returns the prediction of every candidate at once: sizes, rates and microbatches may be arrays."""
     costs, sizes, rates, pipeline, times = priced.costs.all, priced.sizes, priced.rates, priced.pipeline, priced.times
     model, job = setting.model, setting.job
-    expected, bubble = priced.seconds.step_s, priced.seconds.bubble_s
-    busy = _busy_s(costs, rates)
-    items = priced.memory.items(pipeline, priced.offload)
+    step_s, bubble_s = priced.seconds.step_s, priced.seconds.bubble_s
+    busy_s = _busy_s(costs, rates)
+    memory_items = priced.memory.items(pipeline, priced.offload)
     num_chips = product(sizes.mesh.values())
-    low, high = rates.chip.efficiency.interval(has_experts=model.num_experts > 0)
+    low_factor, high_factor = rates.chip.efficiency.interval(has_experts=model.num_experts > 0)
     share = num_chips / sizes.mesh.get("pipeline", 1)
     flops = total(cost.flops * cost.count for cost in costs) * share
-    counted = flops + _masked_flops(costs, sizes) * share
+    hardware_flops = flops + _masked_flops(costs, sizes) * share
     one_sequence = Job(kind=job.kind, batch_seqs=1, seq_len=job.seq_len)
-    needed, unmasked = (model_flops(model, one_sequence, causal=causal) * batch_seqs for causal in (False, True))
-    available = rates.peak_flops_per_s * num_chips * expected
-    serial = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
-    serial = serial + bubble + priced.moved.serial_s + times.sends_s(pipeline) + times.exchange_s(pipeline)
+    mfu_flops, causal_flops = (model_flops(model, one_sequence, causal=causal) * batch_seqs for causal in (False, True))
+    peak_flops = rates.peak_flops_per_s * num_chips * step_s
+    serial_s = total((cost.math_s + cost.hbm_s + cost.launch_s + cost.network_s) * cost.here for cost in costs)
+    serial_s = serial_s + bubble_s + priced.moved.serial_s + times.sends_s(pipeline) + times.exchange_s(pipeline)
     return as_python(
         Estimate(
-            step_s=expected,
-            step_s_lower=largest(busy),
-            step_s_p10=None if low is None else expected * low,
-            step_s_p90=None if high is None else expected * high,
-            step_s_upper=np.maximum(serial, expected),
-            mfu=needed / available,
-            hfu=counted / available,
-            mfu_causal=unmasked / available,
-            bound_by=_bound_by(costs, rates, busy, bubble),
-            memory=items,
-            hbm_bytes_per_chip=total_bytes(items),
+            step_s=step_s,
+            step_s_lower=largest(busy_s),
+            step_s_p10=None if low_factor is None else step_s * low_factor,
+            step_s_p90=None if high_factor is None else step_s * high_factor,
+            step_s_upper=np.maximum(serial_s, step_s),
+            mfu=mfu_flops / peak_flops,
+            hfu=hardware_flops / peak_flops,
+            mfu_causal=causal_flops / peak_flops,
+            bound_by=_bound_by(costs, rates, busy_s, bubble_s),
+            memory=memory_items,
+            hbm_bytes_per_chip=total_bytes(memory_items),
             flops=flops,
-            terms=_terms(priced, bubble),
+            terms=_terms(priced, bubble_s),
         )
     )
 
@@ -169,9 +169,9 @@ def _masked_flops(costs: Sequence[StepCost], sizes: SlotSizes) -> Number:
     """Returns the FLOPs of attention's masked blocks, which are skipped but count in the HFU."""
     if not sizes.causal:
         return 0.0
-    whole = msgspec.structs.replace(sizes, causal=False, cache={})
-    attention = (cost for cost in costs if not cost.step.is_collective and is_attention(cost.step))
-    return total((op_flops(c.step, whole) - c.flops) * c.count for c in attention)
+    unmasked_sizes = msgspec.structs.replace(sizes, causal=False, cache={})
+    attention_costs = (cost for cost in costs if not cost.step.is_collective and is_attention(cost.step))
+    return total((op_flops(c.step, unmasked_sizes) - c.flops) * c.count for c in attention_costs)
 
 
 # -- bounds and what binds ------------------------------------------------------------------------------
@@ -179,9 +179,9 @@ def _masked_flops(costs: Sequence[StepCost], sizes: SlotSizes) -> Number:
 
 def _busy_s(costs: Sequence[StepCost], rates: StepRates) -> list[Number]:
     """Returns the busy seconds of each resource in one step: compute, memory, then every physical axis."""
-    compute = total(cost.math_s * cost.here for cost in costs)
-    memory = total(cost.hbm_s * cost.here for cost in costs)
-    return [compute, memory, *link_seconds(costs, rates)]
+    compute_s = total(cost.math_s * cost.here for cost in costs)
+    memory_s = total(cost.hbm_s * cost.here for cost in costs)
+    return [compute_s, memory_s, *link_seconds(costs, rates)]
 
 
 def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number], bubble: Number) -> Any:
@@ -189,15 +189,15 @@ def _bound_by(costs: Sequence[StepCost], rates: StepRates, busy: Sequence[Number
 
     Latency binds where bytes explain less than half of the busiest link's time, the bubble where it is the longest.
     """
-    waiting = link_seconds(costs, rates, field="latency_s")
-    seconds = np.stack(np.broadcast_arrays(*busy, *waiting))
-    busy_s, waiting_s = seconds[: len(busy)], seconds[len(busy) :]
-    best = np.argmax(busy_s, axis=0)
-    words = np.array(["compute", "hbm", *rates.link_levels])[best]
-    picked = np.maximum(best - 2, 0)[None]
-    waits = np.take_along_axis(waiting_s, picked, axis=0)[0] if len(waiting) else 0.0
-    busiest = np.where((best >= 2) & (waits > np.max(busy_s, axis=0) / 2), "latency", words)
-    return np.where(bubble > np.max(busy_s, axis=0), "bubble", busiest)
+    latency_s = link_seconds(costs, rates, field="latency_s")
+    all_s = np.stack(np.broadcast_arrays(*busy, *latency_s))
+    busy_s, latency_rows = all_s[: len(busy)], all_s[len(busy) :]
+    busiest_row = np.argmax(busy_s, axis=0)
+    resource = np.array(["compute", "hbm", *rates.link_levels])[busiest_row]
+    link_row = np.maximum(busiest_row - 2, 0)[None]
+    link_latency_s = np.take_along_axis(latency_rows, link_row, axis=0)[0] if len(latency_s) else 0.0
+    bound_by = np.where((busiest_row >= 2) & (link_latency_s > np.max(busy_s, axis=0) / 2), "latency", resource)
+    return np.where(bubble > np.max(busy_s, axis=0), "bubble", bound_by)
 
 
 def _terms(priced: PricedStep, bubble: Number) -> dict[str, Number]:
@@ -208,12 +208,12 @@ def _terms(priced: PricedStep, bubble: Number) -> dict[str, Number]:
     costs, times, pipeline, pcie_s = priced.costs.all, priced.times, priced.pipeline, priced.moved.serial_s
     terms: dict[str, Number] = dict.fromkeys(LOCAL_TERMS, 0.0)
     for cost in costs:
-        spent = cost.network_s - cost.latency_s if cost.step.is_collective else cost.local_s
-        terms[cost.term] = terms.get(cost.term, 0.0) + spent * cost.here
+        spent_s = cost.network_s - cost.latency_s if cost.step.is_collective else cost.local_s
+        terms[cost.term] = terms.get(cost.term, 0.0) + spent_s * cost.here
     terms["latency"] = total(cost.latency_s * cost.here for cost in costs)
     if np.any(np.asarray(pipeline.stages) > 1):
-        between = times.sends_s(pipeline) + times.exchange_s(pipeline)
-        terms |= {"pipeline": terms.get("pipeline", 0.0) + between, "bubble": bubble}
+        between_s = times.sends_s(pipeline) + times.exchange_s(pipeline)
+        terms |= {"pipeline": terms.get("pipeline", 0.0) + between_s, "bubble": bubble}
     else:
         terms.pop("pipeline", None)
     return terms | ({"pcie": pcie_s} if np.any(np.asarray(pcie_s) > 0) else {})

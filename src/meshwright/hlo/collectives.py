@@ -146,8 +146,8 @@ class _Walk:
         # Computations that start each asynchronous collective: its other pieces may run in a loop that it overlaps.
         self.begun: dict[str, set[str]] = defaultdict(set)
         for instruction in module:
-            inside = module.computations[instruction.computation].instructions if instruction.async_key else ()
-            if any("AsyncCollectiveStart" in inner.target for inner in inside):
+            siblings = module.computations[instruction.computation].instructions if instruction.async_key else ()
+            if any("AsyncCollectiveStart" in inner.target for inner in siblings):
                 self.begun[instruction.async_key].add(instruction.computation)
         self.permutes = Counter(instruction.op_name for instruction in module if instruction.opcode in _PERMUTES)
 
@@ -164,19 +164,19 @@ class _Walk:
                     yield from self.computation(self.inside(instruction, name, around))
 
     def inside(self, caller: Instruction, name: str, around: _Around) -> _Around:
-        branch, trips = caller.opcode == "conditional", 1
+        is_branch, trips = caller.opcode == "conditional", 1
         if caller.opcode == "while":
-            branch = runs_at_most_once(self.module, caller)
-            count = 1 if branch else trip_count(self.module, caller)
-            if count is None:
+            is_branch = runs_at_most_once(self.module, caller)
+            num_trips = 1 if is_branch else trip_count(self.module, caller)
+            if num_trips is None:
                 raise ValueError(
                     f"loop {caller.name} states no trip count that can be read; its collectives cannot be counted."
                 )
-            trips = count
+            trips = num_trips
         return _Around(
             computation=name,
             trips=around.trips * trips,
-            in_conditional=around.in_conditional or branch,
+            in_conditional=around.in_conditional or is_branch,
             start=around.start or (caller if caller.opcode.endswith("-start") else None),
             caller=caller,
             seen=around.seen if caller.opcode == "fusion" else set(),
@@ -193,8 +193,8 @@ class _Walk:
 
     def counts(self, one: Instruction) -> bool:
         """True for a collective, but no later piece of an asynchronous one, which may run in any loop."""
-        begun = self.begun.get(one.async_key)
-        return _is_collective(one) and (begun is None or one.computation in begun)
+        computations = self.begun.get(one.async_key)
+        return _is_collective(one) and (computations is None or one.computation in computations)
 
     def collective(self, one: Instruction, around: _Around) -> Iterator[CompiledCollective]:
         key = one.async_key
@@ -238,10 +238,10 @@ class _Walk:
         start = around.start or one
         if not start.opcode.endswith(("-start", "send")):
             return ""
-        waited = self.receive(one) if one.opcode == "send" else start
-        users = self.module.computations[start.computation].users.get(waited.name, ()) if waited else ()
-        done = next((user.name for user in users if user.opcode.endswith("-done")), "")
-        if not runs_beside_compute(self.module, start, done, num_bytes=num_bytes):
+        awaited = self.receive(one) if one.opcode == "send" else start
+        users = self.module.computations[start.computation].users.get(awaited.name, ()) if awaited else ()
+        done_name = next((user.name for user in users if user.opcode.endswith("-done")), "")
+        if not runs_beside_compute(self.module, start, done_name, num_bytes=num_bytes):
             return ""
         return "between slices" if one.opcode == "send" else "windowed" if windowed else "start/done"
 
@@ -251,9 +251,9 @@ class _Walk:
         if caller is None or (caller.opcode != "fusion" and not caller.opcode.endswith("-start")):
             return one
         for candidate in self.module.computations[caller.computation].instructions if one.async_key else ():
-            inside = self.module.inside(candidate) if candidate.opcode == "fusion" else ()
-            ends = any("AsyncCollectiveDone" in i.target for i in inside)
-            if ends and any(i.async_key == one.async_key for i in inside):
+            inners = self.module.inside(candidate) if candidate.opcode == "fusion" else ()
+            has_done = any("AsyncCollectiveDone" in i.target for i in inners)
+            if has_done and any(i.async_key == one.async_key for i in inners):
                 return candidate
         return caller
 
@@ -271,8 +271,8 @@ class _Walk:
         sizes = [shape_bytes(shape) for shape in shapes]
         if one.opcode == "send":
             # of an all-gather more arrives than is sent
-            arrives = received.shapes[0].num_bytes if (received := self.receive(one)) else 0
-            return max(sizes[0], arrives) * (size if kind == "all_to_all" else 1), 1
+            received_bytes = received.shapes[0].num_bytes if (received := self.receive(one)) else 0
+            return max(sizes[0], received_bytes) * (size if kind == "all_to_all" else 1), 1
         if one.opcode.startswith("ragged"):
             # The second operand receives, the others are row offsets; the smaller of both has no spare rows.
             return min(sizes[:2]) * size, 1
@@ -280,15 +280,15 @@ class _Walk:
             # An array may come as one operand, or as one for each device of the group.
             return sum(sizes) * size, max(1, len(sizes) // size)
         if kind == "all_gather":
-            started = one.opcode.endswith("-start")
-            return sum(sizes) * size if started else shape_bytes(one.shape), len(sizes)
+            is_start = one.opcode.endswith("-start")
+            return sum(sizes) * size if is_start else shape_bytes(one.shape), len(sizes)
         return sum(sizes), len(sizes)
 
     def given(self, one: Instruction) -> list[str]:
         """Returns the shapes of an instruction's operands; for a send, of what it sends."""
         computation = self.module.computations[one.computation]
-        known = [computation.by_name[name].shape for name in one.operands if name in computation.by_name]
-        return known[:1] if one.opcode == "send" else known
+        shapes = [computation.by_name[name].shape for name in one.operands if name in computation.by_name]
+        return shapes[:1] if one.opcode == "send" else shapes
 
     def receive(self, send: Instruction) -> Instruction | None:
         """Returns the receive that belongs to a send between slices, or None."""
@@ -327,9 +327,9 @@ def _takes_slice(module: Module, user: Instruction, value: Instruction) -> bool:
         return _is_sliced(module, user)
     if user.opcode != "fusion":
         return False
-    inside = module.body(user).parameters
-    numbers = [number for number, name in enumerate(user.operands) if name == value.name]
-    return all(number in inside and _is_sliced(module, inside[number]) for number in numbers)
+    parameters = module.body(user).parameters
+    indices = [index for index, name in enumerate(user.operands) if name == value.name]
+    return all(index in parameters and _is_sliced(module, parameters[index]) for index in indices)
 
 
 # -- the nearest step of a collective without a label -------------------------------------------------
@@ -341,15 +341,15 @@ def nearest_step(module: Module, one: Instruction, *, kind: str) -> StepLabel | 
     None if there is none near. XLA drops labels of the collectives that it rewrites: all between TPU slices, and those
     that it combines. ``one`` runs the collective: itself, or the fusion that ends one of several pieces.
     """
-    gathers = kind in ("all_gather", "broadcast")
-    for neighbours in (_users, _makers) if gathers else (_makers, _users):
-        seen, edge = {(one.computation, one.name)}, [one]
+    is_gather = kind in ("all_gather", "broadcast")
+    for neighbours in (_users, _makers) if is_gather else (_makers, _users):
+        seen, front = {(one.computation, one.name)}, [one]
         for _ in range(MAX_STEPS_AWAY):
-            edge = [b for known in edge for b in neighbours(module, known) if (b.computation, b.name) not in seen]
-            for neighbour in edge:
+            front = [b for node in front for b in neighbours(module, node) if (b.computation, b.name) not in seen]
+            for neighbour in front:
                 if neighbour.label and neighbour.label.phase != "update":
                     return neighbour.label
-            seen |= {(neighbour.computation, neighbour.name) for neighbour in edge}
+            seen |= {(neighbour.computation, neighbour.name) for neighbour in front}
     return None
 
 
@@ -363,12 +363,12 @@ def _makers(module: Module, one: Instruction) -> Sequence[Instruction]:
     operands = [computation.by_name[name] for name in one.operands if name in computation.by_name]
     if one.opcode != "get-tuple-element" or not operands:
         return operands
-    whole, index = operands[0], one.number(one.attribute("index"))
-    if whole.opcode == "tuple":
-        return [module.operand(whole, index)]
-    if whole.opcode not in ("while", "parameter"):
+    source, index = operands[0], one.number(one.attribute("index"))
+    if source.opcode == "tuple":
+        return [module.operand(source, index)]
+    if source.opcode not in ("while", "parameter"):
         return operands
-    body = module.body(whole, "body") if whole.opcode == "while" else computation
+    body = module.body(source, "body") if source.opcode == "while" else computation
     names = body.root.operands[index : index + 1] if body.root.opcode == "tuple" else ()
     return [body.by_name[name] for name in names]
 
@@ -394,12 +394,12 @@ class CollectiveRow(msgspec.Struct, frozen=True):
 
 def collective_rows(found: Iterable[CompiledCollective]) -> tuple[CollectiveRow, ...]:
     """Groups identical collectives into rows, most bytes first."""
-    alike = defaultdict(list)
+    groups = defaultdict(list)
     for collective in found:
         key = (collective.kind, collective.axes, collective.group_size, collective.dtype, collective.full_bytes)
-        alike[key, collective.is_async, collective.notes].append(collective)
+        groups[key, collective.is_async, collective.notes].append(collective)
     rows = []
-    for (key, is_async, notes), group in alike.items():
+    for (key, is_async, notes), group in groups.items():
         times, steps = sum(c.trips for c in group), tuple(dict.fromkeys(c.step for c in group if c.step))
         rows.append(CollectiveRow(*key, times, group[0].full_bytes * times, is_async, notes, steps))
     return tuple(sorted(rows, key=lambda row: row.total_bytes, reverse=True))
@@ -413,8 +413,8 @@ def runs_beside_compute(module: Module, start: Instruction, done: str, *, num_by
     """
     instructions = module.computations[start.computation].instructions
     names = [instruction.name for instruction in instructions]
-    first = names.index(start.name) + 1
-    between = instructions[first : names.index(done) if done in names else None]
+    after_start = names.index(start.name) + 1
+    between = instructions[after_start : names.index(done) if done in names else None]
     return _computes(module, between) or sum(_written(module, instruction) for instruction in between) >= num_bytes
 
 
@@ -433,8 +433,8 @@ def _computes(module: Module, instructions: Iterable[Instruction]) -> bool:
 
 def _written(module: Module, one: Instruction) -> int:
     """Returns the bytes that elementwise work or a copy writes; of an update in place only the part that changes."""
-    ends = ("-start", "-done", "-update")
-    if one.opcode in _NO_COMPUTE or one.opcode.endswith(ends):
+    suffixes = ("-start", "-done", "-update")
+    if one.opcode in _NO_COMPUTE or one.opcode.endswith(suffixes):
         return 0
     body: Sequence[Instruction] = module.inside(one) if one.opcode == "fusion" else ()
     updates = [inner for inner in (one, *body) if inner.opcode == "dynamic-update-slice"]

@@ -66,20 +66,20 @@ def block_graphs(module: Module, block: str | None) -> tuple[ComputationGraph, .
     """
     blocks = Counter(label.block for instruction in module if (label := instruction.label) and label.phase != "update")
     if block and block not in blocks:
-        known = nearest(block, blocks) if blocks else " Its instructions carry no steps; use --computation NAME."
-        raise InputError(f"no instruction of {module.name} belongs to block {block!r}.{known}")
+        hint = nearest(block, blocks) if blocks else " Its instructions carry no steps; use --computation NAME."
+        raise InputError(f"no instruction of {module.name} belongs to block {block!r}.{hint}")
     if not blocks:
         graphs = [_graph(module, body, None) for body in executed(module) if body.name != module.entry]
         drawn = sorted((graph for graph in graphs if graph.nodes), key=lambda graph: -len(graph.nodes))[:2]
         drawn = drawn or [computation_graph(module, module.entry)]
         return tuple(sorted(drawn, key=lambda graph: _first(module, graph)))
-    chosen = block or blocks.most_common(1)[0][0]
+    chosen_block = block or blocks.most_common(1)[0][0]
     # A loop inside one step, such as that over blocks of attention, is part of the step's node.
     inside_steps = {name for name, caller in module.callers.items() if caller.label}
-    graphs = [_graph(module, body, chosen) for body in executed(module) if body.name not in inside_steps]
+    graphs = [_graph(module, body, chosen_block) for body in executed(module) if body.name not in inside_steps]
     # Steps that the compiler hoisted out of a loop stand alone, without edges.
-    joined = [graph for graph in graphs if graph.edges] or [graph for graph in graphs if graph.nodes]
-    return _without_copies(sorted(joined, key=lambda graph: _first(module, graph)))
+    connected = [graph for graph in graphs if graph.edges] or [graph for graph in graphs if graph.nodes]
+    return _without_copies(sorted(connected, key=lambda graph: _first(module, graph)))
 
 
 def _without_copies(graphs: Sequence[ComputationGraph]) -> tuple[ComputationGraph, ...]:
@@ -87,10 +87,10 @@ def _without_copies(graphs: Sequence[ComputationGraph]) -> tuple[ComputationGrap
     merged: dict[tuple[object, ...], ComputationGraph] = {}
     for graph in graphs:
         key = (tuple((node.text, node.kind) for node in graph.nodes), graph.edges)
-        first = merged.setdefault(key, graph)
-        if first is not graph:
-            alike = (*first.alike, graph.name)
-            merged[key] = msgspec.structs.replace(first, times=first.times + graph.times, alike=alike)
+        kept = merged.setdefault(key, graph)
+        if kept is not graph:
+            alike_names = (*kept.alike, graph.name)
+            merged[key] = msgspec.structs.replace(kept, times=kept.times + graph.times, alike=alike_names)
     return tuple(merged.values())
 
 
@@ -108,38 +108,38 @@ def _graph(module: Module, computation: Computation, block: str | None) -> Compu
     reached: dict[str, frozenset[str]] = {}
     edges: set[tuple[str, str]] = set()
     beside: dict[str, set[str]] = defaultdict(set)
-    fed: set[str] = set()
+    fed_names: set[str] = set()
     for instruction in computation.instructions:
         sources = frozenset[str]().union(*(reached.get(name, frozenset()) for name in instruction.operands))
-        begun = instruction
-        while begun.opcode.endswith("-done") and begun.operands:
-            begun = computation.by_name[begun.operands[0]]
+        start = instruction
+        while start.opcode.endswith("-done") and start.operands:
+            start = computation.by_name[start.operands[0]]
         # In the entry only labelled instructions belong to a block.
-        key, text = _node(begun.name, roles.get(begun.name), block, labelled=computation.name == module.entry)
+        key, text = _node(start.name, roles.get(start.name), block, labelled=computation.name == module.entry)
         if not key:
             reached[instruction.name] = sources
             continue
         members[key].append(instruction.name)
         texts.setdefault(key, text)
-        fed |= {instruction.name} if sources else set()
-        hidden = roles[instruction.name].beside
-        beside[key] |= hidden
+        fed_names |= {instruction.name} if sources else set()
+        hidden_keys = roles[instruction.name].beside
+        beside[key] |= hidden_keys
         edges |= {(source, key) for source in sources if source != key}
         # A fusion that passes on a buffer of an overlapping collective does not make it: the collective does.
-        reached[instruction.name] = frozenset({key}) | (sources & hidden)
+        reached[instruction.name] = frozenset({key}) | (sources & hidden_keys)
     kinds = {key: min((roles[name].kind for name in group), key=_STRENGTH.index) for key, group in members.items()}
-    number = {instruction.name: index for index, instruction in enumerate(computation.instructions)}
-    place = {}
+    index_of = {instruction.name: index for index, instruction in enumerate(computation.instructions)}
+    position_of = {}
     for key, group in members.items():
         # Initial zeros and trailing copies carry the step's label too, but do not say when it runs.
-        able = [name for name in group if name in fed] or group
-        place[key] = number[next((name for name in able if roles[name].kind == kinds[key]), able[0])]
-    order = sorted(members, key=lambda key: place[key])
-    apart = {(a, b) for a, b in edges if a not in beside[b] and b not in beside[a]}
-    forward = {(a, b) for a, b in apart if place[a] < place[b]}
+        choices = [name for name in group if name in fed_names] or group
+        position_of[key] = index_of[next((name for name in choices if roles[name].kind == kinds[key]), choices[0])]
+    order = sorted(members, key=lambda key: position_of[key])
+    ordered_edges = {(a, b) for a, b in edges if a not in beside[b] and b not in beside[a]}
+    forward_edges = {(a, b) for a, b in ordered_edges if position_of[a] < position_of[b]}
     nodes = [Node(key, texts[key], kinds[key], len(members[key])) for key in order]
     return ComputationGraph(
-        computation.name, times_run(module, computation.name), tuple(nodes), _reduced(forward, order)
+        computation.name, times_run(module, computation.name), tuple(nodes), _reduced(forward_edges, order)
     )
 
 
@@ -162,32 +162,32 @@ def _node(name: str, role: _Role | None, block: str | None, *, labelled: bool) -
     if role is None:
         return "", ""
     if label := role.label:
-        wanted = block is None or label.block == block
+        is_wanted = block is None or label.block == block
         text = f"{label.result} = {label.op}{' again' if label.phase == 'recompute' else ''}"
-        return (str(label), text if block else f"{label.block}: {text}") if wanted else ("", "")
+        return (str(label), text if block else f"{label.block}: {text}") if is_wanted else ("", "")
     return ("", "") if role.kind == "other" or (block and labelled) else (role.chain or name, role.text)
 
 
 def _role(module: Module, one: Instruction) -> _Role:
-    inside = module.inside(one) if one.opcode == "fusion" or one.opcode.endswith("-start") else ()
-    collective = next((i for i in (one, *inside) if i.opcode.removesuffix("-start") in KINDS), None)
-    ends = any(end in i.target for i in inside for end in _ENDS)
-    chain = collective.async_key if collective and ends else ""
-    hidden = [i for i in inside if i.async_key] if one.opcode == "fusion" and not chain else []
+    inners = module.inside(one) if one.opcode == "fusion" or one.opcode.endswith("-start") else ()
+    collective = next((i for i in (one, *inners) if i.opcode.removesuffix("-start") in KINDS), None)
+    is_end = any(end in i.target for i in inners for end in _ENDS)
+    chain = collective.async_key if collective and is_end else ""
+    hidden = [i for i in inners if i.async_key] if one.opcode == "fusion" and not chain else []
     beside = frozenset(i.async_key for i in hidden) | frozenset(str(i.label) for i in hidden if i.label)
-    multiplies = any(is_product(i) for i in (module.fused(one) if one.opcode == "fusion" else (one,)))
-    if collective is not None and (collective is one or chain or not multiplies):
+    has_product = any(is_product(i) for i in (module.fused(one) if one.opcode == "fusion" else (one,)))
+    if collective is not None and (collective is one or chain or not has_product):
         kind: NodeKind = "collective"
         name = collective.opcode.removesuffix("-start").replace("-", "_")
         if any(called.startswith("all-reduce-scatter") for _, called in one.called):
             name = "reduce_scatter"
     else:
-        collective, kind = None, _kind(one, multiplies)
+        collective, kind = None, _kind(one, has_product)
         name = kind if kind in ("matmul", "attention", "loop") else one.opcode.removesuffix("-start").replace("-", "_")
     shapes = (collective or one).shapes or parse_shapes("f32[]")
     # A fusion that overlaps with a collective lists its own result first, then the collective's buffers.
-    shown = shapes[0] if beside else max(shapes, key=lambda shape: shape.num_bytes)
-    return _Role(kind, f"{name} {shown}", collective.label if collective and chain else one.label, chain, beside)
+    shown_shape = shapes[0] if beside else max(shapes, key=lambda shape: shape.num_bytes)
+    return _Role(kind, f"{name} {shown_shape}", collective.label if collective and chain else one.label, chain, beside)
 
 
 def _kind(one: Instruction, multiplies: bool) -> NodeKind:
@@ -208,13 +208,13 @@ def _kind(one: Instruction, multiplies: bool) -> NodeKind:
 
 def _reduced(edges: set[tuple[str, str]], order: list[str]) -> tuple[tuple[str, str], ...]:
     """Removes edges that longer paths imply (transitive reduction)."""
-    after: dict[str, list[str]] = {key: [] for key in order}
+    followers: dict[str, list[str]] = {key: [] for key in order}
     for a, b in edges:
-        after[a].append(b)
+        followers[a].append(b)
 
     reached: dict[str, frozenset[str]] = {}
     for key in reversed(order):
-        reached[key] = frozenset(after[key]).union(*(reached[follower] for follower in after[key]))
-    place = {key: number for number, key in enumerate(order)}
-    direct = [(a, b) for a, b in edges if not any(b in reached[c] for c in after[a] if c != b)]
-    return tuple(sorted(direct, key=lambda edge: (place[edge[0]], place[edge[1]])))
+        reached[key] = frozenset(followers[key]).union(*(reached[follower] for follower in followers[key]))
+    position_of = {key: number for number, key in enumerate(order)}
+    direct = [(a, b) for a, b in edges if not any(b in reached[c] for c in followers[a] if c != b)]
+    return tuple(sorted(direct, key=lambda edge: (position_of[edge[0]], position_of[edge[1]])))

@@ -53,14 +53,14 @@ def slice_groups(text: str) -> Groups:
     devices, or of sends such as ``{100003->200003}``, has numbers: 200003 is device 3 of slice 2. Empty if the text
     names no target.
     """
-    if whole := _SLICES.search(text):
-        slices, per_slice = np.array(_ints(whole[1])), int(whole[3]) + 1
-        members = (slices - 1)[None, :] * per_slice + np.arange(int(whole[2]), per_slice)[:, None]
+    if range_match := _SLICES.search(text):
+        slices, per_slice = np.array(_ints(range_match[1])), int(range_match[3]) + 1
+        members = (slices - 1)[None, :] * per_slice + np.arange(int(range_match[2]), per_slice)[:, None]
         return (members,)
-    listed = _DEVICES.search(text)
-    if listed is None:
+    list_match = _DEVICES.search(text)
+    if list_match is None:
         return ()
-    groups = _lists(listed[1])
+    groups = _lists(list_match[1])
     in_slice = max(int((group % _SLICE_STRIDE).max()) for group in groups) + 1
     return tuple((group // _SLICE_STRIDE - 1) * in_slice + group % _SLICE_STRIDE for group in groups)
 
@@ -74,8 +74,8 @@ def are_shifted(groups: Groups, mesh: Mapping[str, int]) -> bool:
     """True if the groups are one group shifted over the mesh, as groups along its axes are, or if there is no mesh."""
     if not mesh or len(groups) != 1:
         return len(groups) < 2
-    places = np.array(np.unravel_index(np.sort(groups[0], axis=1), tuple(mesh.values())))
-    shifts = places - places[:, :, :1]
+    coordinates = np.array(np.unravel_index(np.sort(groups[0], axis=1), tuple(mesh.values())))
+    shifts = coordinates - coordinates[:, :, :1]
     return bool((shifts == shifts[:, :1]).all())
 
 
@@ -89,8 +89,8 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     shape = tuple(mesh.values())
     varies = np.zeros(len(shape), bool)
     for block in groups:
-        places = np.array(np.unravel_index(block, shape))
-        varies |= (places != places[:, :, :1]).any(axis=(1, 2))
+        coordinates = np.array(np.unravel_index(block, shape))
+        varies |= (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
     return tuple(axis for axis, differs in zip(mesh, varies, strict=True) if differs)
 
 
@@ -110,9 +110,9 @@ def _ints(text: str | None) -> list[int]:
 
 
 def _transposed(shape: list[int], order: list[int]) -> NDArray[np.int64]:
-    if (count := math.prod(shape)) > 10**8:
-        raise ValueError(f"replica groups of {count:.0e} devices; at most 1e+08 are read.")
-    numbers = np.arange(count).reshape(shape)
+    if (num_devices := math.prod(shape)) > 10**8:
+        raise ValueError(f"replica groups of {num_devices:.0e} devices; at most 1e+08 are read.")
+    numbers = np.arange(num_devices).reshape(shape)
     return numbers.transpose(order) if order else numbers
 
 
@@ -124,22 +124,22 @@ def _named_groups(mesh: str, devices: str | None, axes: str) -> NDArray[np.int64
     """
     dims = {(name, "whole"): int(size) for name, size, _, _ in _AXIS.findall(mesh)}
     numbers = _mesh_devices(devices, math.prod(dims.values()))
-    over = []
+    group_keys = []
     for name, _, before, size in _AXIS.findall(axes):
         if before:
             dims = _split(dims, name, int(before), int(size))
-        over.append((name, "part" if before else "whole"))
-    moved = [list(dims).index(key) for key in over]
-    numbers = np.moveaxis(numbers.reshape(tuple(dims.values())), moved, range(-len(moved), 0))
-    return numbers.reshape(-1, math.prod(numbers.shape[len(dims) - len(moved) :]))
+        group_keys.append((name, "part" if before else "whole"))
+    axis_numbers = [list(dims).index(key) for key in group_keys]
+    numbers = np.moveaxis(numbers.reshape(tuple(dims.values())), axis_numbers, range(-len(axis_numbers), 0))
+    return numbers.reshape(-1, math.prod(numbers.shape[len(dims) - len(axis_numbers) :]))
 
 
 def _split(dims: Mapping[tuple[str, str], int], name: str, before: int, size: int) -> dict[tuple[str, str], int]:
     """Splits one axis of the mesh into three, of which the group spans the middle one."""
-    whole = dims.get((name, "whole"), 0)
-    if not whole or whole % (before * size):
+    axis_size = dims.get((name, "whole"), 0)
+    if not axis_size or axis_size % (before * size):
         raise ValueError(f"replica groups in a form that is not known: {name!r}:({before}){size} of {dict(dims)}")
-    parts = {(name, "before"): before, (name, "part"): size, (name, "after"): whole // (before * size)}
+    parts = {(name, "before"): before, (name, "part"): size, (name, "after"): axis_size // (before * size)}
     split_dims: dict[tuple[str, str], int] = {}
     for key, count in dims.items():
         split_dims |= parts if key == (name, "whole") else {key: count}

@@ -79,8 +79,8 @@ def executed(module: Module) -> tuple[Computation, ...]:
             continue
         computations.append(computation)
         for caller in computation.instructions:
-            starts = caller.opcode == "call" or caller.opcode.endswith("-start")
-            pending += [called for role, called in caller.called if role in _RUNS or (starts and role != "condition")]
+            is_start = caller.opcode == "call" or caller.opcode.endswith("-start")
+            pending += [called for role, called in caller.called if role in _RUNS or (is_start and role != "condition")]
     return tuple(computations)
 
 
@@ -109,7 +109,7 @@ def paddings(module: Module) -> tuple[Padded, ...]:
 
 def relayouts(module: Module) -> tuple[Relayout, ...]:
     """Returns the copies that only change an array's dim order or tiling, most bytes first."""
-    running = {computation.name for computation in executed(module)}
+    running_names = {computation.name for computation in executed(module)}
     rows = []
     for instruction in module:
         if instruction.opcode not in ("copy", "copy-start"):
@@ -128,7 +128,7 @@ def relayouts(module: Module) -> tuple[Relayout, ...]:
                 after=layout_text(after),
                 num_bytes=after.padded_bytes,
                 times=times_run(module, instruction.computation),
-                inside_fusion=instruction.computation not in running,
+                inside_fusion=instruction.computation not in running_names,
                 label=instruction.label,
             )
         )

@@ -51,10 +51,10 @@ class _Value(NamedTuple):
                 *outer, fusion = value.fusions
                 value = _Value(self.module, fusion, tuple(outer)).operand(instruction.number(instruction.literal))
             elif instruction.opcode == "get-tuple-element":
-                whole = value.settled(0)
-                if whole.at.opcode != "tuple":
+                source = value.settled(0)
+                if source.at.opcode != "tuple":
                     return value
-                value = whole.operand(instruction.number(instruction.attribute("index")))
+                value = source.operand(instruction.number(instruction.attribute("index")))
             else:
                 return value
 
@@ -63,9 +63,9 @@ class _Value(NamedTuple):
         """Index of the value in the computation's only parameter; None if it is no element of it."""
         if self.at.opcode != "get-tuple-element":
             return None
-        whole = self.settled(0)
+        state = self.settled(0)
         return (
-            self.at.number(self.at.attribute("index")) if whole.at.opcode == "parameter" and not whole.fusions else None
+            self.at.number(self.at.attribute("index")) if state.at.opcode == "parameter" and not state.fusions else None
         )
 
     @property
@@ -96,14 +96,14 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
     if test.at.opcode != "compare" or order not in _MIRRORED:
         return None
     left, right = test.settled(0), test.settled(1)
-    for counter, bound, way in ((left, right, order), (right, left, _MIRRORED[order])):
+    for counter, bound, direction in ((left, right, order), (right, left, _MIRRORED[order])):
         index = counter.element
         step = None if index is None else _step(module, loop, index)
         if index is None or not step:
             continue
         start, limit = _initial(module, loop, index), bound.before(loop)
         if start and limit and start.number is not None and limit.number is not None:
-            return _trips(start.number, limit.number, step, way)
+            return _trips(start.number, limit.number, step, direction)
     return None
 
 
@@ -120,8 +120,8 @@ def runs_further_rounds(module: Module, loop: Instruction) -> bool:
 def _in_scope(module: Module, loop: Instruction, scope: str) -> bool:
     """True if a loop, or all that is named in the body of a loop without a name, is in a scope."""
     body = module.computations.get(dict(loop.called).get("body", ""))
-    inside = [instruction.op_name for instruction in (body.instructions if body else ()) if instruction.op_name]
-    return all(scope in name for name in ([loop.op_name] if loop.op_name else inside or [""]))
+    op_names = [instruction.op_name for instruction in (body.instructions if body else ()) if instruction.op_name]
+    return all(scope in name for name in ([loop.op_name] if loop.op_name else op_names or [""]))
 
 
 def loops(module: Module) -> tuple[Loop, ...]:
@@ -129,11 +129,11 @@ def loops(module: Module) -> tuple[Loop, ...]:
     rows: list[Loop] = []
     for inner in module:
         if inner.opcode == "while":
-            around = [caller for caller in module.around(inner.computation) if caller.opcode == "while"]
-            counts = [trip_count(module, loop) for loop in (inner, *around)]
-            known = [count for count in counts if count is not None]
-            total = math.prod(known) if len(known) == len(counts) else None
-            rows.append(Loop(inner.name, dict(inner.called)["body"], counts[0], total, len(around), inner.op_name))
+            outers = [caller for caller in module.around(inner.computation) if caller.opcode == "while"]
+            counts = [trip_count(module, loop) for loop in (inner, *outers)]
+            known_counts = [count for count in counts if count is not None]
+            total = math.prod(known_counts) if len(known_counts) == len(counts) else None
+            rows.append(Loop(inner.name, dict(inner.called)["body"], counts[0], total, len(outers), inner.op_name))
     return tuple(sorted(rows, key=lambda loop: loop.depth))
 
 
@@ -172,7 +172,7 @@ def _step(module: Module, loop: Instruction, index: int) -> int | None:
     assigned = _made(module, loop, index)
     if assigned is None or assigned.at.opcode not in ("add", "subtract"):
         return None
-    left, right, adds = assigned.settled(0), assigned.settled(1), assigned.at.opcode == "add"
+    left, right, is_add = assigned.settled(0), assigned.settled(1), assigned.at.opcode == "add"
     if left.element == index and right.number is not None:
-        return right.number if adds else -right.number
-    return left.number if adds and right.element == index else None
+        return right.number if is_add else -right.number
+    return left.number if is_add and right.element == index else None

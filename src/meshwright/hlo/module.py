@@ -212,15 +212,15 @@ class Module(msgspec.Struct, frozen=True, dict=True):
 
     def find(self, name: str) -> Instruction | None:
         """Returns the instruction of this name, first from the entry computation; None if there is none."""
-        wanted = name.removeprefix("%")
-        ordered = [self.computations[self.entry], *self.computations.values()] if self.entry else []
-        return next((c.by_name[wanted] for c in ordered if wanted in c.by_name), None)
+        bare_name = name.removeprefix("%")
+        computations = [self.computations[self.entry], *self.computations.values()] if self.entry else []
+        return next((c.by_name[bare_name] for c in computations if bare_name in c.by_name), None)
 
     def source(self, instruction: Instruction) -> tuple[SourceLine, ...]:
         """Returns the Python source lines that made it, innermost call first; empty if the module does not say."""
-        written = _SOURCE.search(instruction.attributes)
-        if written:
-            return (SourceLine(file=written[1], line=int(written[2] or 0)),)
+        line_match = _SOURCE.search(instruction.attributes)
+        if line_match:
+            return (SourceLine(file=line_match[1], line=int(line_match[2] or 0)),)
         match = _FRAME_ID.search(instruction.attributes)
         number, stack = int(match[1]) if match else 0, dict[int, SourceLine]()
         while number in self.frames and number not in stack:
@@ -233,14 +233,14 @@ def parse_module(text: str) -> Module:
     """Parses an HLO text, or instructions alone, whose operands are then parameters. Raises ValueError for others."""
     computations: dict[str, Computation] = {}
     entry, lines = "", text.splitlines()
-    for name, is_entry, written in _bodies(lines):
-        if body := tuple(i for line in written if (i := _instruction(line, name))):
+    for name, is_entry, body_lines in _bodies(lines):
+        if body := tuple(i for line in body_lines if (i := _instruction(line, name))):
             computations[name] = Computation(name, body)
         entry = name if is_entry else entry
-    if not computations and (alone := [i for line in lines if (i := _instruction(line, LINES)) and i.shapes]):
-        shapes = {name: shape for shape, name in _TYPED.findall(text) if name not in {i.name for i in alone}}
-        taken = [Instruction(name, "parameter", shape, (), "", LINES) for name, shape in shapes.items()]
-        computations[LINES] = Computation(LINES, (*taken, *alone))
+    if not computations and (instructions := [i for line in lines if (i := _instruction(line, LINES)) and i.shapes]):
+        shapes = {name: shape for shape, name in _TYPED.findall(text) if name not in {i.name for i in instructions}}
+        parameters = [Instruction(name, "parameter", shape, (), "", LINES) for name, shape in shapes.items()]
+        computations[LINES] = Computation(LINES, (*parameters, *instructions))
     if not computations:
         raise ValueError("the text holds no HLO computation.")
     header = next((line for line in lines if line.startswith("HloModule")), "HloModule ?")
@@ -274,16 +274,16 @@ def require_readable(module: Module) -> Module:
     if LINES in calls and not all(shape.is_possible for instruction in module for shape in instruction.shapes):
         raise ValueError("an instruction has a layout that does not fit its dims.")
     for name in filter(calls.__contains__, TopologicalSorter(calls).static_order() if LINES not in calls else ()):
-        inside = [sizes[callee] for callee in calls[name] if callee in sizes]
-        depth, size = 1 + max((pair[0] for pair in inside), default=0), sum(pair[1] for pair in inside)
+        callee_sizes = [sizes[callee] for callee in calls[name] if callee in sizes]
+        depth, size = 1 + max((pair[0] for pair in callee_sizes), default=0), sum(pair[1] for pair in callee_sizes)
         sizes[name] = depth, size + len(module.computations[name].instructions)
         if depth > MOST_NESTED or size > MOST_EXPANDED:
             raise ValueError(f"{name} has {depth} computations inside each other, and {size:.0e} instructions in them.")
-        earlier = set[str]()
+        names_before = set[str]()
         for current in module.computations[name].instructions:
             number = current.attribute("index") or current.literal if current.opcode == "parameter" else "0"
             faults = {
-                "reads a result that does not come before it": not earlier.issuperset(current.operands),
+                "reads a result that does not come before it": not names_before.issuperset(current.operands),
                 "lacks an attribute that it needs": not all(map(current.attribute, NEEDED.get(current.opcode, ()))),
                 "names a device of nine digits": _FAR.search(current.attributes),
                 "has no operand": not current.operands and _READS.search(current.opcode),
@@ -292,7 +292,7 @@ def require_readable(module: Module) -> Module:
             }
             if fault := next((fault for fault, holds in faults.items() if holds), ""):
                 raise ValueError(f"{current.opcode} {current.name} {fault}.")
-            earlier.add(current.name)
+            names_before.add(current.name)
     return module
 
 
@@ -325,19 +325,19 @@ def _bodies(lines: Sequence[str]) -> Iterator[tuple[str, bool, list[str]]]:
 
     An instruction may be broken: the metadata of a Pallas kernel is written with line breaks of its own.
     """
-    name, is_entry, written = "", False, list[str]()
+    name, is_entry, body_lines = "", False, list[str]()
     for line in lines:
         if name and _END.match(line):
-            yield name, is_entry, written
+            yield name, is_entry, body_lines
             name = ""
         elif not name:
             head = _COMPUTATION.match(line)
             if head and "=" not in line.split("(", 1)[0]:
-                name, is_entry, written = head[2], bool(head[1]), []
+                name, is_entry, body_lines = head[2], bool(head[1]), []
         elif line[:1].isspace() and _INSTRUCTION.match(line):
-            written.append(line)
-        elif written and line:
-            written[-1] += f" {line}"
+            body_lines.append(line)
+        elif body_lines and line:
+            body_lines[-1] += f" {line}"
 
 
 def _instruction(line: str, computation: str) -> Instruction | None:
@@ -350,22 +350,22 @@ def _instruction(line: str, computation: str) -> Instruction | None:
     if opcode is None:
         return None
     close = _closing(line, opcode.end() - 1)
-    inside = line[opcode.end() : close].removesuffix(")")
-    named = opcode[1] not in ("constant", "parameter")
-    operands = _OPERAND.findall(inside)
-    if named and not operands:
+    operands_text = line[opcode.end() : close].removesuffix(")")
+    has_operands = opcode[1] not in ("constant", "parameter")
+    operands = _OPERAND.findall(operands_text)
+    if has_operands and not operands:
         # The short form omits percent signs.
-        parts = (part.split() for part in inside.split(","))
+        parts = (part.split() for part in operands_text.split(","))
         operands = [part[-1] for part in parts if part and _NAMES.fullmatch(part[-1])]
     return Instruction(
         name=head[2],
         opcode=opcode[1],
         shape=head[3] or line[head.end() : end],
-        operands=tuple(operands) if named else (),
+        operands=tuple(operands) if has_operands else (),
         attributes=line[close:].lstrip(", ").rstrip(),
         computation=computation,
         is_root=bool(head[1]),
-        literal="" if named else inside,
+        literal="" if has_operands else operands_text,
     )
 
 

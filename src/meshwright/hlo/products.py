@@ -57,9 +57,9 @@ def _sum_length(product: Instruction, left: Shape, right: Shape) -> int:
     if labels is None or len(labels[2]) != len(right.dims):
         return 0
     window = _WINDOW.search(product.attributes)
-    batched = window is not None and "lhs_dilate" in window[1]
+    is_dilated = window is not None and "lhs_dilate" in window[1]
     return math.prod(
         size
         for letter, size in zip(labels[2], right.dims, strict=True)
-        if letter == "i" or (letter.isdigit() and not batched)
+        if letter == "i" or (letter.isdigit() and not is_dilated)
     )

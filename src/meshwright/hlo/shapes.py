@@ -70,16 +70,16 @@ class Shape(msgspec.Struct, frozen=True):
         """Sizes from major to minor, rounded up to whole first-level tiles."""
         if not self.tiles:
             return self.physical
-        outside, counts = _cut(self.physical, self.tiles[0])
-        return (*outside, *(count * size for count, size in zip(counts, self.tiles[0], strict=True)))
+        untiled, num_tiles = _cut(self.physical, self.tiles[0])
+        return (*untiled, *(count * size for count, size in zip(num_tiles, self.tiles[0], strict=True)))
 
     @property
     def padded_bytes(self) -> int:
         """Bytes in memory, with every tiled dim rounded up to whole tiles, level by level."""
         sizes = self.physical
         for tile in self.tiles:
-            outside, counts = _cut(sizes, tile)
-            sizes = (*outside, *counts, *tile)
+            untiled, num_tiles = _cut(sizes, tile)
+            sizes = (*untiled, *num_tiles, *tile)
         elements = -(-math.prod(sizes) // self.tail_elements) * self.tail_elements
         return -(-elements * self.element_bits // 8)
 
@@ -101,12 +101,12 @@ def shape_bytes(text: str) -> int:
 def _shape(dtype: str, dims: str, layout: str) -> Shape:
     order, _, rest = layout.partition(":")
     tiles, space, bits, tail = (pattern.search(rest) for pattern in (_TILES, _SPACE, _BITS, _TAIL))
-    cut = tiles[1] if tiles and "*" not in tiles[1] else ""
+    tiles_text = tiles[1] if tiles and "*" not in tiles[1] else ""
     return Shape(
         dtype=dtype,
         dims=tuple(int(n.strip(" <=?") or 1) for n in dims.split(",") if n.strip()),
         minor_to_major=tuple(int(n) for n in order.split(",") if n.strip().isdigit()),
-        tiles=tuple(tuple(map(int, tile.split(","))) for tile in _NUMBERS.findall(cut)),
+        tiles=tuple(tuple(map(int, tile.split(","))) for tile in _NUMBERS.findall(tiles_text)),
         memory_space=int(space[1]) if space else 0,
         element_bits=int(bits[1]) if bits and int(bits[1]) else ELEMENT_BITS.get(dtype, 0),
         tail_elements=int(tail[1]) if tail else 1,

@@ -25,10 +25,10 @@ def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, st
     """Returns a description of an instruction: one (label, text) for each line."""
     shapes = one.shapes
     times = times_run(module, one.computation)
-    often = "once" if times == 1 else f"{times:,} times"
+    times_text = "once" if times == 1 else f"{times:,} times"
     facts = [("does", _does(module, one))]
     if one.computation != LINES:
-        facts.append(("runs", f"{often} in a call of the program, in computation {one.computation}"))
+        facts.append(("runs", f"{times_text} in a call of the program, in computation {one.computation}"))
     if len(shapes) != 1:
         total = format_bytes(sum(shape.padded_bytes for shape in shapes))
         facts.append(("tuple", f"{len(shapes)} arrays, {total} in memory: {_listed(shapes, ', ')}"))
@@ -50,16 +50,16 @@ def explain_instruction(module: Module, one: Instruction) -> tuple[tuple[str, st
     facts.append(("operands", _named(computation.by_name.get(name) for name in one.operands)))
     if one.computation == LINES:
         return tuple(facts)
-    used = "the computation's caller" if one.is_root else _named(computation.users.get(one.name, ()))
-    return (*facts, ("used by", used))
+    users_text = "the computation's caller" if one.is_root else _named(computation.users.get(one.name, ()))
+    return (*facts, ("used by", users_text))
 
 
 def product_words(module: Module, one: Instruction) -> Iterator[str]:
     """Yields the contracted dims and FLOPs of each matrix product that an instruction is or has fused."""
     for inner in filter(is_product, module.fused(one)):
-        known = module.computations[inner.computation].by_name
-        sides = [known[name].shapes[0] for name in inner.operands[:2] if name in known and known[name].shapes]
-        flops, contracted = product_flops(inner, known), contracted_dims(inner)
+        by_name = module.computations[inner.computation].by_name
+        sides = [by_name[name].shapes[0] for name in inner.operands[:2] if name in by_name and by_name[name].shapes]
+        flops, contracted = product_flops(inner, by_name), contracted_dims(inner)
         if flops and contracted:
             (left, right), size = map(_comma, contracted), inner.shapes[0].num_elements
             yield (
@@ -70,10 +70,10 @@ def product_words(module: Module, one: Instruction) -> Iterator[str]:
 
 def layout_facts(shape: Shape, *, is_tpu: bool = True) -> list[tuple[str, str]]:
     """Describes one array: type, bytes, dim order, tiles, memory space, padding."""
-    size, left = divmod(shape.element_bits, 8)
-    element = f"{shape.dtype} of {f'{shape.element_bits} bits' if left else f'{size} B'}"
+    num_bytes, odd_bits = divmod(shape.element_bits, 8)
+    element_text = f"{shape.dtype} of {f'{shape.element_bits} bits' if odd_bits else f'{num_bytes} B'}"
     return [
-        ("shape", f"{shape}: {shape.num_elements:,} x {element}, {format_bytes(shape.num_bytes)}"),
+        ("shape", f"{shape}: {shape.num_elements:,} x {element_text}, {format_bytes(shape.num_bytes)}"),
         ("order", order_words(shape)),
         *(("tiles", text) for text in tile_words(shape)),
         *([("memory", space_words(shape.memory_space, is_tpu=is_tpu))] if is_tpu or shape.memory_space else []),
@@ -86,20 +86,20 @@ def order_words(shape: Shape) -> str:
     names = [f"dim {dim} ({shape.dims[dim]:,})" for dim in reversed(shape.order)]
     if not names:
         return "one number"
-    written = f"{{{_comma(shape.order[::-1])}}}"
+    order_text = f"{{{_comma(shape.order[::-1])}}}"
     if len(names) == 1:
-        return f"{written}: {names[0]} is contiguous"
-    return f"{written}: {names[0]} is contiguous, outside it {', then '.join(names[1:])}"
+        return f"{order_text}: {names[0]} is contiguous"
+    return f"{order_text}: {names[0]} is contiguous, outside it {', then '.join(names[1:])}"
 
 
 def tile_words(shape: Shape) -> list[str]:
     """Describes ``T(8,128)(2,1)``, one line for each level of tiles."""
     if not shape.tiles:
         return []
-    whole, *inner = shape.tiles
-    minor = [f"dim {dim}" for dim in shape.order[-len(whole) :]]
-    text = _by(whole)
-    lines = [f"T({_comma(whole)}): {text} elements{' of ' + ' x '.join(minor) if minor else ''} lie together"]
+    outer_tile, *inner = shape.tiles
+    minor = [f"dim {dim}" for dim in shape.order[-len(outer_tile) :]]
+    text = _by(outer_tile)
+    lines = [f"T({_comma(outer_tile)}): {text} elements{' of ' + ' x '.join(minor) if minor else ''} lie together"]
     for tile in inner:
         words = f"({_comma(tile)}): inside, "
         rows = tile[-2] if len(tile) > 1 else 1
@@ -115,8 +115,8 @@ def tile_words(shape: Shape) -> list[str]:
 def space_words(space: int, *, is_tpu: bool = True) -> str:
     """Describes a memory space."""
     if not is_tpu:
-        known = {0: "the GPU's memory", 5: "the host's memory"}
-        return f"S({space}): {known.get(space, 'a memory of its own')}" if space else known[0]
+        gpu_spaces = {0: "the GPU's memory", 5: "the host's memory"}
+        return f"S({space}): {gpu_spaces.get(space, 'a memory of its own')}" if space else gpu_spaces[0]
     text = TPU_SPACES.get(str(space), "a memory space without a public name")
     return f"S({space}): {text}" if space else text
 
@@ -125,15 +125,15 @@ def padding_words(shape: Shape) -> str:
     """Describes the padding that tiles add to an array."""
     if shape.padded_bytes <= shape.num_bytes:
         return "none"
-    whole = shape.padded_dims[len(shape.padded_dims) - len(shape.order) :]
-    grown = [
+    padded_dims = shape.padded_dims[len(shape.padded_dims) - len(shape.order) :]
+    grown_dims = [
         f"dim {dim} from {size:,} to {padded:,}"
-        for dim, size, padded in zip(shape.order, shape.physical, whole, strict=True)
+        for dim, size, padded in zip(shape.order, shape.physical, padded_dims, strict=True)
         if padded > size
     ]
     share = 1 - shape.num_bytes / shape.padded_bytes
-    how = f": {', '.join(grown)}" if grown else ""
-    return f"{format_bytes(shape.padded_bytes)} in memory, {share:.1%} of it padding{how}"
+    dims_text = f": {', '.join(grown_dims)}" if grown_dims else ""
+    return f"{format_bytes(shape.padded_bytes)} in memory, {share:.1%} of it padding{dims_text}"
 
 
 def is_tpu(module: Module) -> bool:
@@ -152,14 +152,14 @@ def opcode_words(one: Instruction) -> str:
 
 def _does(module: Module, one: Instruction) -> str:
     text = f"{one.opcode}: {opcode_words(one)}"
-    called = module.computations.get(dict(one.called).get("calls", ""))
-    if called and one.opcode == "async-start":
-        text = f"{one.opcode} of {called.root.opcode}: {opcode_words(called.root)}; only begins here"
+    callee = module.computations.get(dict(one.called).get("calls", ""))
+    if callee and one.opcode == "async-start":
+        text = f"{one.opcode} of {callee.root.opcode}: {opcode_words(callee.root)}; only begins here"
     if one.target:
         text += f" ({one.target})"
-    if called and one.opcode == "fusion":
-        inside = Counter(i.opcode for i in called.instructions if i.opcode not in NO_WORK)
-        text += f"; of {', '.join(f'{count} {opcode}' for opcode, count in inside.most_common(8))}"
+    if callee and one.opcode == "fusion":
+        opcodes = Counter(i.opcode for i in callee.instructions if i.opcode not in NO_WORK)
+        text += f"; of {', '.join(f'{count} {opcode}' for opcode, count in opcodes.most_common(8))}"
     return text
 
 
@@ -169,8 +169,8 @@ def _named(found: Iterable[Instruction | None]) -> str:
 
 
 def _listed(found: Sequence[object], separator: str) -> str:
-    rest = len(found) - _MAX_LISTED
-    return separator.join(map(str, found[:_MAX_LISTED])) + (f" and {rest} more" if rest > 0 else "")
+    num_left = len(found) - _MAX_LISTED
+    return separator.join(map(str, found[:_MAX_LISTED])) + (f" and {num_left} more" if num_left > 0 else "")
 
 
 def _by(sizes: tuple[int, ...]) -> str:

@@ -49,23 +49,23 @@ def _cudnn(case: AttentionCase) -> bool:
     Hopper takes heads up to 256 wide, but the program may be compiled for another GPU.
     """
     width, value_width = case.widths
-    narrow = width == value_width and width <= 128 and width % 8 == 0
-    narrow |= case.widths == LATENT_WIDTHS and case.capability >= 9
-    masked = not case.terms or (case.in_order and {*case.terms} <= {"causal", "window"} and "causal" in case.terms)
-    return case.platform == "cuda" and not case.scored and narrow and masked and case.dtype in HALVES
+    fits_widths = width == value_width and width <= 128 and width % 8 == 0
+    fits_widths |= case.widths == LATENT_WIDTHS and case.capability >= 9
+    fits_mask = not case.terms or (case.in_order and {*case.terms} <= {"causal", "window"} and "causal" in case.terms)
+    return case.platform == "cuda" and not case.scored and fits_widths and fits_mask and case.dtype in HALVES
 
 
 def _mosaic(case: AttentionCase) -> bool:
     """Our kernels for Hopper have heads of 64 or 128 in bf16 and fp16. Blackwell's matrix units need others."""
     width, value_width = case.widths
-    able = case.platform == "cuda" and int(case.capability) == 9 and case.dtype in HALVES
-    return able and width == value_width and width in (64, 128) and _elementwise(case)
+    fits_platform = case.platform == "cuda" and int(case.capability) == 9 and case.dtype in HALVES
+    return fits_platform and width == value_width and width in (64, 128) and _elementwise(case)
 
 
 def _pallas(case: AttentionCase) -> bool:
     """Our kernels for TPUs have heads of a multiple of 8 in bf16 and float32."""
-    able = case.platform == "tpu" and case.dtype in ("bfloat16", "float32")
-    return able and not any(width % 8 for width in case.widths) and _elementwise(case)
+    fits_platform = case.platform == "tpu" and case.dtype in ("bfloat16", "float32")
+    return fits_platform and not any(width % 8 for width in case.widths) and _elementwise(case)
 
 
 def _elementwise(case: AttentionCase) -> bool:

@@ -22,12 +22,12 @@ Score = Callable[[Any, Any, Any, Any, Any], Any]
 
 def and_masks(*masks: Mask) -> Mask:
     """Returns the mask of pairs that all of ``masks`` allow."""
-    return lambda *at: reduce(lambda x, y: x & y, (mask(*at) for mask in masks))
+    return lambda *index: reduce(lambda x, y: x & y, (mask(*index) for mask in masks))
 
 
 def or_masks(*masks: Mask) -> Mask:
     """Returns the mask of pairs that any of ``masks`` allows."""
-    return lambda *at: reduce(lambda x, y: x | y, (mask(*at) for mask in masks))
+    return lambda *index: reduce(lambda x, y: x | y, (mask(*index) for mask in masks))
 
 
 def noop() -> Mask:
@@ -105,8 +105,8 @@ def neighbourhood(length: int, kernel: int) -> Mask:
     _check_kernel(kernel, length)
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        near = abs(_inside(q_idx, length, kernel) - kv_idx) <= kernel // 2
-        return near & (q_idx < length) & (kv_idx < length)
+        is_near = abs(_inside(q_idx, length, kernel) - kv_idx) <= kernel // 2
+        return is_near & (q_idx < length) & (kv_idx < length)
 
     return mask
 
@@ -125,15 +125,15 @@ def neighbourhood_2d(width: int, height: int, kernel: int, tile: int = 0) -> Mas
     def places(index: Any) -> tuple[Any, Any]:
         if not tile:
             return index // width, index % width
-        number, within = index // (tile * tile), index % (tile * tile)
-        across = width // tile
-        return (number // across) * tile + within // tile, (number % across) * tile + within % tile
+        tile_number, in_tile = index // (tile * tile), index % (tile * tile)
+        row_tiles = width // tile
+        return (tile_number // row_tiles) * tile + in_tile // tile, (tile_number % row_tiles) * tile + in_tile % tile
 
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         (row, column), (other_row, other_column) = places(q_idx), places(kv_idx)
-        near = abs(_inside(row, height, kernel) - other_row) <= kernel // 2
-        near &= abs(_inside(column, width, kernel) - other_column) <= kernel // 2
-        return near & (q_idx < width * height) & (kv_idx < width * height)
+        is_near = abs(_inside(row, height, kernel) - other_row) <= kernel // 2
+        is_near &= abs(_inside(column, width, kernel) - other_column) <= kernel // 2
+        return is_near & (q_idx < width * height) & (kv_idx < width * height)
 
     return mask
 
@@ -159,9 +159,9 @@ def shared_prefix(documents: Any, starts: Any, prefix_of: Any) -> Mask:
     def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
         own_document = take(documents, b, q_idx)
         prefix = take(prefix_of, b, own_document)
-        first, end = take(starts, b, prefix), take(starts, b, prefix + 1)
-        same = (kv_idx >= take(starts, b, own_document)) & (kv_idx <= q_idx)
-        return same | ((own_document != prefix) & (kv_idx >= first) & (kv_idx < end))
+        prefix_start, prefix_end = take(starts, b, prefix), take(starts, b, prefix + 1)
+        is_own = (kv_idx >= take(starts, b, own_document)) & (kv_idx <= q_idx)
+        return is_own | ((own_document != prefix) & (kv_idx >= prefix_start) & (kv_idx < prefix_end))
 
     return mask
 
@@ -171,8 +171,8 @@ def transfusion(spans: Any) -> Mask:
 
     Source: Zhou et al., Transfusion (2024).
     """
-    same = document(spans)
-    return or_masks(causal(), and_masks(same, lambda b, h, q_idx, kv_idx: take(spans, b, q_idx) > 0))
+    same_image = document(spans)
+    return or_masks(causal(), and_masks(same_image, lambda b, h, q_idx, kv_idx: take(spans, b, q_idx) > 0))
 
 
 def paged(mask: Mask, owner: Any, page_len: int) -> Mask:
@@ -221,10 +221,10 @@ def edge_bias(table: Any, kinds: Any, counts: Any) -> Score:
     """
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        xp, count = namespace(score), take(counts, b, q_idx, kv_idx)
+        xp, num_edges = namespace(score), take(counts, b, q_idx, kv_idx)
         for step in range(kinds.shape[-1]):
-            bias = take(table, h, step, take(kinds, b, q_idx, kv_idx, step)) / xp.maximum(count, 1)
-            score = score + xp.where(step < count, bias, 0.0)
+            bias = take(table, h, step, take(kinds, b, q_idx, kv_idx, step)) / xp.maximum(num_edges, 1)
+            score = score + xp.where(step < num_edges, bias, 0.0)
         return score
 
     return score_mod
@@ -240,17 +240,17 @@ def distance_bias(table: Any, *, far: int, causal: bool, first: Any = 0) -> Scor
     """
 
     def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        xp, count = namespace(score), table.shape[0]
-        away = q_idx - kv_idx
-        side = 0
+        xp, num_buckets = namespace(score), table.shape[0]
+        distance = q_idx - kv_idx
+        start = 0
         if not causal:
-            count //= 2
-            side, away = xp.where(away < 0, count, 0), abs(away)
-        away = xp.maximum(away, 0)
-        exact = count // 2
-        ratio = xp.log(xp.maximum(away, 1).astype(np.float32) / exact) / math.log(far / exact)
-        wide = xp.minimum(exact + (ratio * (count - exact)).astype(np.int32), count - 1)
-        return score + take(table, side + xp.where(away < exact, away, wide), h - first).astype(score.dtype)
+            num_buckets //= 2
+            start, distance = xp.where(distance < 0, num_buckets, 0), abs(distance)
+        distance = xp.maximum(distance, 0)
+        exact = num_buckets // 2
+        ratio = xp.log(xp.maximum(distance, 1).astype(np.float32) / exact) / math.log(far / exact)
+        bucket = xp.minimum(exact + (ratio * (num_buckets - exact)).astype(np.int32), num_buckets - 1)
+        return score + take(table, start + xp.where(distance < exact, distance, bucket), h - first).astype(score.dtype)
 
     return score_mod
 
@@ -272,17 +272,17 @@ def tree_walk(parents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     length = parents.shape[1]
     if (parents >= np.arange(length)).any():
         raise InputError("a parent comes at or after its child. Give parents as earlier positions, or -1 for a root.")
-    sizes = np.ones_like(parents)
+    subtree_sizes = np.ones_like(parents)
     rows = np.arange(len(parents))
     for position in range(length - 1, -1, -1):
-        inner = parents[:, position] >= 0
-        sizes[rows[inner], parents[inner, position]] += sizes[inner, position]
-    enter, free = np.zeros_like(parents), np.zeros_like(parents)
-    roots = np.zeros(len(parents), parents.dtype)
+        has_parent = parents[:, position] >= 0
+        subtree_sizes[rows[has_parent], parents[has_parent, position]] += subtree_sizes[has_parent, position]
+    enter, next_free = np.zeros_like(parents), np.zeros_like(parents)
+    next_root = np.zeros(len(parents), parents.dtype)
     for position in range(length):
-        inner, parent = parents[:, position] >= 0, np.maximum(parents[:, position], 0)
-        enter[:, position] = np.where(inner, free[rows, parent], roots)
-        roots = np.where(inner, roots, roots + sizes[:, position])
-        free[rows[inner], parent[inner]] += sizes[inner, position]
-        free[:, position] = enter[:, position] + 1
-    return enter.astype(np.int32), (enter + sizes).astype(np.int32)
+        has_parent, parent = parents[:, position] >= 0, np.maximum(parents[:, position], 0)
+        enter[:, position] = np.where(has_parent, next_free[rows, parent], next_root)
+        next_root = np.where(has_parent, next_root, next_root + subtree_sizes[:, position])
+        next_free[rows[has_parent], parent[has_parent]] += subtree_sizes[has_parent, position]
+        next_free[:, position] = enter[:, position] + 1
+    return enter.astype(np.int32), (enter + subtree_sizes).astype(np.int32)

@@ -128,29 +128,29 @@ def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping
 
 def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask]) -> tuple[str, dict[str, Any]]:
     """Returns the name and the parameters of one term."""
-    head, args, words = (node.func, node.args, node.keywords) if isinstance(node, ast.Call) else (node, [], [])
+    head, args, keywords = (node.func, node.args, node.keywords) if isinstance(node, ast.Call) else (node, [], [])
     if not isinstance(head, ast.Name):
         raise InputError(f"{what} {text!r} cannot be read. Write names like {_example(entries)}.")
     name = head.id
     if name not in entries:
         raise InputError(f"{what} {text!r}: there is no {name!r}.{nearest(name, entries)} `meshwright mask` lists all.")
     parameters = entries[name].parameters
-    values = [*args, *(word.value for word in words)]
-    keys = [*parameters[: len(args)], *(word.arg or "**" for word in words)]
+    values = [*args, *(word.value for word in keywords)]
+    keys = [*parameters[: len(args)], *(word.arg or "**" for word in keywords)]
     required = set(parameters) - {"slope", "tile"}
     if len(values) != len(keys) or len(set(keys)) < len(keys) or not required <= set(keys) <= set(parameters):
         raise InputError(f"{what} {text!r}: {name} has other parameters. Write {usage(name, parameters)}.")
-    numbers = {}
+    value_of = {}
     for key, value in zip(keys, values, strict=True):
         number = _number(value)
         whole = key not in ("slope", "cap")
         if number is None or not abs(number) < 2**31 or (whole and (number != int(number) or number < (key != "tile"))):
-            kind = f"a whole number of at least {int(key != 'tile')}" if whole else "a number"
-            raise InputError(f"{what} {text!r}: {key} must be {kind}. Write {usage(name, parameters)}.")
+            phrase = f"a whole number of at least {int(key != 'tile')}" if whole else "a number"
+            raise InputError(f"{what} {text!r}: {key} must be {phrase}. Write {usage(name, parameters)}.")
         if key == "cap" and not number > 0:
             raise InputError(f"{what} {text!r}: cap={number:g} must be above 0.")
-        numbers[key] = int(number) if whole else float(number)
-    return name, numbers
+        value_of[key] = int(number) if whole else float(number)
+    return name, value_of
 
 
 def usage(name: str, parameters: Sequence[str]) -> str:
@@ -173,17 +173,17 @@ def _example(entries: Mapping[str, NamedMask]) -> str:
 def example_data(rule: Rule, *, length: int, batch: int = 1, heads: int = 1, seed: int = 0) -> tuple[np.ndarray, ...]:
     """Returns arrays of the kind that a rule reads, drawn at random: about eight documents, a prefix of a quarter, two
     images, a tree of random ancestors, pages in random order."""
-    rng, shape, rows = np.random.default_rng(seed), (batch, length), np.arange(length, dtype=np.int32)
+    rng, shape, index = np.random.default_rng(seed), (batch, length), np.arange(length, dtype=np.int32)
     draw: dict[str, Callable[[], np.ndarray]] = {
         "prefix": lambda: np.full(batch, max(1, length // 4), np.int32),
         "documents": lambda: np.minimum(np.cumsum(rng.random(shape) < 8 / length, 1), _MOST_DOCUMENTS - 1).astype(
             np.int32
         ),
         "lengths": lambda: rng.integers(length // 2, length, batch, endpoint=True),
-        "is_global": lambda: np.broadcast_to(rows % max(1, length // 4) == 0, shape).astype(np.int32),
-        "distances": lambda: np.broadcast_to(np.minimum(abs(rows[:, None] - rows), 7), (*shape, length)),
+        "is_global": lambda: np.broadcast_to(index % max(1, length // 4) == 0, shape).astype(np.int32),
+        "distances": lambda: np.broadcast_to(np.minimum(abs(index[:, None] - index), 7), (*shape, length)),
         "spans": lambda: np.broadcast_to(
-            sum(n * ((rows >= t) & (rows < t + length // 4)) for n, t in enumerate((length // 8, length // 2), 1)),
+            sum(n * ((index >= t) & (index < t + length // 4)) for n, t in enumerate((length // 8, length // 2), 1)),
             shape,
         ),
         "slopes": lambda: mods.alibi_slopes(heads),
@@ -195,8 +195,8 @@ def example_data(rule: Rule, *, length: int, batch: int = 1, heads: int = 1, see
     }
     arrays = {name: draw[name]() for name in rule.data if name in draw}
     if "enter" in rule.data:
-        before = rng.integers(1, 8, shape, endpoint=True)
-        arrays["enter"], arrays["leave"] = mods.tree_walk(np.maximum(rows - before, -1))
+        to_parent = rng.integers(1, 8, shape, endpoint=True)
+        arrays["enter"], arrays["leave"] = mods.tree_walk(np.maximum(index - to_parent, -1))
     if "starts" in rule.data:
         numbers = np.arange(_MOST_DOCUMENTS + 1)
         arrays["starts"] = np.stack([np.searchsorted(row, numbers) for row in arrays["documents"]]).astype(np.int32)

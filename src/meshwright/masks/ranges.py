@@ -88,13 +88,13 @@ class Ranges:
         return _mapped(lambda x: x / _positive(other), self)
 
     def __mod__(self, other: Any) -> "Ranges":
-        by = _positive(other)
+        divisor = _positive(other)
         if self.points is not None:
-            return Ranges.of(self.points % by)
+            return Ranges.of(self.points % divisor)
         xp = namespace(self.low)
-        within = self.low // by == self.high // by
-        most = by - 1 if (self.low % by).dtype.kind in "iu" else by
-        return Ranges(xp.where(within, self.low % by, 0), xp.where(within, self.high % by, most))
+        in_period = self.low // divisor == self.high // divisor
+        max_rest = divisor - 1 if (self.low % divisor).dtype.kind in "iu" else divisor
+        return Ranges(xp.where(in_period, self.low % divisor, 0), xp.where(in_period, self.high % divisor, max_rest))
 
     def __abs__(self) -> "Ranges":
         xp = namespace(self.low)
@@ -104,8 +104,8 @@ class Ranges:
         return Ranges(xp.where(crosses, 0, xp.minimum(low, high)), xp.maximum(low, high), points)
 
     def __le__(self, other: Any) -> "Ranges":
-        two = _ranges(other)
-        return Ranges(self.high <= two.low, self.low <= two.high, _points(lambda x, y: x <= y, self, two))
+        operand = _ranges(other)
+        return Ranges(self.high <= operand.low, self.low <= operand.high, _points(lambda x, y: x <= y, self, operand))
 
     def __lt__(self, other: Any) -> "Ranges":
         return ~(_ranges(other) <= self)
@@ -117,10 +117,10 @@ class Ranges:
         return _ranges(other) < self
 
     def __eq__(self, other: object) -> "Ranges":  # type: ignore[override]
-        two = _ranges(other)
-        alike = (self.low == self.high) & (two.low == two.high) & (self.low == two.low)
-        meet = (self.low <= two.high) & (two.low <= self.high)
-        return Ranges(alike, meet, _points(lambda x, y: x == y, self, two))
+        operand = _ranges(other)
+        is_equal = (self.low == self.high) & (operand.low == operand.high) & (self.low == operand.low)
+        may_be_equal = (self.low <= operand.high) & (operand.low <= self.high)
+        return Ranges(is_equal, may_be_equal, _points(lambda x, y: x == y, self, operand))
 
     def __ne__(self, other: object) -> "Ranges":  # type: ignore[override]
         return ~(self == other)
@@ -197,10 +197,10 @@ def _combined(function: Callable[[Any, Any], Any], one: Any, two: Any) -> Ranges
 
 def _points(function: Callable[[Any, Any], Any], one: Ranges, two: Ranges) -> Any:
     """Returns the values within blocks, where one operand is a plain number; None where they are not known."""
-    held = [x for x in (one, two) if x.points is not None]
-    if len(held) != 1:
+    with_points = [x for x in (one, two) if x.points is not None]
+    if len(with_points) != 1:
         return None
-    plain = two if held[0] is one else one
+    plain = two if with_points[0] is one else one
     if np.ndim(plain.low) or plain.low is not plain.high:
         return None
     return function(*(x.low if x.points is None else x.points for x in (one, two)))

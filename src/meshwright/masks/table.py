@@ -97,21 +97,21 @@ class BlockTable:
         A block is two marks, as letters are twice as high as wide; of a larger table a mark is a block, or several, and
         as many in the next row: full or empty if all of them are.
         """
-        most = max(self.kinds.shape[-2:])
-        repeat, blocks = (2, 1) if 2 * most <= width else (1, -(-most // width))
+        num_blocks = max(self.kinds.shape[-2:])
+        repeat, blocks = (2, 1) if 2 * num_blocks <= width else (1, -(-num_blocks // width))
         kinds = self.of(sequence, head).resized(self.q_block * blocks * 2 // repeat, self.kv_block * blocks).kinds[0, 0]
         marks = np.repeat(np.array([*MARKS.values()])[kinds], repeat, axis=1)
         return "\n".join(map("".join, marks))
 
     def of(self, sequence: int, head: int) -> "BlockTable":
         """Returns the table of one sequence and head, in NumPy's arrays."""
-        place = (min(index, size - 1) for index, size in zip((sequence, head), self.kinds.shape[:2], strict=True))
-        return replace(self, kinds=np.asarray(self.kinds)[tuple(slice(x, x + 1) for x in place)])
+        indices = (min(index, size - 1) for index, size in zip((sequence, head), self.kinds.shape[:2], strict=True))
+        return replace(self, kinds=np.asarray(self.kinds)[tuple(slice(x, x + 1) for x in indices)])
 
     def pairs(self) -> float:
         """Returns the pairs in blocks that exist, of one sequence and head in the mean."""
-        rows, columns = (_lengths(*of) for of in ((self.q_len, self.q_block), (self.kv_len, self.kv_block)))
-        return float(((np.asarray(self.kinds) != NOTHING) * rows[:, None] * columns).sum((2, 3)).mean())
+        q_lens, kv_lens = (_lengths(*side) for side in ((self.q_len, self.q_block), (self.kv_len, self.kv_block)))
+        return float(((np.asarray(self.kinds) != NOTHING) * q_lens[:, None] * kv_lens).sum((2, 3)).mean())
 
 
 def _lengths(length: int, block: int) -> np.ndarray:
@@ -130,10 +130,10 @@ def _resized(kinds: Any, axis: int, block: int, wanted: int) -> Any:
     if wanted % block:
         common = math.gcd(block, wanted)
         return _resized(_resized(kinds, axis, block, common), axis, common, wanted)
-    ratio, last = wanted // block, xp.moveaxis(kinds, axis, -1)
-    missing = [(0, 0)] * (kinds.ndim - 1) + [(0, -kinds.shape[axis] % ratio)]
-    parts = xp.pad(last, missing, mode="edge").reshape(*last.shape[:-1], -1, ratio)
-    low, high = xp.min(parts, axis=-1), xp.max(parts, axis=-1)
+    ratio, moved = wanted // block, xp.moveaxis(kinds, axis, -1)
+    padding = [(0, 0)] * (kinds.ndim - 1) + [(0, -kinds.shape[axis] % ratio)]
+    groups = xp.pad(moved, padding, mode="edge").reshape(*moved.shape[:-1], -1, ratio)
+    low, high = xp.min(groups, axis=-1), xp.max(groups, axis=-1)
     return xp.moveaxis(xp.where(low == high, low, PARTIAL).astype(kinds.dtype), -1, axis)
 
 
@@ -190,8 +190,8 @@ def block_table(
     if exact:
         kinds = _by_points(mask, b, h, rows, columns, kinds)
     if sizes["kv_len"] % kv_block:
-        last = (xp.arange(columns.shape[0]) == columns.shape[0] - 1)[None, None, None]
-        kinds = xp.where(last & (kinds == FULL), PARTIAL, kinds)
+        is_last = (xp.arange(columns.shape[0]) == columns.shape[0] - 1)[None, None, None]
+        kinds = xp.where(is_last & (kinds == FULL), PARTIAL, kinds)
     return BlockTable(kinds=kinds.astype(np.int8), **sizes, mask=mask)
 
 
@@ -217,29 +217,29 @@ def _by_points(mask: Mask, b: Any, h: Any, rows: Any, columns: Any, kinds: Any) 
     xp = namespace(rows)
     if kinds is None:
         # one pair of indices says which of sequences and heads the mask tells apart
-        apart = _booleans(mask(b, h, rows[None, None, :1, :1], columns[None, None, :1, :1])).shape
-        kinds = np.full((*apart[:2], len(rows), len(columns)), PARTIAL)
+        shape = _booleans(mask(b, h, rows[None, None, :1, :1], columns[None, None, :1, :1])).shape
+        kinds = np.full((*shape[:2], len(rows), len(columns)), PARTIAL)
     kinds = np.array(kinds)
     for indices, pairs in _partial_pairs(mask, rows, columns, kinds):
-        every, seen = pairs.all((1, 2)), pairs.any((1, 2))
-        kinds[tuple(indices.T)] = np.where(every, FULL, np.where(seen, PARTIAL, NOTHING))
+        all_seen, any_seen = pairs.all((1, 2)), pairs.any((1, 2))
+        kinds[tuple(indices.T)] = np.where(all_seen, FULL, np.where(any_seen, PARTIAL, NOTHING))
     return xp.asarray(kinds)
 
 
 def _booleans(found: Any) -> Any:
     """Returns what a mask gave; raises InputError unless it is Boolean."""
     found = np.full((1,) * 4, found) if isinstance(found, bool | np.bool_) else found
-    kind = getattr(found, "dtype", type(found).__name__)
-    if kind != np.dtype(bool):
-        raise InputError(f"the mask returns {kind}. Return Booleans, one for each pair of indices.")
+    dtype = getattr(found, "dtype", type(found).__name__)
+    if dtype != np.dtype(bool):
+        raise InputError(f"the mask returns {dtype}. Return Booleans, one for each pair of indices.")
     return found
 
 
 def _partial_pairs(mask: Mask, rows: Any, columns: Any, kinds: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields (indices in ``kinds``, pairs) of partial blocks, many at once."""
     xp, partial = namespace(rows), np.argwhere(kinds == PARTIAL)
-    size = max(1, POINTS_AT_ONCE // (rows.shape[1] * columns.shape[1]))
-    for indices in (partial[first : first + size] for first in range(0, len(partial), size)):
+    chunk = max(1, POINTS_AT_ONCE // (rows.shape[1] * columns.shape[1]))
+    for indices in (partial[start : start + chunk] for start in range(0, len(partial), chunk)):
         sequence, head, i, j = (xp.asarray(index).reshape(-1, 1, 1) for index in indices.T)
         pairs = mask(sequence, head, rows[i[:, 0, 0]][:, :, None], columns[j[:, 0, 0]][:, None])
         yield indices, np.asarray(xp.broadcast_to(pairs, (len(indices), rows.shape[1], columns.shape[1])))
@@ -257,17 +257,17 @@ class CountedTable(NamedTuple):
 
 def counted_table(mask: Mask, *, q_len: int, kv_len: int, **sizes: Any) -> CountedTable:
     """Returns a mask's table and its pairs counted one by one; ``sizes`` and errors are those of `block_table`."""
-    begin = time.perf_counter()
+    start_s = time.perf_counter()
     table = block_table(mask, q_len=q_len, kv_len=kv_len, **sizes)
-    table_s = time.perf_counter() - begin
+    table_s = time.perf_counter() - start_s
     rows, columns = np.arange(q_len, dtype=np.int32), np.arange(kv_len, dtype=np.int32)
     lengths = _lengths(q_len, table.q_block), _lengths(kv_len, table.kv_block)
-    visible = float(((table.kinds == FULL) * lengths[0][:, None] * lengths[1]).sum())
+    num_visible = float(((table.kinds == FULL) * lengths[0][:, None] * lengths[1]).sum())
     blocks = in_blocks(rows, table.q_block), in_blocks(columns, table.kv_block)
     for index, pairs in _partial_pairs(mask, *blocks, table.kinds):
-        inside = [np.arange(pairs.shape[dim + 1]) < real[index[:, dim + 2], None] for dim, real in enumerate(lengths)]
-        visible += float((pairs & inside[0][:, :, None] & inside[1][:, None]).sum())
+        is_real = [np.arange(pairs.shape[dim + 1]) < lens[index[:, dim + 2], None] for dim, lens in enumerate(lengths)]
+        num_visible += float((pairs & is_real[0][:, :, None] & is_real[1][:, None]).sum())
     points, zero = None, np.zeros((1, 1), np.int32)
     if max(q_len, kv_len) <= 512:
         points = np.broadcast_to(np.asarray(mask(zero, zero, rows[:, None], columns[None])), (q_len, kv_len))
-    return CountedTable(table, visible / (table.kinds.shape[0] * table.kinds.shape[1]), table_s, points)
+    return CountedTable(table, num_visible / (table.kinds.shape[0] * table.kinds.shape[1]), table_s, points)

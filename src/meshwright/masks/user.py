@@ -36,10 +36,10 @@ def table_of_user(spec: str, *, timeout_s: float = 120.0, **sizes: int) -> Count
         path = Path(folder) / "found"
         # -P: a json.py of the user is not the child's
         command = [sys.executable, "-P", "-m", __name__, spec, json.dumps(sizes), str(path)]
-        quiet: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        child = subprocess.Popen(command, env={"JAX_PLATFORMS": "cpu", **os.environ}, start_new_session=True, **quiet)
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        child = subprocess.Popen(command, env={"JAX_PLATFORMS": "cpu", **os.environ}, start_new_session=True, **streams)
         try:
-            code = child.wait(timeout_s)
+            exit_code = child.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise InputError(f"{spec} took more than {timeout_s:g} s. Use a shorter sequence.") from None
         finally:
@@ -47,7 +47,7 @@ def table_of_user(spec: str, *, timeout_s: float = 120.0, **sizes: int) -> Count
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         if not path.exists():
-            raise InputError(f"{spec} ended its process with exit code {code}. Return Booleans instead.")
+            raise InputError(f"{spec} ended its process with exit code {exit_code}. Return Booleans instead.")
         result = pickle.loads(path.read_bytes())
     if isinstance(result, CountedTable):
         return result
@@ -77,8 +77,8 @@ def load_user(spec: str) -> Mask:
         raise InputError(f"{spec}: there is no module {error.name!r} in this folder or the environment.") from None
     function = getattr(module, attribute, None)
     if not callable(function):
-        known = nearest(attribute, (name for name, value in vars(module).items() if callable(value)))
-        raise InputError(f"{spec}: there is no function {attribute!r}.{known}")
+        suggestion = nearest(attribute, (name for name, value in vars(module).items() if callable(value)))
+        raise InputError(f"{spec}: there is no function {attribute!r}.{suggestion}")
     return function
 
 
@@ -90,12 +90,12 @@ def checked(mask: Mask, spec: str) -> Mask:
         seen = mask(*at)
         if any(isinstance(x, Ranges) for x in (*at, seen)):
             return seen
-        seen, wanted = np.asarray(seen), np.broadcast_shapes(*(x.shape for x in at))
+        seen, target = np.asarray(seen), np.broadcast_shapes(*(x.shape for x in at))
         if seen.dtype != bool:
             raise InputError(f"{spec} returns {seen.dtype}, not Booleans. Compare indices, such as q_idx >= kv_idx.")
-        shape = (1,) * (len(wanted) - seen.ndim) + seen.shape
-        if len(shape) != len(wanted) or any(size not in (1, most) for size, most in zip(shape, wanted, strict=True)):
-            raise InputError(f"{spec} returns shape {seen.shape} for indices of {wanted}. Return a Boolean a pair.")
+        shape = (1,) * (len(target) - seen.ndim) + seen.shape
+        if len(shape) != len(target) or any(size not in (1, full) for size, full in zip(shape, target, strict=True)):
+            raise InputError(f"{spec} returns shape {seen.shape} for indices of {target}. Return a Boolean a pair.")
         return seen.reshape(shape)
 
     return of
@@ -106,10 +106,10 @@ def words_of(error: BaseException, spec: str) -> str:
     if isinstance(error, InputError):
         return str(error)
     ours = {"importlib", "site-packages", Path(__file__).parent.name}
-    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if not ours & set(Path(frame.filename).parts)]
-    where = f" ({Path(lines[-1].filename).name}:{lines[-1].lineno})" if lines else ""
-    hint = " Indices are arrays: use &, | and where for and, or and if." if "truth value" in str(error) else ""
-    return f"{spec} raised {type(error).__name__}: {error}{where}.{hint}"
+    trace = [frame for frame in traceback.extract_tb(error.__traceback__) if not ours & set(Path(frame.filename).parts)]
+    where_text = f" ({Path(trace[-1].filename).name}:{trace[-1].lineno})" if trace else ""
+    hint_text = " Indices are arrays: use &, | and where for and, or and if." if "truth value" in str(error) else ""
+    return f"{spec} raised {type(error).__name__}: {error}{where_text}.{hint_text}"
 
 
 def main(spec: str, sizes: str, path: str) -> None:

@@ -57,41 +57,41 @@ def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], d
     widths, which a write replaces, unless its heads do not fill a word of 4 bytes; scales, and what is narrow beside
     latents, have slots in the lanes. In any other order XLA copies whole caches.
     """
-    on_tpu, packed = platform == "tpu", 4 // int(DTYPE_BYTES[dtype])
+    on_tpu, per_word = platform == "tpu", 4 // int(DTYPE_BYTES[dtype])
     if not dims[2:3] or not (on_tpu or platform in ("cuda", "rocm")):
         return None
     num_heads, has_widths, rows = shape[3], len(shape) == 5, SUBLANES
-    heads_in_tiles = on_tpu and has_widths and num_heads >= max(2, packed)
-    order = (0, 1, 2, 3, 4) if heads_in_tiles else (0, 1, 3, 2, 4)[: len(shape)]
+    heads_in_tiles = on_tpu and has_widths and num_heads >= max(2, per_word)
+    dim_order = (0, 1, 2, 3, 4) if heads_in_tiles else (0, 1, 3, 2, 4)[: len(shape)]
     if not dims[2].startswith("K"):
         if not on_tpu or len(shape) < 4 or shape[3] >= LANES:
             return None
     elif not on_tpu:
-        return Layout(order)
+        return Layout(dim_order)
     elif not has_widths or heads_in_tiles:
-        rows = min(SUBLANES, max(packed, 1 << (num_heads - 1).bit_length()))
-    elif packed == 4:
+        rows = min(SUBLANES, max(per_word, 1 << (num_heads - 1).bit_length()))
+    elif per_word == 4:
         rows *= 4
-    return Layout(order, tiling=((rows, LANES), (packed, 1)) if packed > 1 else ((rows, LANES),))
+    return Layout(dim_order, tiling=((rows, LANES), (per_word, 1)) if per_word > 1 else ((rows, LANES),))
 
 
 def stored(values: Array, dtype: Any) -> Array:
     """Returns values in the dtype of a cache, or as its bits; beyond the range of 8-bit floats they are its ends, not
     NaN."""
-    bits = dtype if dtype in FLOATS else None
+    bits_dtype = dtype if dtype in FLOATS else None
     dtype = FLOATS.get(dtype, dtype)
     if dtype == jnp.float8_e4m3fn:
         largest = float(jnp.finfo(dtype).max)
         values = jnp.clip(values, -largest, largest)
     values = values.astype(dtype)
-    return values if bits is None else lax.bitcast_convert_type(values, bits)
+    return values if bits_dtype is None else lax.bitcast_convert_type(values, bits_dtype)
 
 
 def _by_head(index: tuple[Any, ...], values: Array, dtype: Any) -> tuple[Any, ...]:
     """Returns the index of slots for values[R, ...], with heads where they are outside of slots on a TPU, as
     `cache_layout` says: written one by one, else XLA copies the whole array."""
-    few = LANES // 2 if values.ndim == 2 else 4 // dtype.itemsize
-    if default_platform() != "tpu" or values.ndim == 1 or not (values.ndim != 2) < values.shape[1] < few:
+    limit = LANES // 2 if values.ndim == 2 else 4 // dtype.itemsize
+    if default_platform() != "tpu" or values.ndim == 1 or not (values.ndim != 2) < values.shape[1] < limit:
         return index
     return (*(array[:, None] for array in index), jnp.arange(values.shape[1])[None])
 
@@ -102,15 +102,15 @@ def write_slots(
     """Writes values[R, ...] into slots of a layer's pages, counted through those of all devices: axes ``pages`` split
     the pages, ``of_page`` the slots of each. Slots of other devices are dropped."""
     num_pages, page_len = cache.page_sizes
-    whole = page_len * (lax.axis_size(of_page) if of_page else 1)
-    page, slot = slots // whole - first_index(pages, num_pages), slots % whole - first_index(of_page, page_len)
+    full_len = page_len * (lax.axis_size(of_page) if of_page else 1)
+    page, slot = slots // full_len - first_index(pages, num_pages), slots % full_len - first_index(of_page, page_len)
     if pages:
         page = jnp.where(page < 0, num_pages, page)
     if of_page:
         page = jnp.where((slot < 0) | (slot >= page_len), num_pages, page)
     # past the last page of a layer is past the last of all, not the next layer's first
     page = jnp.minimum(page, num_pages)
-    by_head = _by_head((page, slot), values, cache.stack.dtype)
-    index: tuple[Any, ...] = (page, slice(None), slot) if cache.heads_first else by_head
+    index_by_head = _by_head((page, slot), values, cache.stack.dtype)
+    index: tuple[Any, ...] = (page, slice(None), slot) if cache.heads_first else index_by_head
     index = index if cache.layer is None else (cache.layer, *index)
     return replace(cache, stack=cache.stack.at[index].set(stored(values, cache.stack.dtype), mode="drop"))

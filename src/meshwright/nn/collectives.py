@@ -68,26 +68,26 @@ def _scatter_leg_by_leg(value: Array, legs: Legs, *, axes: tuple[str, ...], dim:
     """
     shape = (*value.shape[:dim], *legs.parts, value.shape[dim] // math.prod(legs.parts), *value.shape[dim + 1 :])
     value = jnp.moveaxis(value.reshape(shape), [dim + index for index in legs.places], range(len(legs.parts)))
-    shard = value.shape[len(legs.parts) :]
+    shard_shape = value.shape[len(legs.parts) :]
     # a dim that fills the lanes, where the last one does not
-    added = [_added(size, LANES) for size in shard]
-    lanes = -1 if added[-1] <= MOST_PADDED else added.index(min(added)) - len(shard)
-    value = jnp.moveaxis(value, lanes, -1)
-    moved = value.shape[len(legs.parts) :]
-    value = value.reshape(*legs.sizes, *moved)
-    dims, filled, in_rows = _in_tiles(moved, value.nbytes)
+    ratios = [_added(size, LANES) for size in shard_shape]
+    lanes_dim = -1 if ratios[-1] <= MOST_PADDED else ratios.index(min(ratios)) - len(shard_shape)
+    value = jnp.moveaxis(value, lanes_dim, -1)
+    moved_shape = value.shape[len(legs.parts) :]
+    value = value.reshape(*legs.sizes, *moved_shape)
+    dims, filled_dims, in_rows = _in_tiles(moved_shape, value.nbytes)
     value = value.reshape(*legs.sizes, *dims)
-    extra = [(0, size - less) for less, size in zip(dims, filled, strict=True)]
-    value = jnp.pad(value, [(0, 0)] * len(legs.sizes) + extra)
+    padding = [(0, size - dim_size) for dim_size, size in zip(dims, filled_dims, strict=True)]
+    value = jnp.pad(value, [(0, 0)] * len(legs.sizes) + padding)
     if in_rows:
         value = value.reshape(*legs.sizes, -1, LANES)
     value = with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
     for groups in legs.groups:
         value = lax.psum_scatter(value, axes, axis_index_groups=groups)
-    if filled != moved:
+    if filled_dims != moved_shape:
         # libtpu 0.0.42 takes the tiles away again, and fails, if it sees at once that they are added and taken away
         value = lax.optimization_barrier(value)
-    return jnp.moveaxis(value.reshape(filled)[tuple(map(slice, dims))].reshape(moved), -1, lanes)
+    return jnp.moveaxis(value.reshape(filled_dims)[tuple(map(slice, dims))].reshape(moved_shape), -1, lanes_dim)
 
 
 def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
@@ -97,16 +97,16 @@ def _in_tiles(shard: tuple[int, ...], num_bytes: int) -> tuple[tuple[int, ...], 
     As it is, if that adds at most `MOST_PADDED` and the array is small; with the rows and columns that are missing, if
     the array is large; else as rows of `LANES`, of its own dims or of one dim in their place.
     """
-    full, count = ROWS * LANES, math.prod(shard)
-    tiles = (*shard[:-2], *map(_tiled, shard[-2:], (ROWS, LANES)[-len(shard) :]))
+    tile_size, num_numbers = ROWS * LANES, math.prod(shard)
+    tiled_shape = (*shard[:-2], *map(_tiled, shard[-2:], (ROWS, LANES)[-len(shard) :]))
     if default_platform() != "tpu":
         return shard, shard, False
-    if math.prod(tiles) <= MOST_PADDED * count:
-        return shard, tiles if num_bytes >= PADDED_BYTES else shard, False
-    columns = _tiled(shard[-1], full // math.gcd(count // shard[-1], full))
-    if columns <= MOST_PADDED * shard[-1]:
-        return shard, (*shard[:-1], columns), True
-    return (count,), (_tiled(count, full),), True
+    if math.prod(tiled_shape) <= MOST_PADDED * num_numbers:
+        return shard, tiled_shape if num_bytes >= PADDED_BYTES else shard, False
+    num_columns = _tiled(shard[-1], tile_size // math.gcd(num_numbers // shard[-1], tile_size))
+    if num_columns <= MOST_PADDED * shard[-1]:
+        return shard, (*shard[:-1], num_columns), True
+    return (num_numbers,), (_tiled(num_numbers, tile_size),), True
 
 
 def _tiled(size: int, tile: int) -> int:
@@ -119,12 +119,12 @@ def as_stored(value: Array) -> Array:
 
     Dims are in order; on TPUs the innermost two are those to which fewest numbers are added to fill tiles.
     """
-    order = list(range(value.ndim))
+    dim_order = list(range(value.ndim))
     if default_platform() == "tpu" and value.ndim > 1:
-        pairs = [(rows, last) for last in reversed(order) for rows in reversed(order) if rows != last]
+        pairs = [(row, lane) for lane in reversed(dim_order) for row in reversed(dim_order) if row != lane]
         inner = min(pairs, key=lambda pair: _added(value.shape[pair[0]], ROWS) * _added(value.shape[pair[1]], LANES))
-        order = [*(dim for dim in order if dim not in inner), *inner]
-    return with_layout_constraint(value, Layout(major_to_minor=tuple(order)))
+        dim_order = [*(dim for dim in dim_order if dim not in inner), *inner]
+    return with_layout_constraint(value, Layout(major_to_minor=tuple(dim_order)))
 
 
 def _added(size: int, tile: int) -> float:
@@ -148,8 +148,8 @@ def own_entries(numbers: Array, first: Array | int, size: int, *, elsewhere: int
     Indices that it does not hold become ``elsewhere``.
     """
     local = numbers - first
-    inside = (local >= 0) & (local < size)
-    return jnp.where(inside, local, elsewhere), inside
+    is_own = (local >= 0) & (local < size)
+    return jnp.where(is_own, local, elsewhere), is_own
 
 
 def first_index(axes: tuple[str, ...], block_size: int) -> Array | int:

@@ -45,11 +45,11 @@ def contract(equation: str, lhs: Array, rhs: Array | Turned, *, dtype: DTypeLike
             product = _by_outputs(lhs.reshape(rows, width), rhs.reshape(-1, width)).astype(dtype or lhs.dtype)
             return product.reshape(*lhs.shape[: len(free)], *rhs.shape[: len(new)])
     ahead = batch + shared[len(batch) :]
-    first, second = left[len(ahead) :], right[len(ahead) :]
-    sums_first_dims = left.startswith(ahead) and right.startswith(ahead) and batch != ahead and first and second
-    wide = lhs.dtype == rhs.dtype == jnp.float32 and dtype in (None, jnp.float32)
-    if sums_first_dims and sorted(out) == sorted(batch + first + second) and wide and default_platform() == "cpu":
-        return _transposed_product((batch, ahead[len(batch) :], first, second), out, lhs, rhs)
+    lhs_rest, rhs_rest = left[len(ahead) :], right[len(ahead) :]
+    sums_first_dims = left.startswith(ahead) and right.startswith(ahead) and batch != ahead and lhs_rest and rhs_rest
+    fp32 = lhs.dtype == rhs.dtype == jnp.float32 and dtype in (None, jnp.float32)
+    if sums_first_dims and sorted(out) == sorted(batch + lhs_rest + rhs_rest) and fp32 and default_platform() == "cpu":
+        return _transposed_product((batch, ahead[len(batch) :], lhs_rest, rhs_rest), out, lhs, rhs)
     if lhs.dtype == rhs.dtype == jnp.bfloat16 and default_platform() == "cpu":
         if batch and max(lhs.ndim, rhs.ndim) > 3:  # XLA has no such product of narrow factors with a wide result
             return jnp.einsum(equation, *(x.astype(dtype or lhs.dtype) for x in (lhs, rhs)))
@@ -80,37 +80,37 @@ def _narrow_product(letters: tuple[str, str, str], lhs: Array, rhs: Array) -> Ar
     """
     left, right, out = letters
     free = [c for c in left if c not in right]
-    alone = free[:1] if math.prod(lhs.shape[left.index(c)] for c in free) == 1 else []
-    if alone:
-        lhs = jnp.concatenate([lhs, lhs], left.index(alone[0]))
+    lone_dim = free[:1] if math.prod(lhs.shape[left.index(c)] for c in free) == 1 else []
+    if lone_dim:
+        lhs = jnp.concatenate([lhs, lhs], left.index(lone_dim[0]))
     if lhs.ndim == 2:
         lhs = lax.optimization_barrier(lhs)  # a transposition that is folded into such a product is not executed
     if lhs.ndim == rhs.ndim == 2:
         lhs, left, out = lhs[None], f"Z{left}", f"Z{out}"
     product = jnp.einsum(f"{left},{right}->{out}", lhs, rhs, preferred_element_type=jnp.float32)
     product = product[0] if out[0] == "Z" else product
-    return lax.slice_in_dim(product, 0, 1, axis=letters[2].index(alone[0])) if alone else product
+    return lax.slice_in_dim(product, 0, 1, axis=letters[2].index(lone_dim[0])) if lone_dim else product
 
 
 def _transposed_product(letters: tuple[str, str, str, str], out: str, lhs: Array, rhs: Array) -> Array:
     """Multiplies [batch, summed, first] and [batch, summed, second] after transposing the smaller factor."""
-    batch, summed, first, second = letters
-    sizes = dict(zip(batch + summed + first, lhs.shape, strict=True))
-    sizes |= zip(batch + summed + second, rhs.shape, strict=True)
+    batch, summed, lhs_rest, rhs_rest = letters
+    size_of = dict(zip(batch + summed + lhs_rest, lhs.shape, strict=True))
+    size_of |= zip(batch + summed + rhs_rest, rhs.shape, strict=True)
 
     def size(letters: str) -> int:
-        return math.prod(sizes[c] for c in letters)
+        return math.prod(size_of[c] for c in letters)
 
-    if size(first) > size(second):
-        lhs, rhs, first, second = rhs, lhs, second, first
-    shape = [*(sizes[c] for c in batch), size(summed), -1]
+    if size(lhs_rest) > size(rhs_rest):
+        lhs, rhs, lhs_rest, rhs_rest = rhs, lhs, rhs_rest, lhs_rest
+    shape = [*(size_of[c] for c in batch), size(summed), -1]
     # The barriers keep XLA from folding a transposition back into the product.
     transposed = lax.optimization_barrier(jnp.swapaxes(lhs.reshape(shape), -1, -2))
     product = jnp.matmul(transposed, rhs.reshape(shape))
-    dims = batch + first + second
+    dims = batch + lhs_rest + rhs_rest
     if dims != out:
         product = lax.optimization_barrier(product)
-    product = product.reshape([sizes[c] for c in dims])
+    product = product.reshape([size_of[c] for c in dims])
     return jnp.transpose(product, [dims.index(c) for c in out])
 
 
@@ -133,5 +133,5 @@ def rows_at(table: Array, index: Array) -> Array:
 
 def spread(x: Array, dims: tuple[str, ...], over: tuple[str, ...]) -> Array:
     """Transposes and reshapes an array over ``dims`` to broadcast against one over the dims ``over``."""
-    order = [dims.index(dim) for dim in over if dim in dims]
-    return jnp.expand_dims(x.transpose(order), tuple(i for i, dim in enumerate(over) if dim not in dims))
+    dim_order = [dims.index(dim) for dim in over if dim in dims]
+    return jnp.expand_dims(x.transpose(dim_order), tuple(i for i, dim in enumerate(over) if dim not in dims))

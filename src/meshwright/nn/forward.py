@@ -72,7 +72,7 @@ def run_stack(
             continue
         carry, _ = lax.scan(partial(iteration, span), carry, jnp.arange(span.repeats, dtype=jnp.int32))
     stream, state = carry
-    last = blocks[stack.last]
-    is_loss_head = last.block.ops[-1].out != "logits" and any(step.result.name == "logits" for step in last.forward)
+    head = blocks[stack.last]
+    is_loss_head = head.block.ops[-1].out != "logits" and any(step.result.name == "logits" for step in head.forward)
     until = "logits" if is_loss_head else ""
-    return run_block(context, last, {**given, **params, stack.carry: stream}, until=until)[0], state
+    return run_block(context, head, {**given, **params, stack.carry: stream}, until=until)[0], state

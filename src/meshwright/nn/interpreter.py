@@ -34,14 +34,14 @@ def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str
     devices of experts run once more for every further round of an exchange.
     """
     env = dict(env)
-    for part, inside in _parts(list(steps)):
-        start = dict(env)
+    for part, at_experts in _parts(list(steps)):
+        env_before = dict(env)
         for step in part:
             _run_step(context, step, env)
             if until and step.result.name == until:
                 return env
-        if inside:
-            _run_further_rounds(context, part, start, env)
+        if at_experts:
+            _run_further_rounds(context, part, env_before, env)
     return env
 
 
@@ -64,20 +64,20 @@ def _parts(steps: list[Step]) -> Iterator[tuple[list[Step], bool]]:
     """Yields steps in parts, those of one pass at experts' devices in one; steps among them that need none of their
     results run before, others after."""
     for is_backward in (False, True):
-        numbers = [n for n, s in enumerate(steps) if is_at_experts(s) and (s.phase == "backward") == is_backward]
-        if not numbers:
+        step_numbers = [n for n, s in enumerate(steps) if is_at_experts(s) and (s.phase == "backward") == is_backward]
+        if not step_numbers:
             continue
-        inside = [steps[n] for n in numbers]
-        results, before, after = {a for step in inside for a in step.results}, list[Step](), list[Step]()
-        for step in (steps[n] for n in range(numbers[0], numbers[-1]) if n not in numbers):
+        inside = [steps[n] for n in step_numbers]
+        results, steps_before, steps_after = {a for step in inside for a in step.results}, list[Step](), list[Step]()
+        for step in (steps[n] for n in range(step_numbers[0], step_numbers[-1]) if n not in step_numbers):
             if results.isdisjoint(step.inputs):
-                before.append(step)
+                steps_before.append(step)
             else:
                 results.update(step.results)
-                after.append(step)
-        yield [*steps[: numbers[0]], *before], False
+                steps_after.append(step)
+        yield [*steps[: step_numbers[0]], *steps_before], False
         yield inside, True
-        steps = [*after, *steps[numbers[-1] + 1 :]]
+        steps = [*steps_after, *steps[step_numbers[-1] + 1 :]]
     yield steps, False
 
 
@@ -91,22 +91,22 @@ def _run_further_rounds(context: Context, steps: list[Step], start: Environment,
     route = next((value.route for value in inputs if isinstance(value, Ragged) and value.route), None)
     if route is None or not results:
         return
-    held = {a: v for a, v in start.items() if not (has_slots(a) and a.axes_of("E"))}
+    held_arrays = {a: v for a, v in start.items() if not (has_slots(a) and a.axes_of("E"))}
     # rows of tokens are sorted again, so that they need no memory for rounds that seldom run
-    known = {a: v for a, v in held.items() if not (has_slots(a) and len(a.dims) > 2)}
-    again, missing = _needed(context, steps[0].block, results, known)
+    known_arrays = {a: v for a, v in held_arrays.items() if not (has_slots(a) and len(a.dims) > 2)}
+    rerun_steps, missing = _needed(context, steps[0].block, results, known_arrays)
     if missing:
         # the second part of a split backward pass does not have the arrays that its rows were made from
-        known, (again, _) = held, _needed(context, steps[0].block, results, held)
-    used = [array for array in known if any(array in step.inputs for step in again)]
+        known_arrays, (rerun_steps, _) = held_arrays, _needed(context, steps[0].block, results, held_arrays)
+    used_arrays = [array for array in known_arrays if any(array in step.inputs for step in rerun_steps)]
 
     def one_more(carry: tuple[Array, list[Any]]) -> tuple[Array, list[Any]]:
-        (taken, sums), values = jax.lax.optimization_barrier((carry, [known[array] for array in used]))
-        inner = {array: in_further_round(value, taken) for array, value in zip(used, values, strict=True)}
-        for step in again:
-            _run_step(context, step, inner, taken=taken)
+        (taken, sums), values = jax.lax.optimization_barrier((carry, [known_arrays[array] for array in used_arrays]))
+        round_env = {array: in_further_round(value, taken) for array, value in zip(used_arrays, values, strict=True)}
+        for step in rerun_steps:
+            _run_step(context, step, round_env, taken=taken)
         room = replace(route, further=True).room
-        return taken + room, [total + inner[array] for total, array in zip(sums, results, strict=True)]
+        return taken + room, [total + round_env[array] for total, array in zip(sums, results, strict=True)]
 
     after_first = (jnp.full((), route.room, jnp.int32), [env[array] for array in results])
     with jax.named_scope(FURTHER_ROUNDS):
@@ -118,21 +118,21 @@ def _needed(
     context: Context, block: str, results: list[ShardedArray], known: Environment
 ) -> tuple[list[Step], set[ShardedArray]]:
     """Returns the steps of a block, in order, that make results from known arrays, and inputs that none of them has."""
-    derived = next(steps for steps in context.derived.blocks if steps.block.name == block)
-    every = [*derived.forward, *(step for step in derived.backward if step.phase == "backward")]
-    wanted, needed = set(results), list[Step]()
-    for step in reversed(every):
-        if not wanted.isdisjoint(step.results):
-            needed.insert(0, step)
-            wanted.update(array for array in step.inputs if array not in known)
+    block_steps = next(steps for steps in context.derived.blocks if steps.block.name == block)
+    all_steps = [*block_steps.forward, *(step for step in block_steps.backward if step.phase == "backward")]
+    wanted_arrays, needed_steps = set(results), list[Step]()
+    for step in reversed(all_steps):
+        if not wanted_arrays.isdisjoint(step.results):
+            needed_steps.insert(0, step)
+            wanted_arrays.update(array for array in step.inputs if array not in known)
     available, missing = set(known), set[ShardedArray]()
-    again = list[Step]()
-    for step in needed:
+    rerun_steps = list[Step]()
+    for step in needed_steps:
         if not (step.only_moves and step.result in available):  # a gather of both passes runs once
-            again.append(step)
+            rerun_steps.append(step)
             missing |= set(step.inputs) - available
             available.update(step.results)
-    return again, missing
+    return rerun_steps, missing
 
 
 def run_update(steps: Iterable[Step], env: Environment, sizes: Mapping[str, int] | None = None) -> Environment:

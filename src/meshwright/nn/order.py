@@ -13,15 +13,15 @@ from jaxtyping import Array
 def never(arrays: Iterable[Array]) -> Array:
     """Returns False once the arrays exist, which no compiler knows beforehand."""
     # without the barrier libtpu sends a scatter of which one number is read as a whole all-reduce
-    whole = lax.optimization_barrier(list(arrays))
-    total = sum((array.reshape(-1)[0].astype(jnp.float32) for array in whole), start=jnp.zeros(()))
+    barred = lax.optimization_barrier(list(arrays))
+    total = sum((array.reshape(-1)[0].astype(jnp.float32) for array in barred), start=jnp.zeros(()))
     return jnp.isnan(total) & jnp.isinf(total)
 
 
 def after(values: Any, arrays: Iterable[Array]) -> Any:
     """Returns the same values, from which nothing is computed before the arrays exist."""
-    no = never(arrays)
-    return jax.tree.map(lambda value: jnp.where(no, jnp.zeros_like(value), value), values)
+    false = never(arrays)
+    return jax.tree.map(lambda value: jnp.where(false, jnp.zeros_like(value), value), values)
 
 
 def sum_of_halves(x: Array) -> Array:

@@ -41,9 +41,9 @@ def quantise(
     x: Float[Array, "..."], scale: Float[Array, "..."], axes: tuple[int, ...], dtype: str = "int8"
 ) -> Num[Array, "..."]:
     """Returns x / scale, rounded to values of the dtype; ``scale`` has no dims for ``axes``."""
-    wide, largest = x.astype(jnp.float32) / jnp.expand_dims(scale, axes), LARGEST_OF[dtype]
-    whole = wide if dtype == "fp8" else jnp.round(wide)
-    return jnp.clip(whole, -largest, largest).astype(STORED_DTYPES[dtype])
+    scaled_x, largest = x.astype(jnp.float32) / jnp.expand_dims(scale, axes), LARGEST_OF[dtype]
+    rounded = scaled_x if dtype == "fp8" else jnp.round(scaled_x)
+    return jnp.clip(rounded, -largest, largest).astype(STORED_DTYPES[dtype])
 
 
 def dequantised(
@@ -51,9 +51,9 @@ def dequantised(
 ) -> Float[Array, "..."]:
     """Returns values over ``dims`` times their scales over ``of_scale``, which may have groups of a dim, in float32;
     both may have a dim of layers in front. Bytes are `pairs` of int4."""
-    layers = ("",) * (values.ndim - len(dims))
-    scale = spread(scale, (*layers, *(dim.removesuffix("g") for dim in of_scale)), (*layers, *dims))
-    axis = next((i for i, dim in enumerate(dims, len(layers)) if f"{dim}g" in of_scale), None)
+    layer_dims = ("",) * (values.ndim - len(dims))
+    scale = spread(scale, (*layer_dims, *(dim.removesuffix("g") for dim in of_scale)), (*layer_dims, *dims))
+    axis = next((i for i, dim in enumerate(dims, len(layer_dims)) if f"{dim}g" in of_scale), None)
     if axis is None:
         return values.astype(jnp.float32) * scale
     ahead, behind = values.shape[:axis], values.shape[axis + 1 :]
@@ -76,19 +76,19 @@ def quantise_params(model: Model, params: Mapping[str, Array], quantised: Quanti
     arrays = dict(params)
     for name, (weight, scale) in quantised.items():
         array = params[name].astype(jnp.float32)
-        layers = ("",) * (array.ndim - len(weight.dims))
-        dims, of_scale = (*layers, *weight.dims), (*layers, *scale.dims)
-        counts = [
-            size if dim in of_scale else model.dims[f"{dim}g"] if f"{dim}g" in of_scale else 1
+        layer_dims = ("",) * (array.ndim - len(weight.dims))
+        dims, scale_dims = (*layer_dims, *weight.dims), (*layer_dims, *scale.dims)
+        num_groups = [
+            size if dim in scale_dims else model.dims[f"{dim}g"] if f"{dim}g" in scale_dims else 1
             for dim, size in zip(dims, array.shape, strict=True)
         ]
         # a dim is its groups and their entries
-        parts = [part for size, n in zip(array.shape, counts, strict=True) for part in (n, size // n)]
-        split, entries = array.reshape(parts), tuple(range(1, len(parts), 2))
-        factors = absmax_scale(split, entries, weight.dtype)
-        shape = [n for n, dim in zip(counts, dims, strict=True) if dim in of_scale or f"{dim}g" in of_scale]
-        values = quantise(split, factors, entries, weight.dtype).reshape(array.shape)
-        arrays |= {name: values, scale.name: factors.reshape(shape)}
+        split_shape = [part for size, n in zip(array.shape, num_groups, strict=True) for part in (n, size // n)]
+        split, entry_axes = array.reshape(split_shape), tuple(range(1, len(split_shape), 2))
+        scales = absmax_scale(split, entry_axes, weight.dtype)
+        shape = [n for n, dim in zip(num_groups, dims, strict=True) if dim in scale_dims or f"{dim}g" in scale_dims]
+        values = quantise(split, scales, entry_axes, weight.dtype).reshape(array.shape)
+        arrays |= {name: values, scale.name: scales.reshape(shape)}
     return arrays
 
 
@@ -106,14 +106,14 @@ def scaled_product(step: Step, lhs: Any, values: Array, scale: Array, product: C
     The values are multiplied in the stream's dtype, which holds them exactly, and the scale multiplies the result.
     Rows of packed tokens have the scales of different experts, so for these too the weight is dequantised first.
     """
-    _, of_values, of_scale = (array.dims for array in step.inputs)
+    _, value_dims, scale_dims = (array.dims for array in step.inputs)
     if isinstance(lhs, Ragged) or has_groups(step.inputs[2]):
-        rows = lhs.rows if isinstance(lhs, Ragged) else lhs
+        stream_rows = lhs.rows if isinstance(lhs, Ragged) else lhs
         # else the weights of all products in a loop's iteration are made at its start
-        weight = dequantised(values, after(scale, [rows]), of_values, of_scale)
-        result = product(lhs, weight.astype(rows.dtype))
+        weight = dequantised(values, after(scale, [stream_rows]), value_dims, scale_dims)
+        result = product(lhs, weight.astype(stream_rows.dtype))
     else:
-        result = product(lhs, values.astype(lhs.dtype)) * spread(scale, of_scale, step.result.dims)
+        result = product(lhs, values.astype(lhs.dtype)) * spread(scale, scale_dims, step.result.dims)
     return result if step.result.dtype == "fp32" or isinstance(lhs, Ragged) else result.astype(lhs.dtype)
 
 

@@ -104,14 +104,14 @@ class BlockPasses:
 
     def _environment(self, weights: Mapping[str, Array], inputs: Inputs) -> Environment:
         declared = self.derived.declared
-        arrays = declared | {name: shared.given for name, shared in self.derived.shared.items()}
+        array_of = declared | {name: shared.given for name, shared in self.derived.shared.items()}
         env = {declared[name]: weights[name] for name in self.weights}
-        return env | {arrays[name]: value for name, value in inputs.items() if name in declared}
+        return env | {array_of[name]: value for name, value in inputs.items() if name in declared}
 
     def _run(self, steps: Sequence[Step], env: Environment, ready: Ready | None) -> Environment:
         """Runs the steps, except those whose results are ``ready``."""
-        there = {} if ready is None else dict(zip((step.result for step in self.gathers), ready, strict=True))
-        return run(self.context, [step for step in steps if step.result not in there], env | there)
+        ready_results = {} if ready is None else dict(zip((step.result for step in self.gathers), ready, strict=True))
+        return run(self.context, [step for step in steps if step.result not in ready_results], env | ready_results)
 
     def moved(self, saved: Saved, space: Any) -> Saved:
         """Moves the saved activations of a layer to host memory or back, where the strategy offloads them."""
@@ -153,13 +153,13 @@ class BlockPasses:
             # else compilers compute several layers again before the first runs backward, or keep what they computed
             saved = after(saved, [cotangents.stream])
         env |= zip(steps.kept, jax.tree.map(as_stored, saved) if _has_one_layout() else saved, strict=True)
-        whole = shared[self.result].cotangent if self.result in shared else cotangent_of(self.derived, self.result)
-        sums = {name: shared[name].cotangent for name in self.further}
-        env |= {whole: cotangents.stream} | {sums[name]: value for name, value in cotangents.further.items()}
+        dresult = shared[self.result].cotangent if self.result in shared else cotangent_of(self.derived, self.result)
+        dfurther = {name: shared[name].cotangent for name in self.further}
+        env |= {dresult: cotangents.stream} | {dfurther[name]: value for name, value in cotangents.further.items()}
         env = self._run(self._backward_at(self._split.inputs) if split else once_per_layer(steps), env, ready)
         stream = env[cotangent_of(self.derived, self.entering)] if self.entering else None
-        left = tuple(env[array] for array in self.handed) if split else self._gradients(env)
-        return Cotangents(stream, {name: env[array] for name, array in sums.items()}), left
+        grads_or_operands = tuple(env[array] for array in self.handed) if split else self._gradients(env)
+        return Cotangents(stream, {name: env[array] for name, array in dfurther.items()}), grads_or_operands
 
     def _gradients(self, env: Environment) -> Params:
         """Returns the gradients, as `gradient_arrays` has them, and `counts`, which microbatches sum like gradients."""
@@ -219,15 +219,15 @@ def moved_in_pieces(
     the old weights. The layout that a piece is gathered into does not reach the whole weight.
     """
     moved = {name: shard for name, shard in shards.items() if not moves[name]}
-    cuts = {
+    cut_of = {
         name: (0, shards[name].shape[0]) if name in stacked else cut(shards[name].shape, into[name].shape)
         for name in shards
         if name not in moved
     }
-    for count in {count for _, count in cuts.values()}:
-        dims = {name: dim for name, (dim, number) in cuts.items() if number == count}
+    for count in {count for _, count in cut_of.values()}:
+        dim_of = {name: dim for name, (dim, num_pieces) in cut_of.items() if num_pieces == count}
 
-        def one_piece(number: Array, whole: Params, own: dict[str, int] = dims, count: int = count) -> Params:
+        def one_piece(number: Array, whole: Params, own: dict[str, int] = dim_of, count: int = count) -> Params:
             for name, dim in own.items():
                 size = shards[name].shape[dim] // count
                 piece = lax.dynamic_slice_in_dim(shards[name], number * size, size, dim)
@@ -235,7 +235,7 @@ def moved_in_pieces(
                 whole |= {name: as_stored(lax.dynamic_update_slice_in_dim(whole[name], part, number * size, dim))}
             return whole  # in the stored layout: else GPUs hold transposed copies of the weights
 
-        moved |= lax.fori_loop(0, count, one_piece, {name: as_stored(into[name]) for name in dims})
+        moved |= lax.fori_loop(0, count, one_piece, {name: as_stored(into[name]) for name in dim_of})
     return {name: moved[name] for name in shards}
 
 

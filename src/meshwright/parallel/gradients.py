@@ -49,37 +49,37 @@ def microbatch_gradients(
     as soon as it has computed them.
     """
     results, saved = _forward(passes, params, inputs)
-    cotangents, ends, of_layers = dict(dloss), Params(), Params()
-    used = Counter(name for stack in passes.stacks for block in stack.ends for name in block.weights)
+    cotangents, end_grads, layer_grads = dict(dloss), Params(), Params()
+    num_uses = Counter(name for stack in passes.stacks for block in stack.ends for name in block.weights)
     # gradients of embeddings come last, and those of weights that several ends use
-    first = {name for stack in passes.stacks if stack.stack.first for name in stack.embed.weights}
-    waiting = {name for name, count in used.items() if count > 1} | first
+    embed_weights = {name for stack in passes.stacks if stack.stack.first for name in stack.embed.weights}
+    late_weights = {name for name, count in num_uses.items() if count > 1} | embed_weights
     for stack, (embed_saved, layers_saved, head_saved) in reversed(list(zip(passes.stacks, saved, strict=True))):
         # else compilers keep logits until they compute the loss, which no layer needs, and exponentials for both passes
         cotangent = after(cotangents[stack.head.result], [results[stack.head.result]])
         cotangent, head_saved = lax.optimization_barrier((cotangent, head_saved))
-        of_result = Cotangents(cotangent, {})
-        (cotangent, _), of_head = stack.head.backward(params, results, head_saved, of_result)
+        head_cotangents = Cotangents(cotangent, {})
+        (cotangent, _), head_grads = stack.head.backward(params, results, head_saved, head_cotangents)
         if overlapped:
-            once = {n: g for n, g in of_head.items() if n not in waiting}
-            of_head |= once_per_step(passes.derived, _with_earlier(once, earlier), stacked=frozenset())
+            ready_grads = {n: g for n, g in head_grads.items() if n not in late_weights}
+            head_grads |= once_per_step(passes.derived, _with_earlier(ready_grads, earlier), stacked=frozenset())
         # else compilers put the products off until all layers have run, and hold the cotangent of the logits for them
-        cotangent = after(cotangent, of_head.values())
+        cotangent = after(cotangent, head_grads.values())
         # Layers add to the cotangents of the results of earlier stacks.
-        further = {name: jnp.zeros_like(results[name]) for name in stack.stack.inputs}
-        (cotangent, further), grads = stack.layers_backward(
-            params, results, layers_saved, Cotangents(cotangent, further), earlier=earlier, overlapped=overlapped
+        dfurther = {name: jnp.zeros_like(results[name]) for name in stack.stack.inputs}
+        (cotangent, dfurther), grads = stack.layers_backward(
+            params, results, layers_saved, Cotangents(cotangent, dfurther), earlier=earlier, overlapped=overlapped
         )
         if stack.stack.first:
-            _, of_embed = stack.embed.backward(params, results, embed_saved, Cotangents(cotangent, {}))
+            _, embed_grads = stack.embed.backward(params, results, embed_saved, Cotangents(cotangent, {}))
         else:
-            of_embed, further = {}, {stack.stack.carry: cotangent}  # its stream is an earlier stack's result
-        cotangents = summed(cotangents, further)
-        ends, of_layers = summed(ends, of_head, of_embed), of_layers | grads
+            embed_grads, dfurther = {}, {stack.stack.carry: cotangent}  # its stream is an earlier stack's result
+        cotangents = summed(cotangents, dfurther)
+        end_grads, layer_grads = summed(end_grads, head_grads, embed_grads), layer_grads | grads
     if overlapped:
-        last = {n: g for n, g in ends.items() if n in waiting}
-        ends |= once_per_step(passes.derived, _with_earlier(last, earlier), stacked=frozenset())
-    return {name: results[name] for name in dloss}, summed(ends, of_layers)
+        late_grads = {n: g for n, g in end_grads.items() if n in late_weights}
+        end_grads |= once_per_step(passes.derived, _with_earlier(late_grads, earlier), stacked=frozenset())
+    return {name: results[name] for name in dloss}, summed(end_grads, layer_grads)
 
 
 def _with_earlier(grads: Params, earlier: Params | None) -> Params:
@@ -95,14 +95,14 @@ def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, li
     """Returns the inputs with the results of all stacks added, and the activations that each stack saves."""
     results, saved = dict(inputs), []
     for stack in passes.stacks:
-        first, last = stack.stack.first, stack.head
-        stream, of_embed = stack.embed.forward(params, results, None) if first else (results[stack.stack.carry], ())
-        stream, of_layers = stack.layers_forward(params, results, stream)
+        embeds, head = stack.stack.first, stack.head
+        stream, embed_saved = stack.embed.forward(params, results, None) if embeds else (results[stack.stack.carry], ())
+        stream, layers_saved = stack.layers_forward(params, results, stream)
         # else compilers keep a table that both ends gather whole through all layers
-        tied = {step.result.name for step in last.gathers} & {*stack.embed.weights} if first else ()
-        params = params | after({name: params[name] for name in tied}, [stream])
-        results[last.result], of_head = last.forward(params, results, stream)
-        saved.append((of_embed, of_layers, of_head))
+        tied_names = {step.result.name for step in head.gathers} & {*stack.embed.weights} if embeds else ()
+        params = params | after({name: params[name] for name in tied_names}, [stream])
+        results[head.result], head_saved = head.forward(params, results, stream)
+        saved.append((embed_saved, layers_saved, head_saved))
     return results, saved
 
 
@@ -142,34 +142,34 @@ def _over_microbatches(
     """Runs ``count`` microbatches in sequence and sums losses and gradients; with ``overlapped`` the last microbatch
     adds the sum of the others layer by layer."""
     gradients_of = partial(microbatch_gradients, passes, dloss=dloss)
-    last = partial(gradients_of, overlapped=overlapped)
+    last_gradients_of = partial(gradients_of, overlapped=overlapped)
     if count == 1:  # no loop, and so no float32 sum beside the gradients
-        return last(params, inputs)
-    parts = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
+        return last_gradients_of(params, inputs)
+    microbatches = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
 
     def body(carry: LossAndGradients, part: Inputs) -> tuple[LossAndGradients, None]:
         # Ties the weights to the microbatch: otherwise XLA hoists some gathers out of the loop, not all.
         loss, grads = gradients_of(*lax.optimization_barrier((params, part)))
         return jax.tree.map(jnp.add, carry, (loss, barrier(grads))), None
 
-    shapes = jax.eval_shape(lambda part: gradients_of(params, part)[1], jax.tree.map(lambda a: a[0], parts))
+    shapes = jax.eval_shape(lambda part: gradients_of(params, part)[1], jax.tree.map(lambda a: a[0], microbatches))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
     start = {name: jnp.zeros(()) for name in dloss}, zeros
     if not overlapped:
-        return lax.scan(body, start, parts)[0]
-    (before, grads), _ = lax.scan(body, start, jax.tree.map(lambda a: a[:-1], parts))
-    final = (params, jax.tree.map(lambda a: a[-1], parts), grads)
+        return lax.scan(body, start, microbatches)[0]
+    (earlier_loss, grads), _ = lax.scan(body, start, jax.tree.map(lambda a: a[:-1], microbatches))
+    last_operands = (params, jax.tree.map(lambda a: a[-1], microbatches), grads)
 
     def run(given: Any, *_: Any) -> LossAndGradients:  # zeros are replaced, not added to
-        return last(*given[:2], earlier=given[2])
+        return last_gradients_of(*given[:2], earlier=given[2])
 
     # The last microbatch starts after the gradients exist. Compilers unroll a loop over one microbatch before the last,
     # and drop barriers before they schedule instructions. They would then allocate the last microbatch's activations
     # while those of the previous one are still live. No compiler unrolls this loop.
-    no = never(list(grads.values()))  # constant zeros would be made, and held, from the start
-    empty = jax.tree.map(lambda s: jnp.full(s.shape, no, s.dtype), jax.eval_shape(run, final))
-    loss, grads = at_most_once(1 - no.astype(jnp.int32), run, final, *empty)
-    return summed(before, loss), grads
+    false = never(list(grads.values()))  # constant zeros would be made, and held, from the start
+    empty_results = jax.tree.map(lambda s: jnp.full(s.shape, false, s.dtype), jax.eval_shape(run, last_operands))
+    loss, grads = at_most_once(1 - false.astype(jnp.int32), run, last_operands, *empty_results)
+    return summed(earlier_loss, loss), grads
 
 
 def barrier(grads: Any) -> Any:
@@ -195,33 +195,33 @@ def at_most_once(runs: Array, body: Callable[..., tuple[Any, ...]], given: Any, 
 def once_per_step(derived: Derived, grads: Params, *, stacked: frozenset[str]) -> Params:
     """Returns gradients after their derived steps of scope "step": summed over replicas, sharded for the optimizer."""
     steps = step_steps(derived)
-    ends = {step.result.name.removeprefix("d"): step for step in derived.ends}  # all stages of a pipeline hold these
+    end_of = {step.result.name.removeprefix("d"): step for step in derived.ends}  # all stages of a pipeline hold these
     reduced = {
         name: apply_collectives(steps.get(name, ()), grad, leading=int(name in stacked)) for name, grad in grads.items()
     }
-    return {name: apply_collectives([ends[name]], grad) if name in ends else grad for name, grad in reduced.items()}
+    return {name: apply_collectives([end_of[name]], grad) if name in end_of else grad for name, grad in reduced.items()}
 
 
 def in_buckets(derived: Derived, grads: Params, *, stacked: frozenset[str], bucket_bytes: int) -> Params:
     """Returns what `once_per_step` does; gradients that need only an all-reduce share buckets of ``bucket_bytes``."""
     steps = step_steps(derived)
-    joined: dict[tuple[str, ...], list[str]] = {}
+    names_by_axes: dict[tuple[str, ...], list[str]] = {}
     for name in grads:
         if [step.op for step in steps.get(name, ())] == ["all_reduce"]:
-            joined.setdefault(steps[name][0].axes, []).append(name)
-    together = {name for names in joined.values() for name in names}
-    reduced = once_per_step(derived, {n: g for n, g in grads.items() if n not in together}, stacked=stacked)
-    for names in joined.values():
-        buckets, room = [list[str]()], bucket_bytes
+            names_by_axes.setdefault(steps[name][0].axes, []).append(name)
+    bucketed = {name for names in names_by_axes.values() for name in names}
+    reduced = once_per_step(derived, {n: g for n, g in grads.items() if n not in bucketed}, stacked=stacked)
+    for names in names_by_axes.values():
+        buckets, room_bytes = [list[str]()], bucket_bytes
         for name in names:  # in order; a new bucket begins where the next array would not fit
             size = grads[name].size * grads[name].dtype.itemsize
-            if buckets[-1] and size > room:
-                buckets, room = [*buckets, []], bucket_bytes
+            if buckets[-1] and size > room_bytes:
+                buckets, room_bytes = [*buckets, []], bucket_bytes
             buckets[-1].append(name)
-            room -= size
+            room_bytes -= size
         for bucket in buckets:
-            flat, split = ravel_pytree([grads[name] for name in bucket])
-            reduced |= zip(bucket, split(apply_collectives(steps[bucket[0]], flat)), strict=True)
+            flat, unflatten = ravel_pytree([grads[name] for name in bucket])
+            reduced |= zip(bucket, unflatten(apply_collectives(steps[bucket[0]], flat)), strict=True)
     return reduced
 
 
@@ -234,7 +234,7 @@ def squared_norm(
     """
     total: Any = jnp.zeros((), jnp.float32)
     for name, grad in grads.items():
-        split = {*shards[name].spread, *(("pipeline",) if name in stacked else ())}
-        copies = math.prod(size for axis, size in mesh.items() if axis not in split)
-        total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
+        split_axes = {*shards[name].spread, *(("pipeline",) if name in stacked else ())}
+        num_copies = math.prod(size for axis, size in mesh.items() if axis not in split_axes)
+        total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / num_copies
     return total

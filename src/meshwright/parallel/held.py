@@ -21,8 +21,8 @@ def without_split(shapes: Shapes, held: Shapes, specs: Mapping[str, PartitionSpe
     return {
         name: PartitionSpec(
             *(
-                part if size == larger else None  # the model's own size has other parts, or unequal ones
-                for part, size, larger in zip(specs[name], shapes[name].shape, held[name].shape, strict=True)
+                part if size == held_size else None  # the model's own size has other parts, or unequal ones
+                for part, size, held_size in zip(specs[name], shapes[name].shape, held[name].shape, strict=True)
             )
         )
         for name in shapes.keys() & specs.keys()
@@ -43,9 +43,9 @@ def resized(params: Params, before: Shapes, after: Shapes, specs: Mapping[str, P
 
 
 def _resized(array: Any, before: tuple[int, ...], after: tuple[int, ...], spec: PartitionSpec) -> Any:
-    here = zip(array.shape, before, after, strict=True)
+    dims = zip(array.shape, before, after, strict=True)
     # an optimizer's mean over a dim has size 1 in that dim, and keeps it
-    shape = tuple(new if size == old else size for size, old, new in here)
+    shape = tuple(new if size == old else size for size, old, new in dims)
 
     def resize(array: Any) -> Any:
         cut = array[tuple(slice(0, size) for size in shape)]
@@ -53,6 +53,6 @@ def _resized(array: Any, before: tuple[int, ...], after: tuple[int, ...], spec: 
 
     if not isinstance(getattr(array, "sharding", None), NamedSharding) or isinstance(array, jax.core.Tracer):
         return resize(array)
-    now = (*array.sharding.spec, *[None] * array.ndim)
-    parts = (part if new == old else wanted for part, wanted, new, old in zip(now, spec, after, before, strict=False))
-    return jax.jit(resize, out_shardings=NamedSharding(array.sharding.mesh, PartitionSpec(*parts)))(array)
+    held = (*array.sharding.spec, *[None] * array.ndim)
+    new_axes = (part if new == old else axis for part, axis, new, old in zip(held, spec, after, before, strict=False))
+    return jax.jit(resize, out_shardings=NamedSharding(array.sharding.mesh, PartitionSpec(*new_axes)))(array)

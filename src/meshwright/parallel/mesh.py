@@ -65,8 +65,8 @@ def device_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = 
     usable = list(devices) if devices is not None else jax.devices()
     needed = int(np.prod(list(axes.values()), dtype=int))
     if len(usable) < needed:
-        shape = " x ".join(f"{a}={n}" for a, n in axes.items())
-        raise CannotRunError(f"the mesh {shape} needs {needed} devices and there are {len(usable)}. Use smaller axes.")
+        phrase = " x ".join(f"{a}={n}" for a, n in axes.items())
+        raise CannotRunError(f"the mesh {phrase} needs {needed} devices and there are {len(usable)}. Use smaller axes.")
     if needed > 1 and usable[0].platform == "cpu" and jax.config.values["jax_enable_compilation_cache"]:
         # XLA's CPU programs lose the order of their collectives when they are read from a cache. With jaxlib 0.10.2 a
         # pipeline aborted, hung or gave another loss, so programs on several CPU devices are always compiled.
@@ -106,12 +106,12 @@ def compiler_options(mesh: Mesh | AbstractMesh) -> GivenOptions:
         return GivenOptions()
     device = next(iter(mesh.local_devices), mesh.devices.flat[0])
     try:
-        wanted = options_of(chip_of_kind(device.device_kind).name)
+        options = options_of(chip_of_kind(device.device_kind).name)
     except InputError:  # a chip that is not in the catalogue
-        wanted = {}
+        options = {}
     flags = (os.environ.get(name, "").split() for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS"))
-    by_user = {flag.removeprefix("--").split("=")[0] for words in flags for flag in words}
-    return _accepted(device, tuple((name, value) for name, value in wanted.items() if name not in by_user))
+    user_flags = {flag.removeprefix("--").split("=")[0] for words in flags for flag in words}
+    return _accepted(device, tuple((name, value) for name, value in options.items() if name not in user_flags))
 
 
 @cache
@@ -129,23 +129,23 @@ def _accepted(device: Any, wanted: tuple[tuple[str, OptionValue], ...]) -> Given
 
     if not wanted or takes(dict(wanted)):
         return GivenOptions(dict(wanted))
-    used = {name: value for name, value in wanted if takes({name: value})}  # all are refused where one is
-    return GivenOptions(used, tuple(name for name, _ in wanted if name not in used))
+    accepted = {name: value for name, value in wanted if takes({name: value})}  # all are refused where one is
+    return GivenOptions(accepted, tuple(name for name, _ in wanted if name not in accepted))
 
 
 def lower(program: Any, mesh: Mesh | AbstractMesh, *arguments: Any, platform: str = "") -> jax.stages.Lowered:
     """Lowers a jitted program for ``platform`` if given, else for that of its mesh, which then has devices."""
     device = None if platform else mesh.devices.flat[0]
-    wanted = platform or platform_of(device)
-    with traced_for(wanted, device):
-        return program.trace(*arguments).lower(lowering_platforms=(wanted,) if platform else None)
+    target = platform or platform_of(device)
+    with traced_for(target, device):
+        return program.trace(*arguments).lower(lowering_platforms=(target,) if platform else None)
 
 
 def partition_spec(array: ShardedArray, *, stacked: bool = False, layers: str | None = None) -> PartitionSpec:
     """Returns the sharding of an array as a PartitionSpec. A ``stacked`` array has a first dim of layers, sharded over
     the axis ``layers`` if given."""
-    parts = [axes[0] if len(axes) == 1 else axes or None for axes in array.axes]
-    return PartitionSpec(*([layers] if stacked else []), *parts)
+    dim_axes = [axes[0] if len(axes) == 1 else axes or None for axes in array.axes]
+    return PartitionSpec(*([layers] if stacked else []), *dim_axes)
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, array: ShardedArray) -> NamedSharding:

@@ -32,9 +32,9 @@ class Optimizer(NamedTuple):
             name = weight_of(path, param_specs)
             if name is None or len(leaf.shape) != len(param_shapes[name].shape):
                 return PartitionSpec()
-            parts = [*param_specs[name], *[None] * len(leaf.shape)]
-            sizes = zip(leaf.shape, param_shapes[name].shape, parts, strict=False)
-            return PartitionSpec(*(part if mine == whole else None for mine, whole, part in sizes))
+            axes = [*param_specs[name], *[None] * len(leaf.shape)]
+            dims = zip(leaf.shape, param_shapes[name].shape, axes, strict=False)
+            return PartitionSpec(*(part if size == weight_size else None for size, weight_size, part in dims))
 
         return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(self.init, param_shapes))
 

@@ -68,8 +68,8 @@ class LayerLoop:
         """Returns the stream after one iteration, and its saved activations; ``again`` during its backward pass."""
         saved = []
         for number, kind in enumerate(self.span.pattern):
-            params, at_hand = weights[number], ready[number] if ready else None
-            stream, results = self.blocks[kind].forward(params, self.inputs, stream, ready=at_hand, again=again)
+            params, gathered = weights[number], ready[number] if ready else None
+            stream, results = self.blocks[kind].forward(params, self.inputs, stream, ready=gathered, again=again)
             saved.append(results)
         return stream, tuple(saved)
 
@@ -84,22 +84,22 @@ class LayerLoop:
     ) -> tuple[Cotangents, IterationParams]:
         """Returns the cotangents of the inputs of one iteration, and its gradients. Each of ``saved`` is what a layer
         saved, or a function of the cotangents that computes it again."""
-        of_layers: tuple[Any, ...] = ()
+        layer_grads: tuple[Any, ...] = ()
         for position, kind in reversed(list(enumerate(self.span.pattern))):
             block = self.blocks[kind]
-            if of_layers:
+            if layer_grads:
                 # else they copy the weights of all layers of the iteration at its start
                 number = after(jnp.asarray(number), [cotangent.stream])
-            params, before, at_hand = weights(number)[position], earlier(number), ready[position] if ready else None
+            params, sums, gathered = weights(number)[position], earlier(number), ready[position] if ready else None
             results = saved[position](cotangent) if callable(saved[position]) else saved[position]
-            cotangent, left = block.backward(params, self.inputs, results, cotangent, ready=at_hand, split=self.split)
+            cotangent, grads = block.backward(params, self.inputs, results, cotangent, ready=gathered, split=self.split)
             if not self.split:
-                left = self.finish(left, before[position] if before else None) if self.finish else left
-                left = jax.tree.map(as_stored, left)
+                grads = self.finish(grads, sums[position] if sums else None) if self.finish else grads
+                grads = jax.tree.map(as_stored, grads)
             # else they hold what the gradients of several layers are computed from, and send them together
-            cotangent = cotangent._replace(stream=after(cotangent.stream, jax.tree.leaves(left)))
-            of_layers = (left, *of_layers)
-        return cotangent, of_layers
+            cotangent = cotangent._replace(stream=after(cotangent.stream, jax.tree.leaves(grads)))
+            layer_grads = (grads, *layer_grads)
+        return cotangent, layer_grads
 
     @property
     def numbers(self) -> Array:
@@ -135,30 +135,30 @@ class LayerLoop:
         ready: tuple[Ready, ...] | None = None,
     ) -> tuple[Carry, Any]:
         """Returns the carry after one iteration, and with ``split`` the operands of `weight_backward`."""
-        cotangent, grads = carry
-        cotangent, left = self.iteration_back(number, weights, saved, cotangent, earlier, ready)
-        return ((cotangent, grads), left) if self.split else ((cotangent, self.written(grads, number, left)), None)
+        cotangent, stacks = carry
+        cotangent, grads = self.iteration_back(number, weights, saved, cotangent, earlier, ready)
+        return ((cotangent, stacks), grads) if self.split else ((cotangent, self.written(stacks, number, grads)), None)
 
     def written(self, grads: Params, number: Any, found: IterationParams) -> Params:
         """Returns the gradients of all layers with those of one iteration."""
-        for position, of_layer in enumerate(found):
+        for position, updates in enumerate(found):
             row = self.span.row(position, number)
-            grads = grads | {n: lax.dynamic_update_index_in_dim(grads[n], grad, row, 0) for n, grad in of_layer.items()}
+            grads = grads | {n: lax.dynamic_update_index_in_dim(grads[n], grad, row, 0) for n, grad in updates.items()}
         return grads
 
     def weight_backward(self, weights: LayerWeights, handed: tuple[Any, ...], grads: Params) -> Params:
         """Returns the gradients of all layers with those of the span, from what `backward` returned with ``split``."""
 
         def iteration(grads: Params, given: Any) -> tuple[Params, None]:
-            number, left = given
-            return self.written(grads, number, self.weights_back(weights(number), left)), None
+            number, operands = given
+            return self.written(grads, number, self.weights_back(weights(number), operands)), None
 
         return lax.scan(iteration, grads, (self.numbers, handed))[0]
 
     def weights_back(self, weights: IterationParams, handed: tuple[Any, ...]) -> IterationParams:
         """Returns the gradients of one iteration from the operands that its backward pass left."""
         layers = zip(self.span.pattern, weights, handed, strict=True)
-        return tuple(self.blocks[kind].weight_backward(params, self.inputs, left) for kind, params, left in layers)
+        return tuple(self.blocks[kind].weight_backward(params, self.inputs, saved) for kind, params, saved in layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,11 +184,11 @@ class SegmentLoop(LayerLoop):
             (stream,) = self.blocks[self.span.pattern[0]].moved((entry,), jax.memory.Space.Device)
             return self.segment_back(numbers, stream, weights, carry, earlier)
 
-        of_parts = list[Any]()
+        part_operands = list[Any]()
         for part in reversed(list(zip(self._cut(), saved, strict=True))):
-            carry, left = lax.scan(segment, carry, part, reverse=True)
-            of_parts.insert(0, jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), left))
-        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *of_parts)
+            carry, operands = lax.scan(segment, carry, part, reverse=True)
+            part_operands.insert(0, jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), operands))
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *part_operands)
 
     def segment_back(
         self, numbers: Array, stream: Array, weights: LayerWeights, carry: Carry, earlier: LayerWeights
@@ -204,8 +204,8 @@ class SegmentLoop(LayerLoop):
     def _cut(self) -> list[Array]:
         """Returns numbers of whole segments, [segments, iterations], and of a shorter last one for the remainder."""
         iterations = self.span.iterations(self.layers)
-        whole = self.span.repeats // iterations * iterations
-        parts = self.numbers[:whole].reshape(-1, iterations), self.numbers[whole:].reshape(1, -1)
+        num_whole = self.span.repeats // iterations * iterations
+        parts = self.numbers[:num_whole].reshape(-1, iterations), self.numbers[num_whole:].reshape(1, -1)
         return [part for part in parts if part.size]
 
 
@@ -229,14 +229,14 @@ class RerunLoop(SegmentLoop):
                 x, _ = self.blocks[kind].forward(params, self.inputs, x, again=True)
             return tuple(x for _ in self.blocks[self.span.pattern[position]].steps.kept)
 
-        of_iterations = list[Any]()
+        iteration_operands = list[Any]()
         for place in reversed(range(len(numbers))):
             saved = tuple(partial(kept, place, position) for position in range(len(self.span.pattern)))
             # else gathers of a layer's weights are shared with those of an earlier rerun, and held until then
             number = after(numbers[place], [carry[0].stream])
-            carry, left = self.carried_back(number, weights, saved, carry, earlier)
-            of_iterations.insert(0, left)
-        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *of_iterations)
+            carry, operands = self.carried_back(number, weights, saved, carry, earlier)
+            iteration_operands.insert(0, operands)
+        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *iteration_operands)
 
 
 class AheadLoop(LayerLoop):
@@ -245,9 +245,9 @@ class AheadLoop(LayerLoop):
     def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Any]:
         def iteration(carry: Any, number: Array) -> tuple[Any, Any]:
             stream, ready = carry
-            coming = self.gather(weights(number + 1))
+            next_ready = self.gather(weights(number + 1))
             stream, saved = self.iteration(weights(number), stream, ready)
-            return (stream, coming), saved
+            return (stream, next_ready), saved
 
         (stream, ready), saved = lax.scan(iteration, (stream, self.gather(weights(0))), self.numbers[:-1])
         stream, results = self.iteration(weights(self.span.repeats - 1), stream, ready)
@@ -257,23 +257,23 @@ class AheadLoop(LayerLoop):
         def back(state: Any, given: Any) -> tuple[Any, Any]:
             carry, ready = state
             number, results = given
-            coming = self.gather(weights(number - 1))
-            carry, left = self.carried_back(number, weights, results, carry, earlier, ready)
-            return (carry, coming), left
+            next_ready = self.gather(weights(number - 1))
+            carry, operands = self.carried_back(number, weights, results, carry, earlier, ready)
+            return (carry, next_ready), operands
 
-        rest, results, ready = saved
-        count = self.span.repeats
-        coming = self.gather(weights(count - 2)) if count > 1 else ready
-        carry, last = self.carried_back(count - 1, weights, results, carry, earlier, ready)
-        pieces = [_at(last, None)]
-        if count > 2:
-            middle = self.numbers[1:-1], _at(rest, slice(1, None))
-            (carry, coming), between = lax.scan(back, (carry, coming), middle, reverse=True)
-            pieces = [between, *pieces]
-        if count > 1:
-            carry, first = self.carried_back(0, weights, _at(rest, 0), carry, earlier, coming)
-            pieces = [_at(first, None), *pieces]
-        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)
+        saved_before, results, ready = saved
+        num_iterations = self.span.repeats
+        next_ready = self.gather(weights(num_iterations - 2)) if num_iterations > 1 else ready
+        carry, last_operands = self.carried_back(num_iterations - 1, weights, results, carry, earlier, ready)
+        operands = [_at(last_operands, None)]
+        if num_iterations > 2:
+            middle_inputs = self.numbers[1:-1], _at(saved_before, slice(1, None))
+            (carry, next_ready), middle_operands = lax.scan(back, (carry, next_ready), middle_inputs, reverse=True)
+            operands = [middle_operands, *operands]
+        if num_iterations > 1:
+            carry, first_operands = self.carried_back(0, weights, _at(saved_before, 0), carry, earlier, next_ready)
+            operands = [_at(first_operands, None), *operands]
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *operands)
 
 
 def _at(tree: Any, index: int | slice | None) -> Any:
@@ -345,10 +345,10 @@ class Passes:
         # On one CPU device copies cost compute time, and there are no collectives to count in loops. Where layers are
         # recomputed, the compiler merges both computations in an unrolled loop, and a program of ten layers needs four
         # times the memory of the loop.
-        again = any(block.computes_again for block in self._blocks.values())
-        alone = default_platform() == "cpu" and math.prod(self.context.mesh.values()) == 1
-        written_out = alone and not again and span.repeats <= MAX_WRITTEN_OUT
-        return LayerLoop(unroll=span.repeats if written_out else 1, **options)
+        recomputes = any(block.computes_again for block in self._blocks.values())
+        is_one_cpu = default_platform() == "cpu" and math.prod(self.context.mesh.values()) == 1
+        is_unrolled = is_one_cpu and not recomputes and span.repeats <= MAX_WRITTEN_OUT
+        return LayerLoop(unroll=span.repeats if is_unrolled else 1, **options)
 
     def layers_forward(self, params: Params, inputs: Inputs, stream: Array) -> tuple[Array, tuple[Any, ...]]:
         """Returns the stream after all layers, and the activations that each span saves."""
@@ -383,9 +383,9 @@ class Passes:
         finish = finished if overlapped else None
 
         def iteration(_: int, loop: LayerLoop) -> IterationParams:  # only its shapes are needed, by `_zeros`
-            weights, before = self._iterations(loop.span, params), self._earlier(loop.span, earlier)
+            weights, earlier_grads = self._iterations(loop.span, params), self._earlier(loop.span, earlier)
             results = loop.iteration(weights(0), cotangents.stream)[1]
-            return loop.iteration_back(0, weights, results, cotangents, before)[1]
+            return loop.iteration_back(0, weights, results, cotangents, earlier_grads)[1]
 
         grads = self._zeros(inputs, iteration, cotangents.stream, finish=finish)
         return self._backward(params, inputs, saved, (cotangents, grads), earlier, finish=finish)[0]
@@ -404,8 +404,8 @@ class Passes:
             return loop.weights_back(self._iterations(loop.span, params)(0), _at(handed[number], 0))
 
         grads = self._zeros(inputs, iteration, jax.tree.leaves(handed)[0])
-        for span, left in zip(self.spans, handed, strict=True):
-            grads = self._loop(span, inputs).weight_backward(self._iterations(span, params), left, grads)
+        for span, operands in zip(self.spans, handed, strict=True):
+            grads = self._loop(span, inputs).weight_backward(self._iterations(span, params), operands, grads)
         return grads
 
     def _backward(
@@ -418,24 +418,24 @@ class Passes:
         **choices: Any,
     ) -> tuple[Carry, tuple[Any, ...]]:
         """Returns the carry after all layers, and for each span, with ``split``, the operands of `weight_backward`."""
-        of_spans: tuple[Any, ...] = ()
+        span_handed: tuple[Any, ...] = ()
         for span, results in reversed(list(zip(self.spans, saved, strict=True))):
             loop = self._loop(span, inputs, **choices)
-            carry, left = loop.backward(self._iterations(span, params), results, carry, self._earlier(span, earlier))
-            of_spans = (left, *of_spans)
-        return carry, of_spans
+            carry, handed = loop.backward(self._iterations(span, params), results, carry, self._earlier(span, earlier))
+            span_handed = (handed, *span_handed)
+        return carry, span_handed
 
     def _zeros(
         self, inputs: Inputs, iteration: Callable[[int, LayerLoop], IterationParams], array: Array, **choices: Any
     ) -> Params:
         """Returns zeros for the gradients of all layers, made after an array. ``iteration`` returns those of one
         iteration of the loop over a span, by the span's number."""
-        rows = Counter(kind for span in self.spans for kind in span.pattern * span.repeats)
+        num_rows = Counter(kind for span in self.spans for kind in span.pattern * span.repeats)
         zeros = Params()  # constant ones are made early, and held through all layers
         for number, span in enumerate(self.spans):
             shapes = jax.eval_shape(partial(iteration, number, self._loop(span, inputs, **choices)))
-            for kind, of_layer in zip(span.pattern, shapes, strict=True):
-                zeros |= {n: zeros_after((rows[kind], *g.shape), g.dtype, array) for n, g in of_layer.items()}
+            for kind, structs in zip(span.pattern, shapes, strict=True):
+                zeros |= {n: zeros_after((num_rows[kind], *g.shape), g.dtype, array) for n, g in structs.items()}
         return zeros
 
     def _earlier(self, span: Span, earlier: Params | None) -> LayerWeights:

@@ -52,14 +52,14 @@ def find_processes(env: Mapping[str, str]) -> Processes | None:
 
 def _own(env: Mapping[str, str]) -> Processes:
     on_kubernetes = PROCESS not in env and KUBERNETES_INDEX in env
-    index = KUBERNETES_INDEX if on_kubernetes else PROCESS
+    index_name = KUBERNETES_INDEX if on_kubernetes else PROCESS
     if env.get(PROCESSES) == "1":  # needs no coordinator
         return Processes(source="meshwright", count=1, index=0, coordinator=None)
-    for name in (PROCESSES, index, COORDINATOR):
+    for name in (PROCESSES, index_name, COORDINATOR):
         if not env.get(name):
             raise InputError(f"{name} is not set. Set {PROCESSES}, {PROCESS} and {COORDINATOR} together, or none.")
     source: Launcher = "Kubernetes" if on_kubernetes else "meshwright"
-    return _processes(env, source, count=PROCESSES, index=index, coordinator=env[COORDINATOR])
+    return _processes(env, source, count=PROCESSES, index=index_name, coordinator=env[COORDINATOR])
 
 
 def _rank(env: Mapping[str, str]) -> Processes:
@@ -68,25 +68,25 @@ def _rank(env: Mapping[str, str]) -> Processes:
         raise InputError("RANK and WORLD_SIZE are set and MASTER_ADDR is not. Set it to the host of process 0.")
     # The agent of torchrun keeps a store of its own at MASTER_PORT.
     coordinator = f"{host}:{_number(env, 'MASTER_PORT', DEFAULT_PORT) + ('TORCHELASTIC_RUN_ID' in env)}"
-    local = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    local_names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return _processes(
-        env, "RANK and WORLD_SIZE", count="WORLD_SIZE", index="RANK", coordinator=coordinator, local=local
+        env, "RANK and WORLD_SIZE", count="WORLD_SIZE", index="RANK", coordinator=coordinator, local=local_names
     )
 
 
 def _open_mpi(env: Mapping[str, str]) -> Processes:
     """Reads the variables of Open MPI 5, which no longer names the address of mpirun, as JAX's own detection needs."""
-    size, index, local_size, local_index = (
+    size_name, index_name, local_size, local_index = (
         f"OMPI_COMM_WORLD_{name}" for name in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
     )
-    host = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(local_size) == env[size] else "")
+    host = env.get("MASTER_ADDR") or ("127.0.0.1" if env.get(local_size) == env[size_name] else "")
     if not host:
         raise InputError("Open MPI runs on several hosts and MASTER_ADDR is not set. Add: -x MASTER_ADDR=<first host>.")
     # One port for all processes of a job, above the range that systems hand out: 61440 to 65535.
-    job = env.get("PMIX_NAMESPACE", "")
-    port = _number(env, "MASTER_PORT", 61440 + zlib.crc32(job.encode()) % 4096)
+    job_name = env.get("PMIX_NAMESPACE", "")
+    port = _number(env, "MASTER_PORT", 61440 + zlib.crc32(job_name.encode()) % 4096)
     local = (local_index, local_size)
-    return _processes(env, "Open MPI", count=size, index=index, coordinator=f"{host}:{port}", local=local)
+    return _processes(env, "Open MPI", count=size_name, index=index_name, coordinator=f"{host}:{port}", local=local)
 
 
 def _processes(
@@ -99,14 +99,14 @@ def _processes(
     local: tuple[str, str] | None = None,
 ) -> Processes:
     """Returns the processes from these variables; each has one accelerator if its host has several processes."""
-    total, this = _number(env, count), _number(env, index)
-    if this >= total:
-        raise InputError(f"{index}={this} must be less than {count}={total}. Number processes from 0.")
+    total, own_index = _number(env, count), _number(env, index)
+    if own_index >= total:
+        raise InputError(f"{index}={own_index} must be less than {count}={total}. Number processes from 0.")
     shares_host = local is not None and local[0] in env and _number(env, local[1], total) > 1
     return Processes(
         source=source,
         count=total,
-        index=this,
+        index=own_index,
         coordinator=f"{coordinator}:{DEFAULT_PORT}" if coordinator and ":" not in coordinator else coordinator,
         local_devices=(_number(env, local[0]),) if local and shares_host else None,
     )

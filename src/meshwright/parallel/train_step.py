@@ -96,13 +96,13 @@ class TrainStep:
     ) -> None:
         require_runnable(model)
         require_runnable_strategy(strategy)
-        bound = options.capacity_factor or strategy.capacity_factor
-        options = msgspec.structs.replace(options, capacity_factor=bound)
+        capacity_factor = options.capacity_factor or strategy.capacity_factor
+        options = msgspec.structs.replace(options, capacity_factor=capacity_factor)
         self.model, self.strategy, self.form, self.options = model, strategy, form, options
         if form == "gspmd" and strategy.mesh.get("pipeline", 1) > 1:
             raise CannotRunError("a pipeline does not run in the GSPMD form. Leave the form out, or use pipeline=1.")
-        of_heads = strategy_of_heads(strategy, model.num_kv_heads)  # the strategy stays as it is written
-        if form == "gspmd" and (held_dims(model.dims, strategy.mesh)["V"] != model.vocab_size or of_heads != strategy):
+        executed = strategy_of_heads(strategy, model.num_kv_heads)  # the strategy stays as it is written
+        if form == "gspmd" and (held_dims(model.dims, strategy.mesh)["V"] != model.vocab_size or executed != strategy):
             raise CannotRunError(
                 f"in the GSPMD form tensor must divide the vocabulary of {model.vocab_size} and the "
                 f"{model.num_kv_heads} kv heads, and is {strategy.mesh['tensor']}. Use another tensor, or leave the "
@@ -110,16 +110,16 @@ class TrainStep:
             )
         if optimizer is None and strategy.state != "fp32":
             raise InputError(f"state {strategy.state!r} needs an optimizer: the default is for 'fp32' only. Give one.")
-        chosen = optimizer if optimizer is not None else optax.adamw(3e-4)
-        self.optimizer = plain_optimizer(chosen) if isinstance(chosen, optax.GradientTransformation) else chosen
+        opt = optimizer if optimizer is not None else optax.adamw(3e-4)
+        self.optimizer = plain_optimizer(opt) if isinstance(opt, optax.GradientTransformation) else opt
         self.max_grad_norm = max_grad_norm
         self.mesh = mesh or strategy_mesh(strategy)
         self.program = transformer(model, options)
-        self.declared = derive(self.program, of_heads, optimizer=self.optimizer.kind)
-        sizes = held_dims(model.dims, strategy.mesh)
+        self.declared = derive(self.program, executed, optimizer=self.optimizer.kind)
+        size_of = held_dims(model.dims, strategy.mesh)
         for block in self.declared.blocks:
             for array in (step.result for step in (*block.forward, *block.backward)):
-                check(array, {**dict.fromkeys(array.dims, 0), **sizes}, strategy.mesh)
+                check(array, {**dict.fromkeys(array.dims, 0), **size_of}, strategy.mesh)
         self.dtype = DTYPES[strategy.state_dtype]
         self.shards = self.declared.shards
         self.compiler = compiler_options(self.mesh)
@@ -139,9 +139,9 @@ class TrainStep:
         return frozenset(name for name, (weight, _) in weight_variables(self.model).items() if weight.layers)
 
     def _specs(self, arrays: Mapping[str, ShardedArray]) -> dict[str, PartitionSpec]:
-        layers = "pipeline" if self.pipeline else None
+        layers_axis = "pipeline" if self.pipeline else None
         names = (name for name in weight_variables(self.model) if name in arrays)
-        return {name: partition_spec(arrays[name], stacked=name in self.stacked, layers=layers) for name in names}
+        return {name: partition_spec(arrays[name], stacked=name in self.stacked, layers=layers_axis) for name in names}
 
     def trained(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the entries of ``params`` that belong to weights that training updates."""
@@ -183,12 +183,12 @@ class TrainStep:
     def canonical(self) -> tuple[State, State]:
         """Shapes and shardings of the state in the form that `to_canonical` returns, the same on every mesh."""
         shapes = param_shapes(self.model, dtype=self.dtype)
-        specs, of_state = (
-            without_split(shapes, self.param_shapes, held) for held in (self.param_specs, self.shard_specs)
+        param_specs, shard_specs = (
+            without_split(shapes, self.param_shapes, held_specs) for held_specs in (self.param_specs, self.shard_specs)
         )
-        trained = self.trained(shapes)
-        state = State(shapes, jax.eval_shape(self.optimizer.init, trained))
-        return state, self._shardings(State(specs, self.optimizer.specs(trained, of_state)))
+        trained_shapes = self.trained(shapes)
+        state = State(shapes, jax.eval_shape(self.optimizer.init, trained_shapes))
+        return state, self._shardings(State(param_specs, self.optimizer.specs(trained_shapes, shard_specs)))
 
     @cached_property
     def state_shapes(self) -> State:
@@ -198,14 +198,14 @@ class TrainStep:
     @cached_property
     def state_shardings(self) -> State:
         """The sharding of each array of the state on the mesh."""
-        specs = self.optimizer.specs(self.trained(self.param_shapes), self.shard_specs)
-        return self._shardings(State(self.param_specs, specs))
+        opt_specs = self.optimizer.specs(self.trained(self.param_shapes), self.shard_specs)
+        return self._shardings(State(self.param_specs, opt_specs))
 
     def _shardings(self, specs: State) -> State:
-        of_state = shardings(self.mesh, specs.opt_state)
+        opt_shardings = shardings(self.mesh, specs.opt_state)
         if "optimizer" in self.strategy.offload:
-            of_state = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), of_state)
-        return State(shardings(self.mesh, specs.params), of_state)
+            opt_shardings = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), opt_shardings)
+        return State(shardings(self.mesh, specs.params), opt_shardings)
 
     @cached_property
     def batch_shardings(self) -> dict[str, NamedSharding]:
@@ -220,50 +220,50 @@ class TrainStep:
         """
         if not self._in_zigzag:
             return None
-        ranks = self.strategy.mesh["context"]
-        if seq_len % (2 * ranks):
+        num_ranks = self.strategy.mesh["context"]
+        if seq_len % (2 * num_ranks):
             raise InputError(
-                f"seq_len={seq_len} does not divide into {2 * ranks} parts, which ring attention over "
-                f"context={ranks} needs. Use a multiple of {2 * ranks}."
+                f"seq_len={seq_len} does not divide into {2 * num_ranks} parts, which ring attention over "
+                f"context={num_ranks} needs. Use a multiple of {2 * num_ranks}."
             )
-        return zigzag_order(seq_len, ranks)
+        return zigzag_order(seq_len, num_ranks)
 
     @property
     def _in_zigzag(self) -> bool:
-        rings = self.strategy.context_attention == "ring" and self.strategy.mesh.get("context", 1) > 1
-        return rings and not self.model.sliding_layers
+        is_ring = self.strategy.context_attention == "ring" and self.strategy.mesh.get("context", 1) > 1
+        return is_ring and not self.model.sliding_layers
 
     def place(self, batch: Mapping[str, Any]) -> Batch:
         """Puts a global batch on the devices in `token_order`; adds what is missing beside tokens and labels."""
-        rows = {n: np.asarray(a) for n, a in batch.items()}
-        shape = rows["tokens"].shape
+        arrays = {n: np.asarray(a) for n, a in batch.items()}
+        shape = arrays["tokens"].shape
         for name in (name for name in self.batch_specs if name.endswith("positions")):
-            like = rows[name.replace("positions", "tokens")].shape
-            rows.setdefault(name, np.broadcast_to(np.arange(like[1], dtype=np.int32), like))
+            tokens_shape = arrays[name.replace("positions", "tokens")].shape
+            arrays.setdefault(name, np.broadcast_to(np.arange(tokens_shape[1], dtype=np.int32), tokens_shape))
         if "documents" in mask_data(self.model, self.options):
-            rows.setdefault("documents", np.zeros(shape, np.int32))
-        missing = [name for name in mask_data(self.model, self.options) if name not in rows]
+            arrays.setdefault("documents", np.zeros(shape, np.int32))
+        missing = [name for name in mask_data(self.model, self.options) if name not in arrays]
         if missing:
             raise InputError(
                 f"attention_mask={self.model.attention_mask!r} reads {missing[0]} of each sequence, and the batch has "
                 f"none. Give the batch {missing[0]}, or use another mask."
             )
         for name in mask_data(self.model, self.options):
-            wanted, kind = shape[: len(MASK_DATA[name])], rows[name].dtype
-            if rows[name].shape != wanted or not np.issubdtype(kind, np.integer):
-                raise InputError(f"{name} of the batch is {kind}{rows[name].shape}. Give whole numbers {wanted}.")
+            expected, dtype = shape[: len(MASK_DATA[name])], arrays[name].dtype
+            if arrays[name].shape != expected or not np.issubdtype(dtype, np.integer):
+                raise InputError(f"{name} of the batch is {dtype}{arrays[name].shape}. Give whole numbers {expected}.")
         if self.model.mtp_layers:
-            after = np.minimum(np.arange(shape[1]) + 1, shape[1] - 1)
-            rows = second_labels(rows, {n: a[:, after] for n, a in rows.items() if a.shape == shape}) | rows
+            following = np.minimum(np.arange(shape[1]) + 1, shape[1] - 1)
+            arrays = second_labels(arrays, {n: a[:, following] for n, a in arrays.items() if a.shape == shape}) | arrays
         for name in self.counts.values():
-            rows.setdefault(name, np.asarray(np.count_nonzero(rows[name.removeprefix("num_")] >= 0), np.float32))
+            arrays.setdefault(name, np.asarray(np.count_nonzero(arrays[name.removeprefix("num_")] >= 0), np.float32))
         order = self.token_order(shape[1])
-        placed = {
+        ordered_arrays = {
             n: a if order is None or a.ndim == 0 or "T" not in self.program.variables[n].dims else a[:, order]
-            for n, a in rows.items()
+            for n, a in arrays.items()
             if n in self.batch_specs
         }
-        return jax.device_put(placed, self.batch_shardings)
+        return jax.device_put(ordered_arrays, self.batch_shardings)
 
     # -- what a user calls -------------------------------------------------------------------------
 
@@ -272,9 +272,9 @@ class TrainStep:
 
         Weights that are ``given``, in the order and the shapes of the model, replace drawn ones.
         """
-        places = self.canonical[1].params
-        placed = jax.device_put(given or {}, {name: places[name] for name in given or {}})
-        params = self._first_params(seed, placed)
+        sharding_of = self.canonical[1].params
+        given_params = jax.device_put(given or {}, {name: sharding_of[name] for name in given or {}})
+        params = self._first_params(seed, given_params)
         return State(params, self.init_optimizer(params))
 
     @cached_property
@@ -288,8 +288,8 @@ class TrainStep:
     def from_canonical(self, params: Params) -> Params:
         """Returns weights, or arrays like them, as this mesh holds them: with layers in the order of a pipeline's
         stages, and the stages and the vocabulary padded with zeros."""
-        filled = resized(params, self.canonical[0].params, self.param_shapes, self.param_specs)
-        return self.pipeline.in_stage_order(filled) if self.pipeline else filled
+        padded = resized(params, self.canonical[0].params, self.param_shapes, self.param_specs)
+        return self.pipeline.in_stage_order(padded) if self.pipeline else padded
 
     def to_canonical(self, params: Params) -> Params:
         """Returns weights, or arrays like them, in the order and the shapes of the model."""
@@ -312,9 +312,9 @@ class TrainStep:
     def batch_shapes(self, batch_seqs: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the global shapes and dtypes of a batch."""
         dims = {**self.model.dims, "B": batch_seqs, "T": seq_len}
-        arrays = {v.name: tuple(dims[dim] for dim in v.dims) for v in self.program.of_role("input", "position")}
-        rows = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in arrays.items()}
-        return rows | dict.fromkeys(self.counts.values(), jax.ShapeDtypeStruct((), jnp.float32))
+        shape_of = {v.name: tuple(dims[dim] for dim in v.dims) for v in self.program.of_role("input", "position")}
+        structs = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shape_of.items()}
+        return structs | dict.fromkeys(self.counts.values(), jax.ShapeDtypeStruct((), jnp.float32))
 
     def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:
         """Lowers the step for a batch size without data; on an abstract mesh for ``platform``."""
@@ -332,9 +332,9 @@ class TrainStep:
         """The jitted function (params, placed batch) -> cross entropy summed over the counted labels, without further
         losses; it saves nothing for a backward pass."""
         if self.options.z_loss:
-            bare = msgspec.structs.replace(self.options, z_loss=0.0)
+            options = msgspec.structs.replace(self.options, z_loss=0.0)
             model, strategy = self.model, self.strategy
-            step = TrainStep(model, strategy, optimizer=self.optimizer, options=bare, form=self.form, mesh=self.mesh)
+            step = TrainStep(model, strategy, optimizer=self.optimizer, options=options, form=self.form, mesh=self.mesh)
             return step.loss_sum
 
         def local(params: Params, batch: Batch) -> Array:
@@ -374,18 +374,18 @@ class TrainStep:
 
     def _local_gradients(self, params: Params, batch: Batch) -> StepGradients:
         """Returns `StepGradients` from one device's shards."""
-        means = self._means(batch)
+        mean_factors = self._means(batch)
         if self.pipeline:
-            loss, grads = self.pipeline.gradients(params, _inputs(batch), means["loss"])
+            loss, grads = self.pipeline.gradients(params, _inputs(batch), mean_factors["loss"])
             losses = {"loss": loss}
             grads = once_per_step(self.declared, grads, stacked=self.stacked)  # whatever `gradient_sync` says
         else:
-            losses, grads = self._summed(self._passes, params, batch, means)
-        grads, of_routers = without_counts(self.declared, grads, self.model)
-        squared = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
-        norm = self._over_devices("grad_norm", squared)
-        losses = {name: self._over_devices(name, loss) * means[name] for name, loss in losses.items()}
-        return losses, grads, norm, of_routers
+            losses, grads = self._summed(self._passes, params, batch, mean_factors)
+        grads, from_counts = without_counts(self.declared, grads, self.model)
+        squared_part = squared_norm(self.shards, grads, self.strategy.mesh, stacked=self.stacked)
+        squared_total = self._over_devices("grad_norm", squared_part)
+        losses = {name: self._over_devices(name, loss) * mean_factors[name] for name, loss in losses.items()}
+        return losses, grads, squared_total, from_counts
 
     def _summed(self, passes: Passes, params: Params, batch: Batch, means: Losses) -> tuple[Losses, Params]:
         dloss = means | {"mtp_loss": self.model.mtp_weight * means["mtp_loss"]} if self.model.mtp_layers else means
@@ -403,12 +403,12 @@ class TrainStep:
     def _gradients(self, params: Params, batch: Batch) -> StepGradients:
         if self.form == "gspmd":
             return self._gspmd_gradients(params, batch)
-        of_layers = PartitionSpec("pipeline") if self.pipeline else PartitionSpec()
-        out = (PartitionSpec(), self.shard_specs, PartitionSpec(), of_layers)
-        return self._mapped(self._local_gradients, (self.param_specs, self.batch_specs), out)(params, batch)
+        extras_spec = PartitionSpec("pipeline") if self.pipeline else PartitionSpec()
+        out_specs = (PartitionSpec(), self.shard_specs, PartitionSpec(), extras_spec)
+        return self._mapped(self._local_gradients, (self.param_specs, self.batch_specs), out_specs)(params, batch)
 
     def _step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
-        losses, grads, squared, (extras, moves) = self._gradients(state.params, batch)
+        losses, grads, squared, (extras, correction_moves) = self._gradients(state.params, batch)
         loss = losses.pop("loss")
         norm = jnp.sqrt(squared)
         if self.max_grad_norm is not None:
@@ -416,10 +416,10 @@ class TrainStep:
             grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)  # else they become float32
         trained = self.trained(state.params)
         shards = self._moved(trained)
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        shards, opt_state = self._updated(grads, state.opt_state, shards, finite)
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        shards, opt_state = self._updated(grads, state.opt_state, shards, is_finite)
         params = state.params | self._moved(shards, into=trained)
-        params |= {name: params[name] + jnp.where(finite, move, 0.0) for name, move in moves.items()}
+        params |= {name: params[name] + jnp.where(is_finite, move, 0.0) for name, move in correction_moves.items()}
         extras = (self.pipeline.counted(extras) if self.pipeline else extras) | losses
         return State(params, opt_state), Metrics(loss, norm, extras)
 
@@ -429,30 +429,30 @@ class TrainStep:
         Nothing changes unless ``finite``: clipping would spread one bad gradient to every weight, and nobody could
         inspect the weights before the step.
         """
-        offloaded = "optimizer" in self.strategy.offload
-        before = jax.device_put(opt_state, jax.memory.Space.Device) if offloaded else opt_state
+        is_offloaded = "optimizer" in self.strategy.offload
+        old_state = jax.device_put(opt_state, jax.memory.Space.Device) if is_offloaded else opt_state
         with jax.named_scope(OPTIMIZER):
-            new = self.optimizer.update(grads, before, shards)
-            shards, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, (shards, before))
+            updated = self.optimizer.update(grads, old_state, shards)
+            shards, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, (shards, old_state))
             if default_platform() == "cpu" and self.form == "shard_map":
                 # else CPUs compute new weights from copies of the old moments, to write the new ones into these
                 specs = self.optimizer.specs(self.trained(self.param_shapes), self.shard_specs)
                 ordered = self._mapped(lambda state, new: after(state, new.values()), (specs, self.shard_specs), specs)
                 opt_state = ordered(opt_state, shards)  # mapped: else arrays are gathered to read one number
-        return shards, jax.device_put(opt_state, jax.memory.Space.Host) if offloaded else opt_state
+        return shards, jax.device_put(opt_state, jax.memory.Space.Host) if is_offloaded else opt_state
 
     def _moved(self, params: Params, *, into: Params | None = None) -> Params:
         """Reshards weights as the optimizer's state before its update, or back ``into`` the old ones after it."""
-        specs, before = self.trained(self.param_specs), into is None
+        specs, is_before = self.trained(self.param_specs), into is None
         if specs == self.shard_specs or self.form == "gspmd":
             return params
         moves: dict[str, list[Step]] = {name: [] for name in params}
-        done: set[str] = set()
+        updated_names: set[str] = set()
         for step in self.declared.update:
             name = step.result.name
             if not step.only_moves:
-                done.add(name)  # its further moves bring the new weight back
-            elif name in moves and (name not in done) == before:
+                updated_names.add(name)  # its further moves bring the new weight back
+            elif name in moves and (name not in updated_names) == is_before:
                 moves[name].append(step)
         if into is None:
 
@@ -467,20 +467,20 @@ class TrainStep:
 
     def _gspmd_gradients(self, params: Params, batch: Batch) -> StepGradients:
         source, mesh = self.strategy, dict.fromkeys(self.strategy.mesh, 1)
-        alone = Strategy(mesh=mesh, remat=source.remat, num_microbatches=source.num_microbatches, state=source.state)
-        whole = derive(self.program, alone, fused_head=False)
+        single = Strategy(mesh=mesh, remat=source.remat, num_microbatches=source.num_microbatches, state=source.state)
+        derived = derive(self.program, single, fused_head=False)
 
         def constrain(array: ShardedArray, value: Array) -> Array:
             declared = self.declared.declared[array.name]
             return lax.with_sharding_constraint(value, named_sharding(self.mesh, declared))
 
-        context = Context(model=self.model, derived=whole, mesh=mesh, options=self.options, constrain=constrain)
-        means = self._means(batch)
-        losses, grads = self._summed(Passes(context), params, batch, means)
-        grads, of_routers = without_counts(self.declared, grads, self.model)
+        context = Context(model=self.model, derived=derived, mesh=mesh, options=self.options, constrain=constrain)
+        mean_factors = self._means(batch)
+        losses, grads = self._summed(Passes(context), params, batch, mean_factors)
+        grads, from_counts = without_counts(self.declared, grads, self.model)
         grads = lax.with_sharding_constraint(grads, shardings(self.mesh, self.shard_specs))
-        losses = {name: loss * means[name] for name, loss in losses.items()}
-        return losses, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), of_routers
+        losses = {name: loss * mean_factors[name] for name, loss in losses.items()}
+        return losses, grads, squared_norm(self.shards, grads, {}, stacked=self.stacked), from_counts
 
 
 def _inputs(batch: Batch) -> Inputs:

@@ -54,13 +54,13 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
     """
     # with B = num_chips, a multiple of every axis, the batch rules out no size
     dims = space.dims(num_chips if reach else batch_seqs)
-    options = [sorted(set(divisors(num_chips)) & set(axis_sizes(space, axis, dims))) for axis in MESH_AXES]
-    meshes = np.array(list(factorings(num_chips, options)), dtype=np.int64).reshape(-1, len(MESH_AXES))
+    axis_options = [sorted(set(divisors(num_chips)) & set(axis_sizes(space, axis, dims))) for axis in MESH_AXES]
+    meshes = np.array(list(factorings(num_chips, axis_options)), dtype=np.int64).reshape(-1, len(MESH_AXES))
     rows = _with_batch(meshes, batch_seqs)
     if reach:
-        shards = rows.batch_shards * (space.num_microbatches or 1)
-        near = [_with_batch(meshes, shards * (batch_seqs // shards + above)) for above in (0, 1)]
-        rows = map_figures(lambda *columns: np.concatenate(columns), *near)
+        batch_unit = rows.batch_shards * (space.num_microbatches or 1)
+        neighbours = [_with_batch(meshes, batch_unit * (batch_seqs // batch_unit + extra)) for extra in (0, 1)]
+        rows = map_figures(lambda *columns: np.concatenate(columns), *neighbours)
         rows = select(rows, (rows.batch_seqs > 0) & (np.abs(rows.batch_seqs - batch_seqs) <= reach * batch_seqs))
     rows = select(rows, _legal_somewhere(space, rows, num_chips))
     return msgspec.structs.replace(rows, number=np.arange(len(rows)))
@@ -68,8 +68,8 @@ def candidates_on_chips(space: Space, batch_seqs: int, *, num_chips: int, reach:
 
 def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
     """Returns every mesh of any number of chips whose sizes divide in some pattern, with one microbatch."""
-    sizes = [axis_sizes(space, axis, space.dims(batch_seqs)) for axis in MESH_AXES]
-    grid = np.meshgrid(*(np.array(options, dtype=np.int64) for options in sizes), indexing="ij")
+    options_of_axes = [axis_sizes(space, axis, space.dims(batch_seqs)) for axis in MESH_AXES]
+    grid = np.meshgrid(*(np.array(axis_options, dtype=np.int64) for axis_options in options_of_axes), indexing="ij")
     rows = _with_batch(_evenly_split(space, np.stack([axis.ravel() for axis in grid], axis=1), batch_seqs), batch_seqs)
     return select(rows, _legal_somewhere(space, rows, None))
 
@@ -77,10 +77,10 @@ def candidates_on_any_chips(space: Space, batch_seqs: int) -> Candidates:
 def _evenly_split(space: Space, meshes: np.ndarray, batch_seqs: int) -> np.ndarray:
     """Selects the meshes whose sizes divide in every split that all patterns share, splits over most axes first."""
     dims = space.dims(batch_seqs)
-    same = set.intersection(*(set(pattern.splits) for pattern in space.patterns))
-    for dim, axes in sorted(same, key=lambda split: (-len(split[1]), split)):
-        ways = product(meshes[:, MESH_AXES.index(axis)] for axis in axes)
-        meshes = meshes[dims[dim] % ways == 0]
+    shared_splits = set.intersection(*(set(pattern.splits) for pattern in space.patterns))
+    for dim, axes in sorted(shared_splits, key=lambda split: (-len(split[1]), split)):
+        num_parts = product(meshes[:, MESH_AXES.index(axis)] for axis in axes)
+        meshes = meshes[dims[dim] % num_parts == 0]
     return meshes
 
 
@@ -89,14 +89,14 @@ def axis_sizes(space: Space, axis: str, dims: Mapping[str, int]) -> tuple[int, .
     if axis in space.fixed:
         return (space.fixed[axis],)
     if axis == "pipeline":
-        layers = space.patterns[0].derived.num_layers
-        return stage_counts(layers) if axis in space.axes else (1,)
+        num_layers = space.patterns[0].derived.num_layers
+        return stage_counts(num_layers) if axis in space.axes else (1,)
     if axis not in space.axes or (axis == "expert" and not space.setting.model.num_experts):
         return (1,)
     if axis == "expert":
         return divisors(space.setting.model.num_experts)
-    by_pattern = (legal_axis_sizes(pattern.splits, axis, dims) for pattern in space.patterns)
-    return tuple(sorted({size for sizes in by_pattern for size in sizes}))
+    sizes_by_pattern = (legal_axis_sizes(pattern.splits, axis, dims) for pattern in space.patterns)
+    return tuple(sorted({size for sizes in sizes_by_pattern for size in sizes}))
 
 
 def stage_counts(num_layers: int) -> tuple[int, ...]:
@@ -105,13 +105,13 @@ def stage_counts(num_layers: int) -> tuple[int, ...]:
 
 
 def _with_batch(meshes: np.ndarray, batch_seqs: Any) -> Candidates:
-    count = len(meshes)
+    num_meshes = len(meshes)
     return Candidates(
         mesh={axis: meshes[:, number] for number, axis in enumerate(MESH_AXES)},
-        batch_seqs=np.broadcast_to(np.asarray(batch_seqs, dtype=np.int64), count).copy(),
-        microbatches=np.ones(count, dtype=np.int64),
-        laid=np.zeros(count, dtype=np.intp),
-        number=np.zeros(count, dtype=np.intp),
+        batch_seqs=np.broadcast_to(np.asarray(batch_seqs, dtype=np.int64), num_meshes).copy(),
+        microbatches=np.ones(num_meshes, dtype=np.int64),
+        laid=np.zeros(num_meshes, dtype=np.intp),
+        number=np.zeros(num_meshes, dtype=np.intp),
     )
 
 
@@ -144,14 +144,14 @@ def legal_in(
         chunks=chunks,
     )
     rules = pattern.rules if num_chips is None else (*pattern.rules, DEVICES_RULE)
-    result = np.broadcast_to(mask(rules, facts), len(found)).copy()
+    is_legal = np.broadcast_to(mask(rules, facts), len(found)).copy()
     if pattern.tensor_split is not None:
-        result &= (found.mesh["tensor"] > 1) == pattern.tensor_split
+        is_legal &= (found.mesh["tensor"] > 1) == pattern.tensor_split
     if pattern.repeats:
-        result &= facts.dims["K"] % facts.devices(pattern.repeats) != 0
+        is_legal &= facts.dims["K"] % facts.devices(pattern.repeats) != 0
     for axes in pattern.needs:
-        result &= np.logical_or.reduce([found.mesh[axis] > 1 for axis in axes])
-    return result
+        is_legal &= np.logical_or.reduce([found.mesh[axis] > 1 for axis in axes])
+    return is_legal
 
 
 def with_microbatches(space: Space, found: Candidates, *, most: int | None = None) -> Candidates:
@@ -162,10 +162,10 @@ def with_microbatches(space: Space, found: Candidates, *, most: int | None = Non
     if space.num_microbatches is not None:
         return msgspec.structs.replace(found, microbatches=np.full(len(found), space.num_microbatches, dtype=np.int64))
     local_seqs = (found.batch_seqs // found.batch_shards).tolist()
-    choices = {size: _some(divisors(size), most) for size in set(local_seqs)}
-    repeats = [len(choices[size]) for size in local_seqs]
-    counts = np.array([count for size in local_seqs for count in choices[size]], dtype=np.int64)
-    return msgspec.structs.replace(select(found, np.repeat(np.arange(len(found)), repeats)), microbatches=counts)
+    counts_of = {size: _some(divisors(size), most) for size in set(local_seqs)}
+    num_counts = [len(counts_of[size]) for size in local_seqs]
+    counts = np.array([count for size in local_seqs for count in counts_of[size]], dtype=np.int64)
+    return msgspec.structs.replace(select(found, np.repeat(np.arange(len(found)), num_counts)), microbatches=counts)
 
 
 def _some(counts: Sequence[int], most: int | None) -> Sequence[int]:
@@ -202,22 +202,22 @@ def parts_of(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:
 
     Clusters of fewer slices come first, then those with more closed rings, then those with a shorter longest axis.
     """
-    rows = []
+    ranked = []
     for num_slices in range(1, cluster.num_slices + 1):
         if num_chips % num_slices:
             continue
         sizes = divisors(num_chips // num_slices)
-        for shape in factorings(num_chips // num_slices, [[n for n in sizes if n <= most] for most in cluster.shape]):
+        for shape in factorings(num_chips // num_slices, [[n for n in sizes if n <= limit] for limit in cluster.shape]):
             part = cluster.part(shape, num_slices=num_slices)
-            rows.append((num_slices, -sum(part.wraps), max(shape), shape, part))
-    return tuple(part for *_, part in sorted(rows, key=lambda row: row[:4]))
+            ranked.append((num_slices, -sum(part.wraps), max(shape), shape, part))
+    return tuple(part for *_, part in sorted(ranked, key=lambda row: row[:4]))
 
 
 def _leanest(patterns: Sequence[Pattern]) -> Sequence[Pattern]:
     """Returns the patterns that can need the least memory: of the first assignment, and with lean remat if any is."""
-    split = [pattern for pattern in patterns if not pattern.needs] or list(patterns)
-    lean = [pattern for pattern in split if pattern.strategy.remat in LEAN_REMATS]
-    return lean or split
+    split_patterns = [pattern for pattern in patterns if not pattern.needs] or list(patterns)
+    lean_patterns = [pattern for pattern in split_patterns if pattern.strategy.remat in LEAN_REMATS]
+    return lean_patterns or split_patterns
 
 
 def _shards_what_replicas_split(pattern: Pattern) -> bool:
@@ -230,31 +230,31 @@ def _could_shard(found: Candidates) -> np.ndarray:
     """True for candidates whose replicas could shard the weights: a mesh with all of ``data`` in ``fsdp`` exists."""
     sizes = found.mesh | {"fsdp": found.mesh["data"] * found.mesh["fsdp"]}
     ones = np.ones_like(sizes["data"])
-    alone, joined = (
-        list(zip(*(values[axis].tolist() for axis in MESH_AXES), strict=True))
-        for values in (found.mesh, sizes | {"data": ones})
+    meshes, sharded_meshes = (
+        list(zip(*(size_of[axis].tolist() for axis in MESH_AXES), strict=True))
+        for size_of in (found.mesh, sizes | {"data": ones})
     )
-    there = set(alone)
-    return np.array([with_one in there for with_one in joined], dtype=bool) & (found.mesh["data"] > 1)
+    known_meshes = set(meshes)
+    return np.array([mesh in known_meshes for mesh in sharded_meshes], dtype=bool) & (found.mesh["data"] > 1)
 
 
 def memory_of_any_mesh(space: Space, batch: int) -> Mapping[int, float]:
     """Maps a number of chips to the least bytes per chip of any strategy whose sizes divide; 1F1B with stages."""
-    every = candidates_on_any_chips(space, batch)
+    one_microbatch = candidates_on_any_chips(space, batch)
     if all(map(_shards_what_replicas_split, space.patterns)):
-        every = select(every, ~_could_shard(every))
+        one_microbatch = select(one_microbatch, ~_could_shard(one_microbatch))
     # memory is least with one microbatch or with the most: above one, smaller microbatches keep less
-    candidates = with_microbatches(space, every, most=2)
-    need = np.full(len(candidates), np.inf)
+    candidates = with_microbatches(space, one_microbatch, most=2)
+    needed_bytes = np.full(len(candidates), np.inf)
     for pattern in _leanest(space.with_reruns(RERUN_POLICIES[-1:]).patterns):
-        here = np.flatnonzero(legal_in(space, pattern, candidates))
-        rows = select(candidates, here)
+        indices = np.flatnonzero(legal_in(space, pattern, candidates))
+        rows = select(candidates, indices)
         parts = memory_parts(pattern.derived, candidate_sizes(space, rows))
         pipeline = candidate_pipeline(space, rows)
         for offload in space.offloads:
             items = parts.items(pipeline, offload)
-            need[here] = np.minimum(need[here], total_bytes(items))
-    counts, which = np.unique(product(candidates.mesh.values()), return_inverse=True)
-    least = np.full(len(counts), np.inf)
-    np.minimum.at(least, which, need)
-    return {int(count): float(size) for count, size in zip(counts, least, strict=True) if np.isfinite(size)}
+            needed_bytes[indices] = np.minimum(needed_bytes[indices], total_bytes(items))
+    counts, count_index = np.unique(product(candidates.mesh.values()), return_inverse=True)
+    min_bytes = np.full(len(counts), np.inf)
+    np.minimum.at(min_bytes, count_index, needed_bytes)
+    return {int(count): float(size) for count, size in zip(counts, min_bytes, strict=True) if np.isfinite(size)}

@@ -44,8 +44,8 @@ def splits(derived: Derived) -> tuple[DimSplit, ...]:
     Updates of all layers at once are left out: they send whole matrices to any number of devices.
     """
     pairs: dict[DimSplit, None] = {}
-    passes = (step for block in derived.blocks for step in (*block.forward, *block.backward))
-    for step in (*passes, *(step for step in derived.update if not derived.is_stacked(step))):
+    pass_steps = (step for block in derived.blocks for step in (*block.forward, *block.backward))
+    for step in (*pass_steps, *(step for step in derived.update if not derived.is_stacked(step))):
         for array in (*step.inputs, step.result, *step.more):
             for dim, axes in zip(array.dims, array.axes, strict=True):
                 # slots C need not divide: their number is a mean; V is padded, and kv heads are repeated
@@ -112,10 +112,10 @@ def zero_rules(strategy: Strategy, *, given: bool = False) -> tuple[LegalRule, .
 
     def message(facts: StrategySizes) -> str:
         axes = {"fsdp" if axis == "data" else axis: size for axis, size in facts.mesh.items() if axis != "fsdp"}
-        instead = ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
+        axes_text = ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
         return (
             f"zero={stage} shards over fsdp, and the replicas of data={facts.mesh['data']} hold everything whole. "
-            f"Use --axes {instead} --set strategy.zero={stage}."
+            f"Use --axes {axes_text} --set strategy.zero={stage}."
         )
 
     return (LegalRule("zero", lambda f: (np.asarray(f.mesh["data"]) == 1) | (f.devices(ZERO_AXES) > 1), message),)
@@ -143,9 +143,9 @@ def legal(setting: Setting, strategy: Strategy) -> tuple[Refusal, ...]:
     except CannotRunError as error:
         return (Refusal(rule=STACKS_RULE, message=str(error)),)
     facts = strategy_sizes(setting, strategy)
-    refused = check_rules((DEVICES_RULE, *zero_rules(strategy), *size_rules(derived), SCHEDULE_RULE), facts)
-    if refused:
-        return refused
+    refusals = check_rules((DEVICES_RULE, *zero_rules(strategy), *size_rules(derived), SCHEDULE_RULE), facts)
+    if refusals:
+        return refusals
     try:
         strategy_placements(setting.cluster, strategy)
     except CannotRunError as error:
@@ -170,15 +170,15 @@ def microbatches_that_fit(setting: Setting, strategy: Strategy) -> dict[int, flo
     batch, facts = setting.job.batch_seqs, strategy_sizes(setting, strategy)
     counts = np.array(divisors(batch))
     rules = (DEVICES_RULE, *size_rules(derived), SCHEDULE_RULE)
-    runs = mask(rules, msgspec.structs.replace(facts, num_microbatches=counts))
-    counts = counts[np.broadcast_to(runs, counts.shape)]
+    is_legal = mask(rules, msgspec.structs.replace(facts, num_microbatches=counts))
+    counts = counts[np.broadcast_to(is_legal, counts.shape)]
     if not len(counts):
         return {}
     parts = memory_parts(derived, setting.sizes(strategy, microbatch_seqs=batch / counts))
     pipeline = msgspec.structs.replace(setting.pipeline(strategy), microbatches=counts)
-    need = np.broadcast_to(total_bytes(parts.items(pipeline, strategy.offload)), counts.shape)
-    fits = need <= setting.memory_room
-    return dict(zip(counts[fits].tolist(), need[fits].tolist(), strict=True))
+    needed_bytes = np.broadcast_to(total_bytes(parts.items(pipeline, strategy.offload)), counts.shape)
+    has_room = needed_bytes <= setting.memory_room
+    return dict(zip(counts[has_room].tolist(), needed_bytes[has_room].tolist(), strict=True))
 
 
 def require_legal(setting: Setting, strategy: Strategy) -> None:
@@ -197,8 +197,8 @@ def require_even_splits(derived: Derived, model: Model, mesh: Mapping[str, int])
 
 def divisors(number: int) -> tuple[int, ...]:
     """Returns all divisors of a positive number, ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return tuple(sorted({*small, *(number // d for d in small)}))
+    small_divisors = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small_divisors, *(number // d for d in small_divisors)}))
 
 
 def legal_axis_sizes(found: Sequence[DimSplit], axis: str, dims: Mapping[str, int]) -> tuple[int, ...]:
@@ -214,14 +214,14 @@ def legal_axis_sizes(found: Sequence[DimSplit], axis: str, dims: Mapping[str, in
 def strategy_sizes(setting: Setting, strategy: Strategy) -> StrategySizes:
     """Returns the sizes that the rules check."""
     model, cluster, job = setting.model, setting.cluster, setting.job
-    rows = {"B": job.tokens_per_step, "T": 1, "Q": job.batch_seqs, "O": job.batch_seqs}
-    rows |= cache_sizes(batch_seqs=job.batch_seqs, max_len=setting.max_len, storage=setting.step_storage)
+    row_sizes = {"B": job.tokens_per_step, "T": 1, "Q": job.batch_seqs, "O": job.batch_seqs}
+    row_sizes |= cache_sizes(batch_seqs=job.batch_seqs, max_len=setting.max_len, storage=setting.step_storage)
     return StrategySizes(
         model=model.name,
         cluster=cluster.short_name,
         num_chips=cluster.num_chips,
         mesh=strategy.mesh,
-        dims=model.dims | ({"B": job.batch_seqs, "T": job.seq_len} if job.trains else rows),
+        dims=model.dims | ({"B": job.batch_seqs, "T": job.seq_len} if job.trains else row_sizes),
         num_microbatches=strategy.num_microbatches,
         schedule=strategy.schedule,
         chunks=strategy.chunks,
@@ -261,37 +261,37 @@ def _choices(values: Sequence[int], wanted: int) -> str:
 
 
 def _split_message(facts: StrategySizes, dim: str, axes: tuple[str, ...], every: Sequence[DimSplit]) -> str:
-    size, count = facts.dims[dim], int(facts.devices(axes))
-    chosen = [axis for axis in axes if facts.mesh[axis] > 1]
-    values = legal_axis_sizes(every, chosen[0], facts.dims) if len(chosen) == 1 else divisors(size)
+    size, num_devices = facts.dims[dim], int(facts.devices(axes))
+    split_axes = [axis for axis in axes if facts.mesh[axis] > 1]
+    values = legal_axis_sizes(every, split_axes[0], facts.dims) if len(split_axes) == 1 else divisors(size)
     return (
         f"{facts.named(axes)} does not divide {dim}={size} {NOUNS[dim]} of {facts.model}. "
-        f"Use {'*'.join(chosen)} in {_choices(values, count)}."
+        f"Use {'*'.join(split_axes)} in {_choices(values, num_devices)}."
     )
 
 
 def _batch_message(facts: StrategySizes, axes: tuple[str, ...]) -> str:
-    size, count = facts.dims["B"], int(facts.devices(axes))
-    if size % count == 0:
-        local = size // count
-        whose = f"the {local} of {size} sequences that each of {count} data shards has"
+    size, num_shards = facts.dims["B"], int(facts.devices(axes))
+    if size % num_shards == 0:
+        num_local = size // num_shards
+        share_text = f"the {num_local} of {size} sequences that each of {num_shards} data shards has"
         return (
             f"num_microbatches={facts.num_microbatches} does not divide "
-            f"{whose if count > 1 else f'the batch of {size} sequences'}. "
-            f"Use num_microbatches in {_choices(divisors(local), facts.num_microbatches)}."
+            f"{share_text if num_shards > 1 else f'the batch of {size} sequences'}. "
+            f"Use num_microbatches in {_choices(divisors(num_local), facts.num_microbatches)}."
         )
-    near = max(1, round(size / count)) * count
+    nearest_batch = max(1, round(size / num_shards)) * num_shards
     return (
         f"{facts.named(axes)} does not divide the batch of {size} sequences. "
-        f"Use {'*'.join(axes)} in {_choices(divisors(size), count)}, or a batch of {near} sequences."
+        f"Use {'*'.join(axes)} in {_choices(divisors(size), num_shards)}, or a batch of {nearest_batch} sequences."
     )
 
 
 def _devices_message(facts: StrategySizes) -> str:
-    have = int(product(facts.mesh.values()))
+    needed = int(product(facts.mesh.values()))
     return (
-        f"{facts.mesh_text} needs {have} device{'s' * (have > 1)}, but {facts.cluster} has {facts.num_chips}. "
-        f"Make the product of the axes {facts.num_chips}, or name a cluster of {have}."
+        f"{facts.mesh_text} needs {needed} device{'s' * (needed > 1)}, but {facts.cluster} has {facts.num_chips}. "
+        f"Make the product of the axes {facts.num_chips}, or name a cluster of {needed}."
     )
 
 
@@ -300,13 +300,13 @@ def _stages_message(facts: StrategySizes, num_layers: int) -> str:
     if stages > num_layers:
         reason = f"pipeline={stages} is more stages than the {num_layers} layers of {facts.model}."
         return f"{reason} Use at most {num_layers}."
-    most = int((1 + MAX_IDLE_SHARE) * num_layers)
-    tried = (msgspec.structs.replace(facts, chunks=count) for count in range(1, most // stages + 1))
-    values = [int(sizes.chunks) for sizes in tried if _places_used(sizes, num_layers)]
-    fewer = ", or fewer stages" if stages > 1 else ""
+    limit = int((1 + MAX_IDLE_SHARE) * num_layers)
+    candidates = (msgspec.structs.replace(facts, chunks=count) for count in range(1, limit // stages + 1))
+    values = [int(sizes.chunks) for sizes in candidates if _places_used(sizes, num_layers)]
+    suffix = ", or fewer stages" if stages > 1 else ""
     return (
         f"pipeline={stages} x chunks={chunks} has {layer_places(num_layers, stages * chunks)} places for the "
-        f"{num_layers} layers of {facts.model}, more than {most}. Use chunks in {_choices(values, chunks)}{fewer}."
+        f"{num_layers} layers of {facts.model}, more than {limit}. Use chunks in {_choices(values, chunks)}{suffix}."
     )
 
 
@@ -314,16 +314,16 @@ def _experts_message(facts: StrategySizes, num_experts: int) -> str:
     size = facts.mesh.get("expert", 1)
     if not num_experts:
         return f"expert={size}: {facts.model} has no experts. Leave the axis out, or use fsdp={size}."
-    choices = _choices(divisors(num_experts), int(size))
-    return f"expert={size} does not divide the {num_experts} experts of {facts.model}. Use expert in {choices}."
+    choices_text = _choices(divisors(num_experts), int(size))
+    return f"expert={size} does not divide the {num_experts} experts of {facts.model}. Use expert in {choices_text}."
 
 
 def _memory_message(facts: StrategySizes, memory: dict[str, Number], limit: float) -> str:
-    largest = sorted(memory.items(), key=lambda item: -item[1])[:3]
-    items = ", ".join(f"{name} {format_bytes(float(size))}" for name, size in largest)
+    largest_items = sorted(memory.items(), key=lambda item: -item[1])[:3]
+    items_text = ", ".join(f"{name} {format_bytes(float(size))}" for name, size in largest_items)
     return (
         f"{facts.model} on {facts.mesh_text} needs {format_bytes(float(total_bytes(memory)))} per chip "
-        f"(most: {items}), but a chip of {facts.cluster} has {format_bytes(limit)}."
+        f"(most: {items_text}), but a chip of {facts.cluster} has {format_bytes(limit)}."
     )
 
 
@@ -340,8 +340,8 @@ def _remedy(setting: Setting, strategy: Strategy) -> str:
             fits = microbatches_that_fit(setting, msgspec.structs.replace(strategy, remat=remat))
             fixes += [((remat != strategy.remat) + (count != now), count, need, remat) for count, need in fits.items()]
     if not fixes:
-        tried = "None of the remat policies tried, with any number of microbatches, makes it fit: use "
-        return f"{tried if setting.job.trains else 'Use '}more chips, or larger fsdp and tensor axes."
+        advice = "None of the remat policies tried, with any number of microbatches, makes it fit: use "
+        return f"{advice if setting.job.trains else 'Use '}more chips, or larger fsdp and tensor axes."
     _, count, need, remat = min(fixes, key=lambda fix: fix[:2])
     changes = [f"remat={remat}"] * (remat != strategy.remat) + [f"num_microbatches={count}"] * (count != now)
     return f"Use {' with '.join(changes)} ({format_bytes(need)})."

@@ -28,22 +28,22 @@ def pareto(result: PlanResult) -> Frontier:
     setting = result.setting.on(result.strategies[0].cluster)
     space = space_of(setting, result.axes, result.overrides, result.choices)
     outcome = search(space, setting.cluster, setting.job.batch_seqs, top=1, frontier=True)
-    priced = setting.cluster.chip.price_usd_per_hour is not None
-    return Frontier(memory=outcome.frontier, cost=_cheaper([outcome.found[0], *_on_parts(space)]) if priced else ())
+    has_price = setting.cluster.chip.price_usd_per_hour is not None
+    return Frontier(memory=outcome.frontier, cost=_cheaper([outcome.found[0], *_on_parts(space)]) if has_price else ())
 
 
 def _on_parts(space: Space) -> list[PlannedStrategy]:
     """Returns the best plan on half the chips, a quarter and so on, until one does not run."""
     cluster, job = space.setting.cluster, space.setting.job
     plans: list[PlannedStrategy] = []
-    chips = cluster.num_chips
+    num_chips = cluster.num_chips
     for _ in range(MAX_HALVINGS):
-        parts = parts_of(cluster, chips // 2) if chips % 2 == 0 else ()
+        parts = parts_of(cluster, num_chips // 2) if num_chips % 2 == 0 else ()
         best = search(space, parts[0], job.batch_seqs, top=1).found if parts else ()
         if not best:
             break
         plans.append(best[0])
-        chips //= 2
+        num_chips //= 2
     return plans
 
 
@@ -51,7 +51,7 @@ def _cheaper(found: Sequence[PlannedStrategy]) -> tuple[PlannedStrategy, ...]:
     """Selects plans with fewer chip-seconds, by `LEAST_CHEAPER`, than every faster plan."""
     cheaper: list[PlannedStrategy] = []
     for plan in sorted(found, key=lambda plan: plan.estimate.step_s):
-        spent = plan.estimate.step_s * plan.num_chips
-        if not cheaper or spent < (1 - LEAST_CHEAPER) * cheaper[-1].estimate.step_s * cheaper[-1].num_chips:
+        chip_seconds = plan.estimate.step_s * plan.num_chips
+        if not cheaper or chip_seconds < (1 - LEAST_CHEAPER) * cheaper[-1].estimate.step_s * cheaper[-1].num_chips:
             cheaper.append(plan)
     return tuple(cheaper)

@@ -64,7 +64,7 @@ def rank_plans(
     cluster, job = setting.cluster, setting.job
     space = space_of(setting, axes or {}, overrides or {}, choices)
     outcome = search(space, cluster, job.batch_seqs, top=top, exhaustive=exhaustive)
-    whole = outcome.found[0] if outcome.found else None
+    plan_on_all = outcome.found[0] if outcome.found else None
     if not outcome.found:
         if not outcome.num_legal:
             refuse_given(space)
@@ -72,18 +72,18 @@ def rank_plans(
     outcome = _without_stages(space, top, outcome)
     best = outcome.found[0]
     notes = (*_notes(space, best.setting), *imbalance_notes(best.setting, *(plan.strategy for plan in outcome.found)))
-    near = None
+    near_plan = None
     shortfall: tuple[str, ...] = ()
     if outcome.found[0].cluster != cluster:
         # the fastest per token within reach, which need not be the nearest batch
-        near = next(iter(search(space, cluster, job.batch_seqs, reach=NEAREST_BATCH_SHARE, top=1).found), None)
-        shortfall = _part_notes(cluster, job, outcome, whole, near)
+        near_plan = next(iter(search(space, cluster, job.batch_seqs, reach=NEAREST_BATCH_SHARE, top=1).found), None)
+        shortfall = _part_notes(cluster, job, outcome, plan_on_all, near_plan)
     return PlanResult(
         setting=setting,
         strategies=outcome.found,
         notes=notes,
         shortfall=shortfall,
-        nearest_batch=near,
+        nearest_batch=near_plan,
         axes=axes or {},
         overrides=overrides or {},
         choices=choices,
@@ -97,19 +97,19 @@ def rank_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
     Raises the first shape's error if the job runs on none.
     """
     results: list[PlanResult] = []
-    refused: CannotRunError | None = None
+    first_error: CannotRunError | None = None
     for setting in settings:
         try:
             results.append(rank_plans(setting, **choices))
         except CannotRunError as error:
-            refused = refused or error
-    if refused is not None and not results:
-        raise refused
+            first_error = first_error or error
+    if first_error is not None and not results:
+        raise first_error
     ranked = sorted(results, key=lambda r: (r.strategies[0].cluster != r.cluster, r.strategies[0].estimate.step_s))
     if len(settings) == 1:
         return ranked[0]
-    times = ", ".join(f"{r.cluster.short_name} {format_seconds(r.strategies[0].estimate.step_s)}" for r in ranked)
-    note = f"shapes of slice by step time: {times}"
+    times_text = ", ".join(f"{r.cluster.short_name} {format_seconds(r.strategies[0].estimate.step_s)}" for r in ranked)
+    note = f"shapes of slice by step time: {times_text}"
     return msgspec.structs.replace(ranked[0], notes=(note, *ranked[0].notes))
 
 
@@ -137,8 +137,8 @@ def space_of(
             f"Use at most {model.max_positions}, or --set model.max_positions={job.seq_len}."
         )
     make_mesh(axes)
-    chosen = {name.removeprefix("strategy."): value for name, value in overrides.items()}
-    for name in chosen:
+    value_of_field = {name.removeprefix("strategy."): value for name, value in overrides.items()}
+    for name in value_of_field:
         if name not in FIELDS:
             if name in Assumptions.__struct_fields__:
                 raise InputError(
@@ -146,10 +146,10 @@ def space_of(
                 )
             raise InputError(f"strategy.{name} cannot be set here.{nearest(name, FIELDS)} Give mesh axes in axes.")
     # CPUs train in float32 unless the state is given
-    usual = {"state": "fp32" if setting.cluster.kind == "host" else "bf16-adam"}
-    fields = {**(template or usual), **chosen, "mesh": make_mesh({})}
+    usual_fields = {"state": "fp32" if setting.cluster.kind == "host" else "bf16-adam"}
+    fields = {**(template or usual_fields), **value_of_field, "mesh": make_mesh({})}
     strategy = convert_fields(fields, Strategy, section="strategy")
-    return open_space(setting, strategy, given=chosen, choices=choices, fixed=axes)
+    return open_space(setting, strategy, given=value_of_field, choices=choices, fixed=axes)
 
 
 def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
@@ -180,15 +180,15 @@ def _notes(space: Space, setting: Setting) -> tuple[str, ...]:
 
 def slots_note(setting: Setting, strategy: Strategy) -> list[str]:
     """Returns a note if devices have a part of the experts, and nothing bounds their slots; else []."""
-    spread = setting.model.num_experts and strategy.mesh["expert"] > 1
-    if not spread or strategy.capacity_factor:
+    is_split = setting.model.num_experts and strategy.mesh["expert"] > 1
+    if not is_split or strategy.capacity_factor:
         return []
     sizes = setting.sizes(strategy)
-    room = f"; it has room for {sizes.room:g} times, and takes more in further rounds"
-    most = ", capped at experts over experts per token" * (sizes.load < setting.assumptions.imbalance)
+    room_text = f"; it has room for {sizes.room:g} times, and takes more in further rounds"
+    cap_text = ", capped at experts over experts per token" * (sizes.load < setting.assumptions.imbalance)
     return [
         f"the busiest device of experts is counted with {sizes.load:g} times the mean of rows "
-        f"(assumptions.imbalance{most}){room * setting.assumptions.holds_empty_slots}"
+        f"(assumptions.imbalance{cap_text}){room_text * setting.assumptions.holds_empty_slots}"
     ]
 
 
@@ -196,30 +196,30 @@ def imbalance_notes(setting: Setting, *strategies: Strategy, imbalance: float = 
     """Returns `slots_note` of the first strategy, with its step at another imbalance, and which is fastest then."""
     notes = slots_note(setting, strategies[0])
     assumptions = msgspec.structs.replace(setting.assumptions, imbalance=imbalance)
-    uneven = msgspec.structs.replace(setting, assumptions=assumptions)
-    load = uneven.sizes(strategies[0]).load
+    uneven_setting = msgspec.structs.replace(setting, assumptions=assumptions)
+    load = uneven_setting.sizes(strategies[0]).load
     if not notes or setting.assumptions.imbalance >= load:
         return notes
-    seconds = [price_strategy(uneven, strategy).estimate.step_s for strategy in strategies]
+    seconds = [price_strategy(uneven_setting, strategy).estimate.step_s for strategy in strategies]
     fastest = min(range(len(seconds)), key=seconds.__getitem__)
-    then = f", and number {fastest + 1} be the fastest, {format_seconds(seconds[fastest])}" if fastest else ""
-    return [f"{notes[0]}; with {load:g} times a step would take {format_seconds(seconds[0])}{then}"]
+    suffix = f", and number {fastest + 1} be the fastest, {format_seconds(seconds[fastest])}" if fastest else ""
+    return [f"{notes[0]}; with {load:g} times a step would take {format_seconds(seconds[0])}{suffix}"]
 
 
 def assumption_notes(setting: Setting) -> list[str]:
     """Returns a note of a slice that is not offered, one of assumptions that do not hold for this package, and one of
     the blocks that a mask leaves."""
-    assumed = ", ".join(f"{name}={value}" for name, value in setting.assumptions.of_other_software.items())
-    words = f"priced as other software would run it, which train and verify refuse: {assumed}"
-    return slice_note(setting.cluster) + [words] * bool(assumed) + _mask_notes(setting)
+    assumed_text = ", ".join(f"{name}={value}" for name, value in setting.assumptions.of_other_software.items())
+    words = f"priced as other software would run it, which train and verify refuse: {assumed_text}"
+    return slice_note(setting.cluster) + [words] * bool(assumed_text) + _mask_notes(setting)
 
 
 def _mask_notes(setting: Setting) -> list[str]:
     if not (text := setting.model.attention_mask):
         return []
-    read = mask_named(text).data
-    of = f", of example data for {', '.join(read)}" if read else ""
-    return [f"attention_mask={text}: {block_share(text, None, setting.job.seq_len):.1%} of the blocks exist{of}"]
+    example_fields = mask_named(text).data
+    suffix = f", of example data for {', '.join(example_fields)}" if example_fields else ""
+    return [f"attention_mask={text}: {block_share(text, None, setting.job.seq_len):.1%} of the blocks exist{suffix}"]
 
 
 # -- when the chips do not divide the work -------------------------------------------------------------
@@ -228,40 +228,40 @@ def _mask_notes(setting: Setting) -> list[str]:
 def _largest_part(space: Space, top: int) -> SearchOutcome:
     """Returns the outcome on the most chips, fewer than all, on which the job runs. Raises CannotRunError for none."""
     cluster, job, limit = space.setting.cluster, space.setting.job, space.setting.memory_room
-    needs = memory_of_any_mesh(space, job.batch_seqs)
-    counts = [n for n in sorted(needs, reverse=True) if n < cluster.num_chips and needs[n] <= limit]
-    for part in islice((part for count in counts for part in parts_of(cluster, count)[:1]), MAX_PARTS):
+    bytes_of = memory_of_any_mesh(space, job.batch_seqs)
+    chip_counts = [n for n in sorted(bytes_of, reverse=True) if n < cluster.num_chips and bytes_of[n] <= limit]
+    for part in islice((part for count in chip_counts for part in parts_of(cluster, count)[:1]), MAX_PARTS):
         outcome = search(space, part, job.batch_seqs, top=top)
         if outcome.found:
             return outcome
-    raise CannotRunError(_nothing_fits(space, needs))
+    raise CannotRunError(_nothing_fits(space, bytes_of))
 
 
 def _without_stages(space: Space, top: int, outcome: SearchOutcome) -> SearchOutcome:
     """Returns the outcome on fewer chips without stages, if all chips need stages and fewer chips are faster."""
     if outcome.fits_without_stages or "pipeline" in space.fixed:
         return outcome
-    alone = msgspec.structs.replace(space, fixed={**space.fixed, "pipeline": 1})
+    one_stage_space = msgspec.structs.replace(space, fixed={**space.fixed, "pipeline": 1})
     try:
-        part = _largest_part(alone, 1).found[0].cluster
+        part = _largest_part(one_stage_space, 1).found[0].cluster
     except CannotRunError:
         return outcome
-    fewer = search(space, part, space.setting.job.batch_seqs, top=top)  # there stages may be faster yet
-    return min(outcome, fewer, key=lambda option: option.found[0].estimate.step_s)
+    part_outcome = search(space, part, space.setting.job.batch_seqs, top=top)  # there stages may be faster yet
+    return min(outcome, part_outcome, key=lambda option: option.found[0].estimate.step_s)
 
 
 def _part_notes(
     cluster: Cluster, job: Job, outcome: SearchOutcome, whole: PlannedStrategy | None, near: PlannedStrategy | None
 ) -> tuple[str, ...]:
     part = outcome.found[0].cluster
-    what, chips = f"{job.batch_seqs:,} sequences of {job.seq_len:,}", f"all {cluster.num_chips:,} chips of"
+    batch_text, chips_text = f"{job.batch_seqs:,} sequences of {job.seq_len:,}", f"all {cluster.num_chips:,} chips of"
     if whole is None:
-        why = f"{what} cannot be divided over {chips} {cluster.short_name} in a way that fits"
+        reason = f"{batch_text} cannot be divided over {chips_text} {cluster.short_name} in a way that fits"
     else:
         step = format_seconds(whole.estimate.step_s)
         axes = mesh_words(whole.strategy.mesh, " x ")
-        why = f"{what} fit {chips} {cluster.short_name} only in pipeline stages ({axes}, {step})"
-    notes = [f"{why}: planned on {part.short_name}, {part.num_chips:,} chips"]
+        reason = f"{batch_text} fit {chips_text} {cluster.short_name} only in pipeline stages ({axes}, {step})"
+    notes = [f"{reason}: planned on {part.short_name}, {part.num_chips:,} chips"]
     if near is not None:
         axes = mesh_words(near.strategy.mesh, " x ")
         tokens = format_count(near.job.batch_seqs * job.seq_len)
@@ -275,12 +275,12 @@ def _part_notes(
 
 def refuse_given(space: Space) -> None:
     """Raises CannotRunError if the given axes and fields cannot run, whatever else is chosen."""
-    cluster, total = space.setting.cluster, math.prod(space.fixed.values())
-    named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
-    devices = f"{named} = {total} devices does" if len(space.fixed) > 1 else f"{named} does"
-    if cluster.num_chips % total or (total != cluster.num_chips and len(space.fixed) == len(MESH_AXES)):
+    cluster, num_devices = space.setting.cluster, math.prod(space.fixed.values())
+    axes_text = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
+    devices_text = f"{axes_text} = {num_devices} devices does" if len(space.fixed) > 1 else f"{axes_text} does"
+    if cluster.num_chips % num_devices or (num_devices != cluster.num_chips and len(space.fixed) == len(MESH_AXES)):
         raise CannotRunError(
-            f"{devices} not divide the {cluster.num_chips} chips of {cluster.short_name}. "
+            f"{devices_text} not divide the {cluster.num_chips} chips of {cluster.short_name}. "
             f"Use axes whose product divides {cluster.num_chips}."
         )
     if refusal := broken_rule(space):
@@ -307,30 +307,30 @@ def _nothing_fits(space: Space, needs: Mapping[int, float]) -> str:
     """Says why no strategy runs, and names the fewest chips that would hold one."""
     setting = space.setting
     cluster, job, limit = setting.cluster, setting.job, setting.memory_room
-    what = f"{setting.model.name} with {job.batch_seqs} sequences of {job.seq_len}"
+    job_text = f"{setting.model.name} with {job.batch_seqs} sequences of {job.seq_len}"
     if space.fixed:
-        what += " and " + " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
-    here = {count: need for count, need in needs.items() if count <= cluster.num_chips}
-    count = min(here, key=lambda number: (here[number], -number))
-    if here[count] <= limit:
-        held = {
+        job_text += " and " + " x ".join(f"{axis}={size}" for axis, size in space.fixed.items())
+    need_by_count = {count: need for count, need in needs.items() if count <= cluster.num_chips}
+    count = min(need_by_count, key=lambda number: (need_by_count[number], -number))
+    if need_by_count[count] <= limit:
+        value_of_field = {
             "schedule": space.template.schedule if len(space.schedules) == 1 else None,
             "chunks": space.chunks,
             "num_microbatches": space.num_microbatches,
         }
-        fields = ", ".join(f"{name}={value}" for name, value in held.items() if value is not None)
+        fields = ", ".join(f"{name}={value}" for name, value in value_of_field.items() if value is not None)
         advice = f"Leave one of {fields} open" if fields else "Name another shape of the cluster"
-        return f"no mesh of {what} can be laid on {cluster.short_name}{' with ' * bool(fields)}{fields}. {advice}."
-    enough = min((count for count, need in needs.items() if need <= limit), default=None)
+        return f"no mesh of {job_text} can be laid on {cluster.short_name}{' with ' * bool(fields)}{fields}. {advice}."
+    enough_chips = min((count for count, need in needs.items() if need <= limit), default=None)
     advice = (
-        f"At least {enough} chips would hold it."
-        if enough is not None
+        f"At least {enough_chips} chips would hold it."
+        if enough_chips is not None
         else "No number of chips would hold it: use shorter sequences, or leave axes, remat and microbatches open."
     )
-    beside = f" beside the {setting.memory_margin:.0%} that stay free" * bool(setting.memory_margin)
+    margin_text = f" beside the {setting.memory_margin:.0%} that stay free" * bool(setting.memory_margin)
     remats = {pattern.strategy.remat for pattern in space.patterns}
-    tried = "any remat policy" if len(remats) > 1 else f"remat={next(iter(remats))}"
+    remat_text = "any remat policy" if len(remats) > 1 else f"remat={next(iter(remats))}"
     return (
-        f"{what} does not fit {cluster.short_name}: the best mesh ({count} chips, {tried}) needs "
-        f"{format_bytes(here[count])} per chip, but a chip has {format_bytes(limit)}{beside}. {advice}"
+        f"{job_text} does not fit {cluster.short_name}: the best mesh ({count} chips, {remat_text}) needs "
+        f"{format_bytes(need_by_count[count])} per chip, but a chip has {format_bytes(limit)}{margin_text}. {advice}"
     )

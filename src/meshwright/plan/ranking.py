@@ -60,9 +60,9 @@ class Best:
 
     def at(self, index: int) -> Variant:
         """Returns candidate ``index`` of all kept ones as a variant of one row."""
-        ends = np.cumsum([len(variant.rows) for variant in self.kept])
-        which = int(np.searchsorted(ends, index, side="right"))
-        return select(self.kept[which], np.array([index - ends[which]]))
+        end_indices = np.cumsum([len(variant.rows) for variant in self.kept])
+        variant_index = int(np.searchsorted(end_indices, index, side="right"))
+        return select(self.kept[variant_index], np.array([index - end_indices[variant_index]]))
 
     def column(self, figure: Callable[[Variant], Any]) -> np.ndarray:
         """Returns one figure of all kept candidates, as an array."""
@@ -83,7 +83,7 @@ class Best:
         seconds = self.seconds
         if not len(seconds):
             return np.zeros(0, dtype=np.intp)
-        level = np.round(np.log(seconds / seconds.min()) / TIE)
+        tie_level = np.round(np.log(seconds / seconds.min()) / TIE)
         keys: tuple[Callable[[Variant], Any], ...] = (
             lambda variant: variant.rows.mesh["context"],
             lambda variant: variant.rows.mesh["data"],
@@ -93,7 +93,7 @@ class Best:
             lambda variant: len(variant.offload),
             lambda variant: variant.rows.mesh["pipeline"],
         )
-        return np.lexsort((seconds, *map(self.column, keys), level))
+        return np.lexsort((seconds, *map(self.column, keys), tie_level))
 
     def frontier(self) -> list[int]:
         """Returns the indices of the kept candidates that are unbeaten, fastest first."""
@@ -103,14 +103,14 @@ class Best:
 def unbeaten(seconds: np.ndarray, need: np.ndarray) -> list[int]:
     """Returns the indices, fastest first, of candidates that need less memory, by `TIE`, than all listed before."""
     order = np.lexsort((need, seconds))
-    lower = np.minimum.accumulate(need[order])
+    running_min = np.minimum.accumulate(need[order])
     # only a new minimum can be listed: the loop is short
-    order = order[np.concatenate([np.ones(len(order[:1]), bool), lower[1:] < lower[:-1]])]
-    indices, least = [], np.inf
+    order = order[np.concatenate([np.ones(len(order[:1]), bool), running_min[1:] < running_min[:-1]])]
+    indices, least_bytes = [], np.inf
     for index, size in zip(order.tolist(), need[order].tolist(), strict=True):
-        if size < least * (1 - TIE):
+        if size < least_bytes * (1 - TIE):
             indices.append(index)
-            least = size
+            least_bytes = size
     return indices
 
 
@@ -118,8 +118,8 @@ def fastest_and_leanest(seconds: np.ndarray, need: np.ndarray) -> np.ndarray:
     """Returns the indices of the fastest candidates, and of those unbeaten in seconds and bytes."""
     if len(seconds) <= KEPT_PER_VARIANT:
         return np.arange(len(seconds))
-    fast = np.argpartition(seconds, KEPT_PER_VARIANT)[:KEPT_PER_VARIANT]
-    return np.union1d(fast, unbeaten(seconds, need))
+    fastest = np.argpartition(seconds, KEPT_PER_VARIANT)[:KEPT_PER_VARIANT]
+    return np.union1d(fastest, unbeaten(seconds, need))
 
 
 def diverse(order: np.ndarray, best: Best, top: int) -> list[int]:
@@ -131,21 +131,21 @@ def diverse(order: np.ndarray, best: Best, top: int) -> list[int]:
     if not len(order):
         return []
     meshes = {axis: np.concatenate([variant.rows.mesh[axis] for variant in best.kept]).tolist() for axis in MESH_AXES}
-    listed: set[tuple[int, ...]] = set()
-    rounds: list[list[int]] = []
-    seen: dict[tuple[int, ...], int] = {}
+    listed_meshes: set[tuple[int, ...]] = set()
+    indices_by_rank: list[list[int]] = []
+    num_of_group: dict[tuple[int, ...], int] = {}
     for index in order.tolist():
         mesh = {axis: sizes[index] for axis, sizes in meshes.items()}
-        if tuple(mesh.values()) in listed:
+        if tuple(mesh.values()) in listed_meshes:
             continue
-        listed.add(tuple(mesh.values()))
-        key = (mesh["pipeline"], mesh["data"] * mesh["fsdp"] * mesh["context"], mesh["expert"], mesh["tensor"])
-        earlier = seen.get(key, 0)
-        seen[key] = earlier + 1
-        if earlier == len(rounds):
-            rounds.append([])
-        rounds[earlier].append(index)
-        if len(rounds[0]) >= top:
+        listed_meshes.add(tuple(mesh.values()))
+        group = (mesh["pipeline"], mesh["data"] * mesh["fsdp"] * mesh["context"], mesh["expert"], mesh["tensor"])
+        rank = num_of_group.get(group, 0)
+        num_of_group[group] = rank + 1
+        if rank == len(indices_by_rank):
+            indices_by_rank.append([])
+        indices_by_rank[rank].append(index)
+        if len(indices_by_rank[0]) >= top:
             break
-    chosen = [index for indices in rounds for index in indices][:top]
-    return sorted(chosen, key=best.seconds.__getitem__)
+    chosen_indices = [index for indices in indices_by_rank for index in indices][:top]
+    return sorted(chosen_indices, key=best.seconds.__getitem__)

@@ -85,7 +85,7 @@ class PlanResult(InSetting, frozen=True, kw_only=True):
 
     def to_json(self) -> dict[str, Any]:
         """Returns one object for `plan --json`."""
-        near = self.nearest_batch
+        near_plan = self.nearest_batch
         return {
             "model": self.model.name,
             "cluster": self.cluster.short_name,
@@ -95,18 +95,18 @@ class PlanResult(InSetting, frozen=True, kw_only=True):
             "memory_margin": self.setting.memory_margin,
             "notes": [*self.shortfall, *self.notes],
             "nearest_batch": None
-            if near is None
+            if near_plan is None
             else {
-                "batch_seqs": near.job.batch_seqs,
-                "tokens_per_step": near.job.tokens_per_step,
-                "strategy": near.to_json(),
+                "batch_seqs": near_plan.job.batch_seqs,
+                "tokens_per_step": near_plan.job.tokens_per_step,
+                "strategy": near_plan.to_json(),
             },
         }
 
     def plan(self, chosen: PlannedStrategy | None = None) -> Plan:
         """Returns the plan file of one of the strategies; by default of the best."""
-        picked = chosen or self.strategies[0]
-        return plan_in(picked.setting, picked.strategy, picked.estimate)
+        picked_plan = chosen or self.strategies[0]
+        return plan_in(picked_plan.setting, picked_plan.strategy, picked_plan.estimate)
 
 
 def plan_in(setting: Setting, strategy: Strategy, predicted: Estimate) -> Plan:
@@ -129,6 +129,6 @@ def planned(setting: Setting, batch_seqs: int, strategy: Strategy) -> PlannedStr
     job, estimate = setting.job, price_strategy(setting, strategy).estimate
     if job.train_tokens is not None:
         seconds = estimate.step_s * job.train_tokens / job.tokens_per_step
-        run = chip_time(seconds, setting.cluster.chip, setting.cluster.num_chips)
-        estimate = msgspec.structs.replace(estimate, train_days=run.days, cost_usd=run.cost_usd)
+        run_time = chip_time(seconds, setting.cluster.chip, setting.cluster.num_chips)
+        estimate = msgspec.structs.replace(estimate, train_days=run_time.days, cost_usd=run_time.cost_usd)
     return PlannedStrategy(setting=setting, strategy=strategy, estimate=estimate)

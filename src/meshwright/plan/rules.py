@@ -62,15 +62,15 @@ class StrategySizes(msgspec.Struct, frozen=True, kw_only=True):
 
     def named(self, axes: Iterable[str]) -> str:
         """Returns ``tensor=16``, or ``data=35 x fsdp=64 = 2240``, without axes of size 1."""
-        chosen = [axis for axis in axes if self.mesh[axis] > 1]
-        text = " x ".join(f"{axis}={self.mesh[axis]}" for axis in chosen)
-        return f"{text} = {self.devices(chosen)}" if len(chosen) > 1 else text
+        split_axes = [axis for axis in axes if self.mesh[axis] > 1]
+        axes_text = " x ".join(f"{axis}={self.mesh[axis]}" for axis in split_axes)
+        return f"{axes_text} = {self.devices(split_axes)}" if len(split_axes) > 1 else axes_text
 
     @property
     def mesh_text(self) -> str:
         """The mesh without axes of size 1: ``mesh fsdp=64 x tensor=4``, or ``a mesh of one device``."""
-        axes = [f"{axis}={size}" for axis, size in self.mesh.items() if size > 1]
-        return f"mesh {' x '.join(axes)}" if axes else "a mesh of one device"
+        axis_texts = [f"{axis}={size}" for axis, size in self.mesh.items() if size > 1]
+        return f"mesh {' x '.join(axis_texts)}" if axis_texts else "a mesh of one device"
 
 
 class LegalRule(msgspec.Struct, frozen=True):
@@ -95,7 +95,7 @@ def check_rules(rules: Iterable[LegalRule], facts: StrategySizes) -> tuple[Refus
 
 def mask(rules: Iterable[LegalRule], facts: StrategySizes) -> Any:
     """Returns a Boolean array: which strategies satisfy all rules."""
-    result: Any = True
+    is_legal: Any = True
     for rule in rules:
-        result = result & np.asarray(rule.holds(facts))
-    return result
+        is_legal = is_legal & np.asarray(rule.holds(facts))
+    return is_legal

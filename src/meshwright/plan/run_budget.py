@@ -61,20 +61,20 @@ def chip_time(seconds: float, chip: Chip, num_chips: int) -> ChipTime:
 
 def run_budget(plan: Plan, *, step_s: float) -> RunBudget | None:
     """Returns the budget of a plan at a step time; None if its job has no number of tokens."""
-    tokens = plan.job.train_tokens
-    if tokens is None:
+    num_tokens = plan.job.train_tokens
+    if num_tokens is None:
         return None
     chip = plan.cluster.chip
-    steps = tokens / plan.job.tokens_per_step
-    flops = token_flops(plan.model) * tokens
-    peak = reference_peak(chip, plan.calibration, plan.strategy.matmul_dtype)
-    time = chip_time(step_s * steps, chip, plan.cluster.num_chips)
+    num_steps = num_tokens / plan.job.tokens_per_step
+    flops = token_flops(plan.model) * num_tokens
+    peak_flops = reference_peak(chip, plan.calibration, plan.strategy.matmul_dtype)
+    run_time = chip_time(step_s * num_steps, chip, plan.cluster.num_chips)
     return RunBudget(
-        train_tokens=tokens,
-        steps=steps,
+        train_tokens=num_tokens,
+        steps=num_steps,
         flops=flops,
         petaflop_days=petaflop_days(flops),
-        one_chip_years=years(train_seconds(flops, peak_flops=peak)),
-        mfu_6nd=mfu_from_hours(flops, time.chip_hours, peak),
-        **msgspec.structs.asdict(time),
+        one_chip_years=years(train_seconds(flops, peak_flops=peak_flops)),
+        mfu_6nd=mfu_from_hours(flops, run_time.chip_hours, peak_flops),
+        **msgspec.structs.asdict(run_time),
     )

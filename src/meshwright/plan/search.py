@@ -89,31 +89,31 @@ def search(
     They have at most ``top`` different meshes, chosen by `diverse`. With ``frontier`` the unbeaten strategies come too.
     Unless ``exhaustive``, a large space is screened first: only the fastest meshes are priced in all forms.
     """
-    rarer = space.with_rare()
-    meshes = candidates_on_chips(rarer, batch_seqs, num_chips=cluster.num_chips, reach=reach)
+    rare_space = space.with_rare()
+    meshes = candidates_on_chips(rare_space, batch_seqs, num_chips=cluster.num_chips, reach=reach)
     pricer, best = _Pricer(space, cluster, []), Best()
-    done = np.zeros(len(meshes), dtype=bool)
-    due = ~done if len(meshes) <= KEPT_MESHES or exhaustive else _screened(space, cluster, meshes)
-    while due.any():
-        done |= due
-        for variant in pricer.variants(select(meshes, due)):
+    is_priced = np.zeros(len(meshes), dtype=bool)
+    is_due = ~is_priced if len(meshes) <= KEPT_MESHES or exhaustive else _screened(space, cluster, meshes)
+    while is_due.any():
+        is_priced |= is_due
+        for variant in pricer.variants(select(meshes, is_due)):
             best.add(variant)
-        due = ~done & _near_first(meshes, best)
-        lacks = best.missed < np.min(best.seconds, initial=np.inf) or not best.kept
-        if pricer.space is space and not due.any():
-            pricer = _Pricer(rarer.with_reruns() if lacks else rarer, cluster, pricer.placements)
-            for variant in pricer.variants(select(meshes, done), begin=len(space.patterns)):
+        is_due = ~is_priced & _near_first(meshes, best)
+        lacks_reruns = best.missed < np.min(best.seconds, initial=np.inf) or not best.kept
+        if pricer.space is space and not is_due.any():
+            pricer = _Pricer(rare_space.with_reruns() if lacks_reruns else rare_space, cluster, pricer.placements)
+            for variant in pricer.variants(select(meshes, is_priced), begin=len(space.patterns)):
                 best.add(variant)
-            due = ~done & _near_first(meshes, best)
+            is_due = ~is_priced & _near_first(meshes, best)
     indices = diverse(best.order(), best, top)
-    front = tuple(pricer.planned_at(best, index) for index in best.frontier()) if frontier else ()
+    unbeaten = tuple(pricer.planned_at(best, index) for index in best.frontier()) if frontier else ()
     return SearchOutcome(
         found=tuple(pricer.planned_at(best, index) for index in indices),
         num_meshes=len(meshes),
         num_legal=best.num_legal,
         num_candidates=best.num_ranked,
         least_bytes=best.least_bytes,
-        frontier=front,
+        frontier=unbeaten,
         fits_without_stages=best.fits_without_stages,
     )
 
@@ -126,26 +126,26 @@ def _screened(space: Space, cluster: Cluster, meshes: Candidates) -> np.ndarray:
     of remat, from the fastest to the leanest.
     """
     mode = space.patterns[0].strategy.context_attention
-    alike = tuple(p for p in space.patterns if p.strategy.context_attention == mode)
-    few = tuple(p for p in alike if p.strategy.remat in SCREENED_REMATS)
-    quick = msgspec.structs.replace(space, offloads=space.offloads[:1], patterns=few or alike)
+    same_mode = tuple(p for p in space.patterns if p.strategy.context_attention == mode)
+    screened = tuple(p for p in same_mode if p.strategy.remat in SCREENED_REMATS)
+    quick_space = msgspec.structs.replace(space, offloads=space.offloads[:1], patterns=screened or same_mode)
     seconds = np.full(len(meshes), np.inf)
-    for variant in _Pricer(quick, cluster, []).variants(meshes, placements=1, microbatches=SCREENED_MICROBATCHES):
+    for variant in _Pricer(quick_space, cluster, []).variants(meshes, placements=1, microbatches=SCREENED_MICROBATCHES):
         np.minimum.at(seconds, variant.rows.number, variant.seconds)
-    promising = _promising(seconds, meshes.mesh["pipeline"])
-    if not promising.any():
+    is_promising = _promising(seconds, meshes.mesh["pipeline"])
+    if not is_promising.any():
         return np.ones(len(meshes), dtype=bool)
-    return promising | near(meshes, select(meshes, np.array([np.argmin(seconds)])).mesh)
+    return is_promising | near(meshes, select(meshes, np.array([np.argmin(seconds)])).mesh)
 
 
 def _promising(seconds: np.ndarray, stages: np.ndarray) -> np.ndarray:
     """True for the fastest meshes, and for the fastest of every number of stages."""
-    order = np.argsort(seconds, kind="stable")
-    fastest = np.zeros(len(seconds), dtype=bool)
-    fastest[order[:KEPT_MESHES]] = True
+    fastest_first = np.argsort(seconds, kind="stable")
+    is_fastest = np.zeros(len(seconds), dtype=bool)
+    is_fastest[fastest_first[:KEPT_MESHES]] = True
     for count in np.unique(stages):
-        fastest[order[stages[order] == count][:KEPT_PER_STAGES]] = True
-    return fastest & np.isfinite(seconds)
+        is_fastest[fastest_first[stages[fastest_first] == count][:KEPT_PER_STAGES]] = True
+    return is_fastest & np.isfinite(seconds)
 
 
 def _near_first(meshes: Candidates, best: Best) -> np.ndarray:
@@ -177,79 +177,79 @@ class _Pricer:
 
         They have all numbers of chunks, and at most so many placements and numbers of microbatches, if given.
         """
-        start = len(self.placements)
-        every = with_microbatches(self.space, self._laid(meshes, placements), most=microbatches)
-        if not len(every):
+        first_placement = len(self.placements)
+        candidates = with_microbatches(self.space, self._laid(meshes, placements), most=microbatches)
+        if not len(candidates):
             return
         derived = (pattern.derived for pattern in self.space.patterns)
-        rates = self.setting.step_rates(self.space.template, self.placements[start:], *derived)
-        for first in range(0, len(every), AT_ONCE):
-            rows = select(every, slice(first, first + AT_ONCE))
+        rates = self.setting.step_rates(self.space.template, self.placements[first_placement:], *derived)
+        for begin_row in range(0, len(candidates), AT_ONCE):
+            rows = select(candidates, slice(begin_row, begin_row + AT_ONCE))
             step = PricedStep(
                 derived=self.space.patterns[0].derived,
                 sizes=candidate_sizes(self.space, rows),
-                rates=select(rates, rows.laid - start),
+                rates=select(rates, rows.laid - first_placement),
                 pipeline=candidate_pipeline(self.space, rows),
             )
             for number, pattern in enumerate(self.space.patterns[begin:], begin):
-                legal = np.flatnonzero(legal_in(self.space, pattern, rows))
-                if len(legal):
+                legal_rows = np.flatnonzero(legal_in(self.space, pattern, rows))
+                if len(legal_rows):
                     priced = msgspec.structs.replace(step, derived=pattern.derived)
-                    yield from self._forms(number, priced, rows, legal)
+                    yield from self._forms(number, priced, rows, legal_rows)
 
     def _laid(self, meshes: Candidates, most: int | None) -> Candidates:
         """Repeats every mesh for each of its placements, at most ``most`` of them."""
-        spans: dict[tuple[int, ...], range] = {}
-        which, numbers = list[int](), list[int]()
-        for number, sizes in enumerate(zip(*(column.tolist() for column in meshes.mesh.values()), strict=True)):
-            if sizes not in spans:
-                laid = place_axes(self.cluster, dict(zip(MESH_AXES, sizes, strict=True)))[:most]
-                spans[sizes] = range(len(self.placements), len(self.placements) + len(laid))
-                self.placements.extend(laid)
-            which.extend([number] * len(spans[sizes]))
-            numbers.extend(spans[sizes])
-        repeated = select(meshes, np.array(which, dtype=np.intp))
-        return msgspec.structs.replace(repeated, laid=np.array(numbers, dtype=np.intp))
+        placements_of: dict[tuple[int, ...], range] = {}
+        mesh_numbers, placement_numbers = list[int](), list[int]()
+        for mesh_number, sizes in enumerate(zip(*(column.tolist() for column in meshes.mesh.values()), strict=True)):
+            if sizes not in placements_of:
+                placements = place_axes(self.cluster, dict(zip(MESH_AXES, sizes, strict=True)))[:most]
+                placements_of[sizes] = range(len(self.placements), len(self.placements) + len(placements))
+                self.placements.extend(placements)
+            mesh_numbers.extend([mesh_number] * len(placements_of[sizes]))
+            placement_numbers.extend(placements_of[sizes])
+        repeated = select(meshes, np.array(mesh_numbers, dtype=np.intp))
+        return msgspec.structs.replace(repeated, laid=np.array(placement_numbers, dtype=np.intp))
 
     def _forms(self, number: int, priced: PricedStep, rows: Candidates, legal: np.ndarray) -> Iterator[Variant]:
         """Yields the ``legal`` ones among the candidates of a pattern in all schedules and choices of offloading."""
         space, pattern, legal_rows = self.space, self.space.patterns[number], select(rows, legal)
-        held, pcie = select(priced.memory, legal), priced.rates.pcie_bytes_per_s
+        memory_of_legal, pcie_rate = select(priced.memory, legal), priced.rates.pcie_bytes_per_s
         times: BlockTimes | None = None
         for schedule in space.schedules:
-            which, chunks = self._chunks(schedule, legal_rows, pattern)
-            if not len(which):
+            indices, chunks = self._chunks(schedule, legal_rows, pattern)
+            if not len(indices):
                 continue
-            chosen, memory = select(legal_rows, which), select(held, which)
-            pipeline = candidate_pipeline(space, chosen, schedule=schedule, chunks=chunks)
+            candidates, memory = select(legal_rows, indices), select(memory_of_legal, indices)
+            pipeline = candidate_pipeline(space, candidates, schedule=schedule, chunks=chunks)
             for offload in space.offloads:
-                if offload and pcie is None:
+                if offload and pcie_rate is None:
                     continue
-                moved = offloaded(memory, pcie, pipeline, offload)
-                need = total_bytes(memory.items(pipeline, offload))
-                fits = np.flatnonzero(need <= self.setting.memory_room)
-                step_s = np.full(len(chosen), np.inf)
-                missed = np.inf
-                if len(fits):
+                transfers = offloaded(memory, pcie_rate, pipeline, offload)
+                needed_bytes = total_bytes(memory.items(pipeline, offload))
+                fitting = np.flatnonzero(needed_bytes <= self.setting.memory_room)
+                step_s = np.full(len(candidates), np.inf)
+                missed_s = np.inf
+                if len(fitting):
                     # what never fits is never priced: pricing it would take most of the time of a refusal
                     times = times or select(priced.times, legal)
-                    these = select(times, which)
-                    step_s = np.broadcast_to(these.step_s(pipeline, moved).step_s, len(chosen))
-                    if pattern.strategy.remat == USUAL_POLICIES[-1] and len(fits) < len(chosen):
-                        longer = (step_s + these.pairs_s(pipeline)) / chosen.batch_seqs
-                        missed = float(np.min(longer[need > self.setting.memory_room]))
+                    block_times = select(times, indices)
+                    step_s = np.broadcast_to(block_times.step_s(pipeline, transfers).step_s, len(candidates))
+                    if pattern.strategy.remat == USUAL_POLICIES[-1] and len(fitting) < len(candidates):
+                        rerun_s = (step_s + block_times.pairs_s(pipeline)) / candidates.batch_seqs
+                        missed_s = float(np.min(rerun_s[needed_bytes > self.setting.memory_room]))
                 yield Variant(
                     pattern=number,
                     rank=pattern.rank,
                     schedule=schedule,
                     offload=offload,
-                    rows=select(chosen, fits),
-                    chunks=chunks[fits],
-                    seconds=step_s[fits] / chosen.batch_seqs[fits],
-                    need=np.broadcast_to(need, len(chosen))[fits],
-                    num_legal=len(chosen),
-                    least_bytes=float(np.min(need)),
-                    missed=missed,
+                    rows=select(candidates, fitting),
+                    chunks=chunks[fitting],
+                    seconds=step_s[fitting] / candidates.batch_seqs[fitting],
+                    need=np.broadcast_to(needed_bytes, len(candidates))[fitting],
+                    num_legal=len(candidates),
+                    least_bytes=float(np.min(needed_bytes)),
+                    missed=missed_s,
                 )
 
     def _chunks(self, schedule: str, rows: Candidates, pattern: Pattern) -> tuple[np.ndarray, np.ndarray]:
@@ -259,28 +259,28 @@ class _Pricer:
         they leave few places for layers empty.
         """
         stages, num_layers = rows.mesh["pipeline"], pattern.derived.num_layers
-        first = schedule == self.space.schedules[0]
-        numbers, chunks = [], []
+        is_first = schedule == self.space.schedules[0]
+        index_arrays, chunk_arrays = [], []
         for count in self._chunk_counts(schedule, stages, num_layers):
-            fits = schedule_fits(schedule, stages=stages, chunks=count, microbatches=rows.microbatches)
-            fits = fits & ((stages > 1) | (first & (count == 1)))
+            is_fit = schedule_fits(schedule, stages=stages, chunks=count, microbatches=rows.microbatches)
+            is_fit = is_fit & ((stages > 1) | (is_first & (count == 1)))
             # chunks change only this rule on sizes; `variants` has applied the others
-            fits = fits & ((count == 1) | few_idle_places(num_layers, stages * count))
-            indices = np.flatnonzero(fits)
-            numbers.append(indices)
-            chunks.append(count[indices])
-        return np.concatenate(numbers), np.concatenate(chunks)
+            is_fit = is_fit & ((count == 1) | few_idle_places(num_layers, stages * count))
+            indices = np.flatnonzero(is_fit)
+            index_arrays.append(indices)
+            chunk_arrays.append(count[indices])
+        return np.concatenate(index_arrays), np.concatenate(chunk_arrays)
 
     def _chunk_counts(self, schedule: str, stages: np.ndarray, num_layers: int) -> Iterator[np.ndarray]:
         """Yields arrays of chunks to try, one number per candidate: as given, or for chunks of one layer, two, ..."""
-        defined = definition(schedule)
-        if self.space.chunks or not defined.more_chunks:
-            yield np.full(len(stages), self.space.chunks or defined.chunks, dtype=np.int64)
+        schedule_definition = definition(schedule)
+        if self.space.chunks or not schedule_definition.more_chunks:
+            yield np.full(len(stages), self.space.chunks or schedule_definition.chunks, dtype=np.int64)
             return
-        for layers in CHUNK_LAYERS:
-            count = -(-num_layers // (stages * layers))
+        for chunk_layers in CHUNK_LAYERS:
+            count = -(-num_layers // (stages * chunk_layers))
             # 1 where this number of chunks has been tried already
-            yield np.where(-(-num_layers // (stages * count)) == layers, count, 1)
+            yield np.where(-(-num_layers // (stages * count)) == chunk_layers, count, 1)
 
     def planned_at(self, best: Best, index: int) -> PlannedStrategy:
         """Returns candidate ``index`` of ``best`` with the prediction of the steps that run, which the steps of all

@@ -70,8 +70,8 @@ def axes_to_try(cluster: Cluster, fixed: Iterable[str]) -> tuple[str, ...]:
     """Returns the mesh axes that a search may use on a cluster, including the ``fixed`` ones."""
     if cluster.kind != "host":
         return MESH_AXES
-    wanted = {*EMULATED_AXES, *fixed}
-    return tuple(axis for axis in MESH_AXES if axis in wanted)
+    names = {*EMULATED_AXES, *fixed}
+    return tuple(axis for axis in MESH_AXES if axis in names)
 
 
 class Pattern(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,23 +119,23 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     def with_reruns(self, remats: tuple[Remat, ...] = RERUN_POLICIES) -> "Space":
         """Returns the space with patterns of these policies after the others; itself if remat is given, or on this
         machine, whose emulated devices share one memory."""
-        held = "remat" in self.given or self.setting.cluster.kind == "host"
-        return self if held else self._with(remats=remats)
+        is_fixed = "remat" in self.given or self.setting.cluster.kind == "host"
+        return self if is_fixed else self._with(remats=remats)
 
     def with_rare(self) -> "Space":
         """Returns the space with patterns of what is rarely best after the others; itself on this machine."""
         if self.setting.cluster.kind == "host":
             return self
-        few, zeros = self.choices.remats[:2], self.choices.rare_zeros
-        space = self._with(far_heads=True, remats=few)
-        return space if "assignment" in self.given or not zeros else space._with(zeros=zeros, remats=few)
+        remats, zeros = self.choices.remats[:2], self.choices.rare_zeros
+        space = self._with(far_heads=True, remats=remats)
+        return space if "assignment" in self.given or not zeros else space._with(zeros=zeros, remats=remats)
 
     def _with(self, **choices: Any) -> "Space":
-        tried = msgspec.structs.replace(self.choices, **choices)
-        patterns = open_space(self.setting, self.template, given=self.given, choices=tried, fixed=self.fixed).patterns
-        form = attrgetter("strategy", "tensor_split", "repeats")
-        known = [form(pattern) for pattern in self.patterns]
-        return msgspec.structs.replace(self, patterns=(*self.patterns, *(p for p in patterns if form(p) not in known)))
+        merged = msgspec.structs.replace(self.choices, **choices)
+        patterns = open_space(self.setting, self.template, given=self.given, choices=merged, fixed=self.fixed).patterns
+        key_of = attrgetter("strategy", "tensor_split", "repeats")
+        keys = [key_of(pattern) for pattern in self.patterns]
+        return msgspec.structs.replace(self, patterns=(*self.patterns, *(p for p in patterns if key_of(p) not in keys)))
 
 
 def open_space(
@@ -150,13 +150,13 @@ def open_space(
 
     Raises CannotRunError for a template that this machine's own devices do not run, if they are the cluster.
     """
-    held = set(given)
+    names = set(given)
     fixed = dict(fixed or {})
     setting.require_runnable(msgspec.structs.replace(template, mesh=make_mesh(fixed)))
     choices = EMULATED if setting.cluster.kind == "host" else choices
-    remats = (template.remat,) if "remat" in held else choices.remats
-    modes = (template.context_attention,) if "context_attention" in held else choices.context_attention
-    assignments = [(template.assignment, ())] if "assignment" in held else _assignments(choices)
+    remats = (template.remat,) if "remat" in names else choices.remats
+    modes = (template.context_attention,) if "context_attention" in names else choices.context_attention
+    assignments = [(template.assignment, ())] if "assignment" in names else _assignments(choices)
     patterns = []
     for (assignment, needs), mode, (rank, remat) in itertools.product(assignments, modes, enumerate(remats)):
         strategy = msgspec.structs.replace(template, assignment=assignment, context_attention=mode, remat=remat)
@@ -168,7 +168,7 @@ def open_space(
                 strategy=strategy,
                 rank=rank,
                 derived=derived,
-                rules=(*size_rules(derived), *(zero_rules(strategy, given=True) if "assignment" in held else ())),
+                rules=(*size_rules(derived), *(zero_rules(strategy, given=True) if "assignment" in names else ())),
                 splits=splits(derived),
                 needs=needed,
                 tensor_split=tensor_split,
@@ -181,11 +181,11 @@ def open_space(
         template=template,
         patterns=tuple(patterns),
         choices=choices,
-        given=frozenset(held),
-        schedules=(template.schedule,) if "schedule" in held else choices.schedules,
-        offloads=(template.offload,) if "offload" in held else choices.offloads,
-        num_microbatches=template.num_microbatches if "num_microbatches" in held else None,
-        chunks=template.chunks if "chunks" in held else None,
+        given=frozenset(names),
+        schedules=(template.schedule,) if "schedule" in names else choices.schedules,
+        offloads=(template.offload,) if "offload" in names else choices.offloads,
+        num_microbatches=template.num_microbatches if "num_microbatches" in names else None,
+        chunks=template.chunks if "chunks" in names else None,
         fixed=fixed,
         axes=axes_to_try(setting.cluster, fixed),
     )
@@ -201,22 +201,22 @@ def _forms(
     a device has the whole vocabulary.
     """
     model, cluster, axes = setting.model, setting.cluster, REPEATED_HEADS[repeated_dim(strategy)]
-    reach = cluster.domain if cluster.kind == "switched" and not far else cluster.num_chips
-    forms: list[tuple[Strategy, tuple[str, ...]]] = [(strategy, ())]
+    num_reached = cluster.domain if cluster.kind == "switched" and not far else cluster.num_chips
+    variants: list[tuple[Strategy, tuple[str, ...]]] = [(strategy, ())]
     if all(axis in fixed for axis in axes):
         mesh = strategy.mesh | dict(fixed)
-        forms = [(strategy_of_heads(msgspec.structs.replace(strategy, mesh=mesh), model.num_kv_heads), ())]
-    elif model.num_kv_heads < min(model.num_heads, reach):
-        forms.append((with_repeated_heads(strategy), axes))
-    for form, repeated in forms:
-        derived = setting.symbolic(form)
+        variants = [(strategy_of_heads(msgspec.structs.replace(strategy, mesh=mesh), model.num_kv_heads), ())]
+    elif model.num_kv_heads < min(model.num_heads, num_reached):
+        variants.append((with_repeated_heads(strategy), axes))
+    for variant, repeated in variants:
+        derived = setting.symbolic(variant)
         if not setting.assumptions.fused_head or keeps_logits(strategy):
             yield derived, None, repeated
             continue
         if fixed.get("tensor") != 1:
             yield derived, True, repeated
         if fixed.get("tensor", 1) == 1 and repeated != ("tensor",):
-            yield setting.symbolic(form, without=("tensor",)), False, repeated
+            yield setting.symbolic(variant, without=("tensor",)), False, repeated
 
 
 def _assignments(choices: Choices) -> list[tuple[dict[str, Rules], tuple[tuple[str, ...], ...]]]:

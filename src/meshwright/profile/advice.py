@@ -76,15 +76,15 @@ def _collectives(row: TimeRow, case: AdviceCase) -> str:
     strategy = case.strategy
     axes = tuple(axis for axis in strategy.active_axes if axis in row.name.split())
     sizes = ", ".join(f"{axis}={strategy.mesh[axis]}" for axis in axes)
-    derived = ((op, case.expected.get(op.step)) for op in case.times.ops if op.kind == "collective")
-    ops = [op for op, step in derived if set(step.axes if step else ()) == set(axes)]
-    exposed, whole, waited = (sum(getattr(op, name) for op in ops) for name in ("wall_s", "own_s", "waited_s"))
-    facts = f"{format_seconds(exposed)} of {format_seconds(whole)} on a device is not hidden"
-    if waited:
-        facts += f", {format_seconds(waited)} waits for other devices"
+    op_costs = ((op, case.expected.get(op.step)) for op in case.times.ops if op.kind == "collective")
+    ops = [op for op, step in op_costs if set(step.axes if step else ()) == set(axes)]
+    exposed_s, own_s, waited_s = (sum(getattr(op, name) for op in ops) for name in ("wall_s", "own_s", "waited_s"))
+    facts = f"{format_seconds(exposed_s)} of {format_seconds(own_s)} on a device is not hidden"
+    if waited_s:
+        facts += f", {format_seconds(waited_s)} waits for other devices"
     if row.difference_s < 0:
         return f"{facts}; faster than predicted"
-    if not exposed:
+    if not exposed_s:
         return f"{facts}: it costs nothing until the compute that hides it shrinks"
     changes = [f"more sequences per device (now {case.seqs_per_device:g})"]
     if sizes:
@@ -92,27 +92,27 @@ def _collectives(row: TimeRow, case: AdviceCase) -> str:
     trains = case.job.trains
     if trains and strategy.gradient_sync == "naive":
         changes.insert(0, "strategy.gradient_sync=overlapped")
-    ahead = sum(op.wall_s for op in ops if op.step in case.expected and case.expected[op.step].gathers_weights)
-    if trains and not strategy.prefetch and ahead > exposed / 2:
+    gathers_s = sum(op.wall_s for op in ops if op.step in case.expected and case.expected[op.step].gathers_weights)
+    if trains and not strategy.prefetch and gathers_s > exposed_s / 2:
         changes.insert(0, "strategy.prefetch=true (weights are gathered ahead)")
     return f"{facts}: try {' or '.join(changes)}"
 
 
 def _products(row: TimeRow, case: AdviceCase) -> str:
     rate = _rate(row, case)
-    wanted = float(case.rates.chip.matmul_flops_per_s)
+    expected_rate = float(case.rates.chip.matmul_flops_per_s)
     traced = case.of_class(row.name)
-    derived = sum(cost.flops for cost in case.expected.values() if class_of_op(cost.step.op) == row.name)
-    if traced and rate >= wanted and traced.flops > derived:
-        flops, known = (format_flops(f, unit="FLOP") for f in (traced.flops, derived))
+    derived_flops = sum(cost.flops for cost in case.expected.values() if class_of_op(cost.step.op) == row.name)
+    if traced and rate >= expected_rate and traced.flops > derived_flops:
+        flops, derived = (format_flops(f, unit="FLOP") for f in (traced.flops, derived_flops))
         return (
-            f"the program does {flops} on a device where {known} were derived, at no less than the rate that was "
+            f"the program does {flops} on a device where {derived} were derived, at no less than the rate that was "
             f"expected: {_fewer_flops(case)}"
         )
-    facts = f"products run at {format_flops(rate)} a device, the rates say {format_flops(wanted)}"
-    lead = next((row for row in case.comparison.steps if row.kind == "contraction"), None)
-    if lead:
-        facts += f"; the furthest off is {lead.name}"
+    facts = f"products run at {format_flops(rate)} a device, the rates say {format_flops(expected_rate)}"
+    worst = next((row for row in case.comparison.steps if row.kind == "contraction"), None)
+    if worst:
+        facts += f"; the furthest off is {worst.name}"
     return f"{facts}: {_larger(case)} makes products larger"
 
 
@@ -133,41 +133,41 @@ def _fewer_flops(case: AdviceCase) -> str:
 
 def _larger(case: AdviceCase) -> str:
     """Returns the change that gives each product more rows."""
-    count = case.strategy.num_microbatches
-    if count > 1:
-        return f"fewer microbatches (num_microbatches={count // 2}, now {count})"
+    num_microbatches = case.strategy.num_microbatches
+    if num_microbatches > 1:
+        return f"fewer microbatches (num_microbatches={num_microbatches // 2}, now {num_microbatches})"
     return f"more sequences per device (now {case.seqs_per_device:g})"
 
 
 def _attention(row: TimeRow, case: AdviceCase) -> str:
     rate = _rate(row, case)
     facts = f"attention runs at {format_flops(rate)} a device" if rate else "the program does not say its FLOPs"
-    wanted = format_flops(float(case.rates.chip.attention_flops_per_s))
-    return f"{facts}, the rates say {wanted}: {_larger(case)} gives it more rows, or measure the rates again"
+    expected_text = format_flops(float(case.rates.chip.attention_flops_per_s))
+    return f"{facts}, the rates say {expected_text}: {_larger(case)} gives it more rows, or measure the rates again"
 
 
 def _copies(row: TimeRow, case: AdviceCase) -> str:
     worst = next((op for op in case.times.ops if op.kind == "copy"), None)
     if worst is None:
         return "no single copy stands out"
-    size = format_bytes(worst.hbm_bytes / max(worst.count, 1))
-    times = "once" if worst.count == 1 else f"{worst.count:g} times"
-    facts = f"no derived step copies; the longest is {worst.name} ({worst.step}), {size} {times}"
+    size_text = format_bytes(worst.hbm_bytes / max(worst.count, 1))
+    times_text = "once" if worst.count == 1 else f"{worst.count:g} times"
+    facts = f"no derived step copies; the longest is {worst.name} ({worst.step}), {size_text} {times_text}"
     is_kept = worst.step.startswith(OUTSIDE) or "update-slice" in worst.name
     if is_kept and case.job.trains and case.strategy.remat == "none":
         return f"{facts}: strategy.remat=block keeps, and so copies, fewer results between the passes"
-    mesh = ", ".join(f"{axis}={case.strategy.mesh[axis]}" for axis in case.strategy.active_axes)
+    mesh_text = ", ".join(f"{axis}={case.strategy.mesh[axis]}" for axis in case.strategy.active_axes)
     if "convert" in worst.name:
         return f"{facts}: the program converts an array to another dtype there"
-    split = f", which another split of its dims (now {mesh}) may not need" if mesh else ""
-    return f"{facts}: the compiler changes a layout there{split}"
+    split_text = f", which another split of its dims (now {mesh_text}) may not need" if mesh_text else ""
+    return f"{facts}: the compiler changes a layout there{split_text}"
 
 
 def _memory(row: TimeRow, case: AdviceCase) -> str:
     traced = case.of_class(row.name)
-    moved, seconds = traced.hbm_bytes if traced else 0.0, row.measured_s or 0.0
+    moved, measured_s = traced.hbm_bytes if traced else 0.0, row.measured_s or 0.0
     wanted = float(case.rates.chip.hbm_bytes_per_s)
-    rate = moved / seconds if seconds else 0.0
+    rate = moved / measured_s if measured_s else 0.0
     facts = (
         f"moves {format_bytes(moved)} a device where {format_bytes((row.predicted_s or 0.0) * wanted)} take as long as "
         f"predicted, at {format_bytes(rate)}/s of {format_bytes(wanted)}/s"
@@ -175,16 +175,16 @@ def _memory(row: TimeRow, case: AdviceCase) -> str:
     if rate < wanted / 2:
         return f"{facts}: its kernels are small or strided; {_larger(case)} makes them larger"
     longest = next((op for op in case.times.ops if op.kind == row.name), None)
-    which = f"; the longest is {longest.name} ({longest.step})" if longest else ""
+    longest_text = f"; the longest is {longest.name} ({longest.step})" if longest else ""
     if case.strategy.state == "fp32" and not case.comparison.shares_cores:
-        return f"{facts}{which}: strategy.state=bf16-adam halves the bytes"
-    return f"{facts}{which}: the compiler passes over arrays more often than derived, where a fusion ends"
+        return f"{facts}{longest_text}: strategy.state=bf16-adam halves the bytes"
+    return f"{facts}{longest_text}: the compiler passes over arrays more often than derived, where a fusion ends"
 
 
 def _overhead(row: TimeRow, case: AdviceCase) -> str:
-    number = sum(op.count for op in case.times.ops)
-    per_op_s = (row.measured_s or 0.0) / max(number, 1.0)
-    facts = f"{number:,.0f} instructions a step, and {format_seconds(per_op_s)} without work for each"
+    num_ops = sum(op.count for op in case.times.ops)
+    per_op_s = (row.measured_s or 0.0) / max(num_ops, 1.0)
+    facts = f"{num_ops:,.0f} instructions a step, and {format_seconds(per_op_s)} without work for each"
     return f"{facts}: {_larger(case)} makes each do more"
 
 

@@ -51,8 +51,8 @@ def class_of(module: Module, one: Instruction, label: StepLabel | None) -> OpCla
     kind = class_of_op(label.op) if label else "elementwise"
     if kind in ("attention", "optimizer"):
         return kind
-    sums = {"multiply", "reduce"} <= {inner.opcode for inner in module.fused(one)}  # a product of one row
-    if (sums and kind == "contraction") or any(is_product(inner) for inner in module.fused(one)):
+    is_row_product = {"multiply", "reduce"} <= {inner.opcode for inner in module.fused(one)}  # a product of one row
+    if (is_row_product and kind == "contraction") or any(is_product(inner) for inner in module.fused(one)):
         return "contraction"
     if _only_moves(module, one):
         return "copy"
@@ -74,7 +74,7 @@ def _only_moves(module: Module, one: Instruction) -> bool:
     for inner in module.fused(one):
         if inner.opcode in _MOVES or (inner is one and inner.opcode == "fusion"):
             continue
-        scalar = all(shape.num_elements == 1 for shape in inner.shapes)
-        if not (scalar and inner.opcode in _OFFSETS):
+        is_scalar = all(shape.num_elements == 1 for shape in inner.shapes)
+        if not (is_scalar and inner.opcode in _OFFSETS):
             return False
     return True

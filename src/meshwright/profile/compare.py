@@ -73,39 +73,39 @@ def compare_times(
     trace: DeviceTrace, program: TracedProgram, times: StepTimes, predicted: Breakdown
 ) -> ProfileComparison:
     """Makes all tables of a profile."""
-    shares = trace.platform == "cpu"
-    spent = shared_seconds(trace, program) if shares else {op.name: op.own_s for op in times.ops}
+    shares_cores = trace.platform == "cpu"
+    seconds_of = shared_seconds(trace, program) if shares_cores else {op.name: op.own_s for op in times.ops}
     expected = predicted.steps
-    by_step, by_part, by_term, parts, terms = (defaultdict[str, float](float) for _ in range(5))
-    for op, seconds in spent.items():
+    by_step, by_part, by_term, predicted_parts, predicted_terms = (defaultdict[str, float](float) for _ in range(5))
+    for op, seconds in seconds_of.items():
         fact = program.fact(op)
-        known = expected.get(fact.step) if fact.kind == "collective" else None
+        expected_cost = expected.get(fact.step) if fact.kind == "collective" else None
         by_step[fact.step] += seconds
         by_part[fact.part] += seconds
-        by_term[term_of(fact.kind, known.axes if known else ())] += seconds
+        by_term[term_of(fact.kind, expected_cost.axes if expected_cost else ())] += seconds
     for cost in expected.values():
-        parts[part_of_step(cost.step)] += cost.seconds
-        terms[term_of(class_of_op(cost.step.op), cost.axes)] += cost.seconds
+        predicted_parts[part_of_step(cost.step)] += cost.seconds
+        predicted_terms[term_of(class_of_op(cost.step.op), cost.axes)] += cost.seconds
     # sends between pipeline stages are in no block, and their permutes carry no derived label
-    terms[term_of("collective")] += float(predicted.priced.estimate.terms.get("pipeline", 0.0))
+    predicted_terms[term_of("collective")] += float(predicted.priced.estimate.terms.get("pipeline", 0.0))
     whole, mean = predicted.partition, times.mean
-    rows = _rows(terms, by_term, lambda name: name)
+    rows = _rows(predicted_terms, by_term, lambda name: name)
     # the time without work: of a mean device, or of the machine if its devices share cores
     rests = [("overhead", "overhead", mean.overhead_s, whole.overhead_s), ("idle", "idle", mean.idle_s, whole.idle_s)]
-    if shares:
-        rest = max(0.0, mean.total_s - sum(spent.values()))
-        rests = [(NOTHING, "overhead", rest, whole.overhead_s + whole.idle_s)]
+    if shares_cores:
+        rest_s = max(0.0, mean.total_s - sum(seconds_of.values()))
+        rests = [(NOTHING, "overhead", rest_s, whole.overhead_s + whole.idle_s)]
     rows += [TimeRow(name=name, kind=kind, predicted_s=p, measured_s=m) for name, kind, m, p in rests]
     steps = {name: cost.seconds for name, cost in expected.items()}
     kinds = {name: class_of_op(cost.step.op) for name, cost in expected.items()}
     return ProfileComparison(
         predicted=whole,
-        parts=tuple(_rows(parts, by_part, lambda name: "part")),
+        parts=tuple(_rows(predicted_parts, by_part, lambda name: "part")),
         terms=tuple(_worst(rows)),
         steps=tuple(_rows(steps, by_step, lambda name: kinds.get(name, "not derived"))),
         classes=_classes(times),
         float32=_float32(times, program),
-        shares_cores=shares,
+        shares_cores=shares_cores,
     )
 
 
@@ -142,8 +142,8 @@ def _float32(times: StepTimes, program: TracedProgram) -> tuple[ProductRow, ...]
     rows = []
     for op in times.ops:
         for product in program.products.get(op.name, ()):
-            known = (program.instructions.get(name) for name in product.operands[:2])
-            shapes = [operand.shapes[0] if operand and operand.shapes else None for operand in known]
+            operands = (program.instructions.get(name) for name in product.operands[:2])
+            shapes = [operand.shapes[0] if operand and operand.shapes else None for operand in operands]
             if not shapes or any(shape is None or shape.dtype != "f32" for shape in shapes):
                 continue
             rows.append(

@@ -129,20 +129,20 @@ def read_trace(planes: Sequence[Any], program: TracedProgram, *, source: str) ->
             f"{source} has no event of the program {program.module.name!r}. Give the text of the program that was "
             f"traced."
         )
-    named = len({event.op for event in events}) + len(host.foreign)
-    if len(host.foreign) > MOST_FOREIGN * named:
+    total = len({event.op for event in events}) + len(host.foreign)
+    if len(host.foreign) > MOST_FOREIGN * total:
         raise InputError(
-            f"{source} is not of the program {program.module.name!r} in --hlo: {len(host.foreign):,} of its {named:,} "
+            f"{source} is not of the program {program.module.name!r} in --hlo: {len(host.foreign):,} of its {total:,} "
             f"instructions are not in the text, such as {min(host.foreign)}. Give the text of the traced program."
         )
-    windows, how = host.windows(events)
+    windows, found_by = host.windows(events)
     return DeviceTrace(
         platform=platform,
         events=tuple(sorted(events, key=lambda event: (event.device, event.start_s, -event.end_s))),
         windows=windows,
         by_thread=host.by_thread,
         unnamed_s=unnamed,
-        found_steps=how,
+        found_steps=found_by,
     )
 
 
@@ -159,8 +159,8 @@ def _device_events(plane: Any, device: int, gpu: bool, program: TracedProgram, f
             if hlo_op and stats.get("hlo_module") == program.module.name and hlo_op not in program.instructions:
                 foreign.add(hlo_op)
             name, start = event.name.split(" = ")[0].strip().lstrip("%"), event.start_ns * _NS
-            named = (op for op in (hlo_op, name, program.by_kernel.get(name, "")) if op in program.instructions)
-            yield OpEvent(next(named, ""), device, line.name, start, start + event.duration_ns * _NS)
+            names = (op for op in (hlo_op, name, program.by_kernel.get(name, "")) if op in program.instructions)
+            yield OpEvent(next(names, ""), device, line.name, start, start + event.duration_ns * _NS)
 
 
 class _Host:
@@ -209,8 +209,8 @@ class _Host:
         op_event = OpEvent(event.name, number if device is None else device, lane, *window)
         found.append((op_event, is_collective(self.program.instructions[event.name])))
         if run is not None:
-            ends = self.runs.setdefault(run, [op_event.start_s, op_event.end_s])
-            ends[:] = [min(ends[0], op_event.start_s), max(ends[1], op_event.end_s)]
+            run_span = self.runs.setdefault(run, [op_event.start_s, op_event.end_s])
+            run_span[:] = [min(run_span[0], op_event.start_s), max(run_span[1], op_event.end_s)]
 
     def windows(
         self, events: Sequence[OpEvent]
@@ -218,9 +218,9 @@ class _Host:
         """Returns the steps, and how they were found."""
         if self.steps:
             return tuple(sorted(self.steps)), "annotations"
-        ends = sorted(self.marks)
-        if len(ends) > 1:
-            return tuple(Window(a, b) for a, b in pairwise(ends)), "marks"
+        mark_ends = sorted(self.marks)
+        if len(mark_ends) > 1:
+            return tuple(Window(a, b) for a, b in pairwise(mark_ends)), "marks"
         if self.runs:
             return tuple(sorted(Window(*ends) for ends in self.runs.values())), "runs"
         return (Window(min(e.start_s for e in events), max(e.end_s for e in events)),), "none"

@@ -70,16 +70,16 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         if name in self._facts:
             return self._facts[name]
         instruction, label = self.instructions[name], self.label(name)
-        flops, moved = self.flops(name), self.hbm_bytes(name)
+        flops, moved_bytes = self.flops(name), self.hbm_bytes(name)
         kind = class_of(self.module, instruction, label)
         bound: Bound = "memory"
         if kind == "collective":
             bound = "communication"
-        elif flops >= self.ridge * moved > 0 or (kind == "attention" and instruction.opcode == "custom-call"):
+        elif flops >= self.ridge * moved_bytes > 0 or (kind == "attention" and instruction.opcode == "custom-call"):
             bound = "compute"
         source = _NUMBER.sub("", instruction.op_name.rsplit("/", 1)[-1]) or _NUMBER.sub("", instruction.name)
         self._facts[name] = InstructionFact(
-            label=label, kind=kind, bound=bound, flops=flops, hbm_bytes=moved, source=source
+            label=label, kind=kind, bound=bound, flops=flops, hbm_bytes=moved_bytes, source=source
         )
         return self._facts[name]
 
@@ -94,9 +94,9 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def products(self) -> dict[str, tuple[Instruction, ...]]:
         """Matrix products by the instruction that executes them, itself or fused."""
-        work = [instruction for instruction in self.module if instruction.opcode not in CONTAINERS]
-        fused = {name for caller in work for _, name in caller.called}
-        by_name = {i.name: self._products(i) for i in work if i.computation not in fused}
+        workers = [instruction for instruction in self.module if instruction.opcode not in CONTAINERS]
+        fused_names = {name for caller in workers for _, name in caller.called}
+        by_name = {i.name: self._products(i) for i in workers if i.computation not in fused_names}
         return {name: products for name, products in by_name.items() if products}
 
     def _products(self, one: Instruction) -> tuple[Instruction, ...]:
@@ -114,16 +114,16 @@ class TracedProgram(msgspec.Struct, frozen=True, dict=True):
         op = self.instructions[name]
         if op.opcode in _FREE:
             return 0.0
-        written = result_bytes(op)
+        written_bytes = result_bytes(op)
         read = [result_bytes(self.instructions[operand]) for operand in op.operands if operand in self.instructions]
         kinds = {inner.opcode for inner in self.module.fused(op)}
         if "dynamic-update-slice" in kinds:
             # the largest operand is the array that is updated in place
-            rest = sum(read) - max(read, default=0.0)
-            return min(written + sum(read), 2 * rest) if rest else written
+            rest_bytes = sum(read) - max(read, default=0.0)
+            return min(written_bytes + sum(read), 2 * rest_bytes) if rest_bytes else written_bytes
         if kinds & {"dynamic-slice", "gather", "slice"}:
-            read = [min(b, written) for b in read]
-        return written + sum(read)
+            read = [min(b, written_bytes) for b in read]
+        return written_bytes + sum(read)
 
     def label(self, name: str) -> StepLabel | None:
         """Returns the derived step of an instruction; for an unlabelled fusion, the most common one inside; or None."""
@@ -143,9 +143,9 @@ def result_bytes(one: Instruction) -> float:
 def parse_program(text: str, *, ridge: float = 1.0, source: str = "the program") -> TracedProgram:
     """Parses the text of a compiled program. Raises InputError for other text."""
     if not text.startswith("HloModule") or not has_entry(text):
-        first = text.split("\n", 1)[0]
+        header = text.split("\n", 1)[0]
         raise InputError(
-            f"{source} is not the text of a compiled program: it begins with {first[:40]!r}, not 'HloModule', or has "
+            f"{source} is not the text of a compiled program: it begins with {header[:40]!r}, not 'HloModule', or has "
             f"no ENTRY. Write it with compiled.as_text()."
         )
     return TracedProgram(read_module(text, source), ridge)

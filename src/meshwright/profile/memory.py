@@ -108,9 +108,9 @@ class Sampler:
             self._sample()
 
     def _sample(self) -> None:
-        held = self._device.memory_stats()["bytes_in_use"] if self.counted == "device" else resident_bytes()
-        if held is not None:
-            self.samples.append(Sample(time.perf_counter() - self._start_s, int(held)))
+        num_bytes = self._device.memory_stats()["bytes_in_use"] if self.counted == "device" else resident_bytes()
+        if num_bytes is not None:
+            self.samples.append(Sample(time.perf_counter() - self._start_s, int(num_bytes)))
 
 
 def resident_bytes() -> int | None:
@@ -129,9 +129,9 @@ def resident_bytes() -> int | None:
 def state_owners(shapes: Any, shardings: Any, kind: OwnerKind) -> list[Owner]:
     """Returns each array of a tree of shapes, with the bytes of its shard on one device."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
-    places = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))
+    leaf_shardings = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))
     owners = []
-    for (path, leaf), sharding in zip(leaves, places, strict=True):
+    for (path, leaf), sharding in zip(leaves, leaf_shardings, strict=True):
         size = math.prod((leaf.dtype.itemsize, *sharding.shard_shape(leaf.shape)))
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         owners.append(Owner(name=name, kind=kind, num_bytes=float(size)))
@@ -163,26 +163,26 @@ def _peak(program: TracedProgram, computation: str, known: dict[str, dict[str, f
         return known[computation]
     body = program.module.computations[computation].instructions
     roots = _roots(program.module, body)
-    last: dict[str, int] = {}
+    last_use: dict[str, int] = {}
     for number, instruction in enumerate(body):
-        ends = len(body) if instruction.is_root else number
+        end = len(body) if instruction.is_root else number
         for name in (*instruction.operands, instruction.name):
             for root in roots.get(name, ()):
-                last[root] = max(last.get(root, 0), ends)
+                last_use[root] = max(last_use.get(root, 0), end)
     live: dict[str, float] = {}
-    best: dict[str, float] = {}
+    peak_live: dict[str, float] = {}
     for number, instruction in enumerate(body):
         if roots[instruction.name] == {instruction.name}:
             live[instruction.name] = result_bytes(instruction)
-        run = [name for _, name in instruction.called if name in program.module.computations]
-        peaks = (_peak(program, name, known) for name in run) if instruction.opcode in CONTAINERS else ()
-        inner = max(peaks, key=lambda peak: sum(peak.values()), default={})
-        if sum(live.values()) + sum(inner.values()) > sum(best.values()):
-            best = {**live, **inner}
-        for name in [name for name in live if last[name] <= number]:
+        called_names = [name for _, name in instruction.called if name in program.module.computations]
+        peaks = (_peak(program, name, known) for name in called_names) if instruction.opcode in CONTAINERS else ()
+        inner_live = max(peaks, key=lambda peak: sum(peak.values()), default={})
+        if sum(live.values()) + sum(inner_live.values()) > sum(peak_live.values()):
+            peak_live = {**live, **inner_live}
+        for name in [name for name in live if last_use[name] <= number]:
             del live[name]
-    known[computation] = best
-    return best
+    known[computation] = peak_live
+    return peak_live
 
 
 def _roots(module: Module, body: Sequence[Instruction]) -> dict[str, set[str]]:
@@ -190,10 +190,10 @@ def _roots(module: Module, body: Sequence[Instruction]) -> dict[str, set[str]]:
     roots: dict[str, set[str]] = {}
     for instruction in body:
         # an update of a slice, and a fusion that ends in one, overwrites an operand
-        inside = (i for i in module.inside(instruction) if i.is_root) if instruction.opcode == "fusion" else ()
+        inners = (i for i in module.inside(instruction) if i.is_root) if instruction.opcode == "fusion" else ()
         if instruction.opcode in ("parameter", "constant"):
             roots[instruction.name] = set()
-        elif instruction.opcode in _ALIASES or any(i.opcode == "dynamic-update-slice" for i in (instruction, *inside)):
+        elif instruction.opcode in _ALIASES or any(i.opcode == "dynamic-update-slice" for i in (instruction, *inners)):
             roots[instruction.name] = set().union(*(roots.get(name, set()) for name in instruction.operands))
         else:
             roots[instruction.name] = {instruction.name}

@@ -112,7 +112,7 @@ class TracedSteps:
         """Writes the program's text beside the trace, and returns the recording with the owners of the peak memory."""
         text, hlo, sampler = compiled.as_text() or "", self.folder / HLO_FILE, self.sampler
         hlo.write_text(text, encoding="utf-8")
-        temporary, live = temporary_owners(parse_program(text))
+        temporary, live_bytes = temporary_owners(parse_program(text))
         owners = sorted([*subject.owners(), *temporary], key=lambda owner: -owner.num_bytes)
         analysis = compiled.memory_analysis()
         memory = MemoryProfile(
@@ -122,7 +122,7 @@ class TracedSteps:
             owners=tuple(owners[:MAX_OWNERS]),
             arguments_bytes=float(analysis.argument_size_in_bytes) if analysis is not None else None,
             temporaries_bytes=float(analysis.temp_size_in_bytes) if analysis is not None else None,
-            live_bytes=live,
+            live_bytes=live_bytes,
         )
         return Recording(
             trace=newest_trace(self.folder),

@@ -51,10 +51,10 @@ class Training:
 
     def owners(self) -> list[Owner]:
         """Returns the step's arguments with their bytes on one device."""
-        step, shapes, places = self.step, self.step.param_shapes, self.step.state_shardings
+        step, shapes, shardings = self.step, self.step.param_shapes, self.step.state_shardings
         return [
-            *state_owners(shapes, places.params, "weights"),
-            *state_owners(step.state_shapes.opt_state, places.opt_state, "optimizer"),
+            *state_owners(shapes, shardings.params, "weights"),
+            *state_owners(step.state_shapes.opt_state, shardings.opt_state, "optimizer"),
             *state_owners(step.batch_shapes(self.job.batch_seqs, self.job.seq_len), step.batch_shardings, "batch"),
         ]
 
@@ -69,15 +69,15 @@ class Prefill:
     def begin(self, seed: int) -> None:
         step, (seqs, length) = self.step, (self.job.batch_seqs, self.job.seq_len)
         rows, per_seq, page_len = np.arange(seqs * length), step.cache_sizes["Bp"], step.storage.page_len
-        owner, positions, whole = rows // length, rows % length, np.full(seqs, length)
+        owner, positions, sizes = rows // length, rows % length, np.full(seqs, length)
         pages = np.arange(seqs * per_seq).reshape(seqs, per_seq)
         tokens = _random_tokens(step.model.vocab_size, (len(rows),), seed)
         slots = slots_of(positions, pages, owner, page_len)
-        first = np.arange(seqs) * length
-        packed = PackedRows(tokens, 0 * rows - 1, positions, slots, first, whole, whole, pages, first + length - 1)
+        starts = np.arange(seqs) * length
+        packed = PackedRows(tokens, 0 * rows - 1, positions, slots, starts, sizes, sizes, pages, starts + length - 1)
         if step.has_windows:
-            held = step.storage.window_pages // seqs
-            table = np.arange(seqs)[:, None] * held + np.arange(per_seq)[None] % held
+            num_window_pages = step.storage.window_pages // seqs
+            table = np.arange(seqs)[:, None] * num_window_pages + np.arange(per_seq)[None] % num_window_pages
             packed = packed._replace(window_pages=table, window_slots=slots_of(positions, table, owner, page_len))
         latest = np.zeros(step.max_seqs, np.int32)
         params = step.place(init_params(step.model, seed))

@@ -78,8 +78,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.platform == "gpu":
             return self.comparison.float32
-        precise = (row for row in self.comparison.float32 if row.precision in ("high", "highest"))
-        return tuple(precise) if self.platform == "tpu" else ()
+        precise_rows = (row for row in self.comparison.float32 if row.precision in ("high", "highest"))
+        return tuple(precise_rows) if self.platform == "tpu" else ()
 
 
 def analyse(
@@ -107,8 +107,8 @@ def analyse(
     estimate = priced.estimate
     flops = sum(row.flops for row in comparison.classes)
     derived_flops = float(estimate.flops) / num_chips
-    reached = estimate.measured(step_s)
-    mfu = reached["mfu_causal"] or reached["mfu"]
+    shares = estimate.measured(step_s)
+    mfu = shares["mfu_causal"] or shares["mfu"]
     warnings = tuple(_warnings(profiled_s, step_s, events, recording, mfu))
     case = AdviceCase(
         comparison=comparison,
@@ -128,7 +128,7 @@ def analyse(
         profiled_s=profiled_s,
         host_s=recording.host_s if recording else None,
         predicted_step_s=float(estimate.step_s),
-        **reached,
+        **shares,
         predicted_mfu=float(estimate.mfu),
         predicted_hfu=float(estimate.hfu),
         flops=flops,
@@ -152,12 +152,12 @@ def _require_same(hlo: Path, program: TracedProgram, priced: PricedStrategy, num
     """Raises InputError for a program of another number of devices, or with other weights on each, than a plan's."""
     module = program.module
     parameters = module.computations[module.entry].parameters.values()
-    held = sum(shape.num_bytes for array in parameters if "params[" in array.op_name for shape in array.shapes)
-    wanted, fault = float(priced.estimate.memory["weights"]), ""
+    held_bytes = sum(shape.num_bytes for array in parameters if "params[" in array.op_name for shape in array.shapes)
+    planned_bytes, fault = float(priced.estimate.memory["weights"]), ""
     if num_chips % module.num_devices:
         fault = f"is for {counted(module.num_devices, 'device')}, and the plan has {num_chips:,}"
-    elif held and not 1 / OTHER_WEIGHTS < held / wanted < OTHER_WEIGHTS:
-        fault = f"has {format_bytes(held)} of weights on a device, and the plan {format_bytes(wanted)}"
+    elif held_bytes and not 1 / OTHER_WEIGHTS < held_bytes / planned_bytes < OTHER_WEIGHTS:
+        fault = f"has {format_bytes(held_bytes)} of weights on a device, and the plan {format_bytes(planned_bytes)}"
     if fault:
         raise InputError(f"{hlo} is not the program of this plan: it {fault}. Give the plan that was run.")
 
@@ -178,9 +178,9 @@ def _warnings(
         )
     cores = os.cpu_count() or 1
     if trace.platform == "cpu" and recording is not None and recording.cores is not None:
-        quiet = recording.cores >= ENOUGH_CORES * cores
-        why = "." if quiet else ": other programs ran, or threads waited; compare seconds on a quiet machine."
-        yield f"The process kept {recording.cores:.1f} of {cores} cores busy in these steps{why}"
+        is_quiet = recording.cores >= ENOUGH_CORES * cores
+        ending = "." if is_quiet else ": other programs ran, or threads waited; compare seconds on a quiet machine."
+        yield f"The process kept {recording.cores:.1f} of {cores} cores busy in these steps{ending}"
 
 
 def _notes(trace: DeviceTrace, times: StepTimes, of_derived: float, *, num_devices: int) -> Iterator[str]:
@@ -198,13 +198,13 @@ def _notes(trace: DeviceTrace, times: StepTimes, of_derived: float, *, num_devic
         yield f"The trace has {len(times.devices)} of {counted(num_devices, 'device')}: those of one process."
     if trace.by_thread:
         yield "The events name no device: each thread of the host counts as one."
-    words = {
+    words_of = {
         "marks": "A step is the time between the ends of two steps, which includes the host's work between them.",
         "runs": "The trace has no marks of steps: a step is one run of the program, from its first to its last event.",
         "none": "The trace has no marks of steps: all of it counts as one.",
     }
-    if trace.found_steps in words:
-        yield words[trace.found_steps]
+    if trace.found_steps in words_of:
+        yield words_of[trace.found_steps]
     named = sum(event.seconds for event in trace.events)
     if trace.unnamed_s > 0.01 * named:
         yield (

@@ -71,25 +71,25 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 def segments(spans: Iterable[tuple[float, float, What]], window: Window) -> Iterator[tuple[Window, list[What]]]:
     """Splits a window at every start and end of a span; yields each segment in order with the spans that cover it."""
-    turns: list[tuple[float, bool, int]] = []
+    edges: list[tuple[float, bool, int]] = []
     names: list[What] = []
     for start, end, name in spans:
         start, end = max(start, window.start_s), min(end, window.end_s)
         if end > start:
-            turns += [(start, True, len(names)), (end, False, len(names))]
+            edges += [(start, True, len(names)), (end, False, len(names))]
             names.append(name)
     active: dict[int, What] = {}
-    begin = window.start_s
-    for when, begins, number in sorted(turns):
-        if when > begin:
-            yield Window(begin, when), list(active.values())
-            begin = when
-        if begins:
+    begin_s = window.start_s
+    for time_s, is_start, number in sorted(edges):
+        if time_s > begin_s:
+            yield Window(begin_s, time_s), list(active.values())
+            begin_s = time_s
+        if is_start:
             active[number] = names[number]
         else:
             del active[number]
-    if window.end_s > begin:
-        yield Window(begin, window.end_s), []
+    if window.end_s > begin_s:
+        yield Window(begin_s, window.end_s), []
 
 
 # -- the steps of each device -----------------------------------------------------------------------------
@@ -105,14 +105,14 @@ class _Sums:
 
     def step(self, window: Window, events: Sequence[OpEvent], flights: Sequence[Interval]) -> Partition:
         """Adds one step of one device, and returns its partition."""
-        inside = [event for event in events if event.end_s > window.start_s and event.start_s < window.end_s]
-        for event in inside:
+        events_inside = [event for event in events if event.end_s > window.start_s and event.start_s < window.end_s]
+        for event in events_inside:
             if event.start_s >= window.start_s:  # else it counts in the step that it began in
                 self.count[event.op] += 1
                 self.own_s[event.op] += event.seconds
                 self.waited_s[event.op] += event.waited_s
-        seconds, gaps = dict.fromkeys(_ORDER, 0.0), list[Window]()
-        spans: list[tuple[float, float, str]] = [(event.start_s, event.end_s, event.op) for event in inside]
+        seconds_of, gaps = dict.fromkeys(_ORDER, 0.0), list[Window]()
+        spans: list[tuple[float, float, str]] = [(event.start_s, event.end_s, event.op) for event in events_inside]
         for piece, covered in segments([*spans, *((*flight, "") for flight in flights)], window):
             ops = [op for op in covered if op]
             bound = min((self.program.fact(op).bound for op in ops), key=_ORDER.index, default=None)
@@ -120,26 +120,26 @@ class _Sums:
                 self.communication_s += piece.seconds
                 self.hidden_s += piece.seconds if bound in ("compute", "memory") else 0.0
             if bound is not None:
-                seconds[bound] += piece.seconds
-                sharing = [op for op in ops if self.program.fact(op).bound == bound]
-                for op in sharing:
-                    self.wall_s[op] += piece.seconds / len(sharing)
+                seconds_of[bound] += piece.seconds
+                sharing_ops = [op for op in ops if self.program.fact(op).bound == bound]
+                for op in sharing_ops:
+                    self.wall_s[op] += piece.seconds / len(sharing_ops)
             elif gaps and gaps[-1].end_s == piece.start_s:
                 gaps[-1] = Window(gaps[-1].start_s, piece.end_s)
             else:
                 gaps.append(piece)
         overhead_s = idle_s = 0.0
         for gap in gaps:
-            at_an_end = gap.start_s == window.start_s or gap.end_s == window.end_s
+            is_at_end = gap.start_s == window.start_s or gap.end_s == window.end_s
             # a device without any event in the step is idle all through
-            if inside and (at_an_end or gap.seconds <= LAUNCH_GAP_S):
+            if events_inside and (is_at_end or gap.seconds <= LAUNCH_GAP_S):
                 overhead_s += gap.seconds
             else:
                 idle_s += gap.seconds
         return Partition(
-            compute_s=seconds["compute"],
-            memory_s=seconds["memory"],
-            exposed_s=seconds["communication"],
+            compute_s=seconds_of["compute"],
+            memory_s=seconds_of["memory"],
+            exposed_s=seconds_of["communication"],
             overhead_s=overhead_s,
             idle_s=idle_s,
         )
@@ -171,13 +171,13 @@ def measure_times(trace: DeviceTrace, program: TracedProgram) -> StepTimes:
         events = [event for event in trace.events if event.device == device and program.is_work(event.op)]
         flights = in_flight(events, program, trace.platform)
         partitions[device] = _mean([sums.step(window, events, flights) for window in trace.windows])
-    shares = len(trace.windows) * len(trace.devices)
+    num_windows = len(trace.windows) * len(trace.devices)
     return StepTimes(
         mean=_mean(list(partitions.values())),
         devices=partitions,
-        ops=sums.ops(shares),
-        communication_s=sums.communication_s / shares,
-        hidden_s=sums.hidden_s / shares,
+        ops=sums.ops(num_windows),
+        communication_s=sums.communication_s / num_windows,
+        hidden_s=sums.hidden_s / num_windows,
     )
 
 
@@ -192,18 +192,18 @@ def in_flight(events: Sequence[OpEvent], program: TracedProgram, platform: Trace
     On TPU the two halves of an asynchronous collective are separate instructions; it is in flight from the start of the
     first to the end of the second. On GPU its kernel belongs to the first half.
     """
-    sent = [event for event in events if program.fact(event.op).bound == "communication"]
+    sent_events = [event for event in events if program.fact(event.op).bound == "communication"]
     if platform != "tpu":
-        return [(event.start_s, event.end_s) for event in sent]
+        return [(event.start_s, event.end_s) for event in sent_events]
     instructions = program.instructions
-    begun: dict[str, float] = {}
+    start_s_of: dict[str, float] = {}
     spans = []
-    for event in sorted(sent, key=lambda event: event.start_s):
+    for event in sorted(sent_events, key=lambda event: event.start_s):
         instruction = instructions[event.op]
         if instruction.opcode.endswith("-start"):
-            begun[event.op] = event.start_s
-        start = next((begun.pop(name) for name in instruction.operands if name in begun), event.start_s)
-        spans.append((start, event.end_s))
+            start_s_of[event.op] = event.start_s
+        start_s = next((start_s_of.pop(name) for name in instruction.operands if name in start_s_of), event.start_s)
+        spans.append((start_s, event.end_s))
     return spans
 
 
@@ -219,21 +219,21 @@ def shared_seconds(trace: DeviceTrace, program: TracedProgram) -> dict[str, floa
     the instructions that work on any device. Waiting in a collective is not work; instants without work count for no
     instruction.
     """
-    shares: dict[str, float] = defaultdict(float)
+    seconds_of: dict[str, float] = defaultdict(float)
     spans = [(*span, event.op) for event in trace.events if program.is_work(event.op) for span in working(event)]
     for window in trace.windows:
         for piece, ops in segments(spans, window):
             for op in ops:
-                shares[op] += piece.seconds / len(ops)
-    return {op: seconds / len(trace.windows) for op, seconds in shares.items()}
+                seconds_of[op] += piece.seconds / len(ops)
+    return {op: seconds / len(trace.windows) for op, seconds in seconds_of.items()}
 
 
 def working(event: OpEvent) -> Iterator[tuple[float, float]]:
     """Yields the spans in which an event does not wait."""
-    begin = event.start_s
+    begin_s = event.start_s
     for start, end in event.waits:
-        if start > begin:
-            yield begin, start
-        begin = max(begin, end)
-    if event.end_s > begin:
-        yield begin, event.end_s
+        if start > begin_s:
+            yield begin_s, start
+        begin_s = max(begin_s, end)
+    if event.end_s > begin_s:
+        yield begin_s, event.end_s

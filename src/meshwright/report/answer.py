@@ -63,13 +63,13 @@ class Table(msgspec.Struct, frozen=True):
         ``memory/weights`` (None if the field is None), or a function of the record. By default the column's name is
         the end of the path, here ``median_s`` and ``memory.weights``, or the whole path if two columns end alike.
         """
-        reads = {head: what if isinstance(what, tuple) else (what, None) for head, what in columns.items()}
-        rows = [[_field(record, what) for what, *_ in reads.values()] for record in records]
-        paths = [what if isinstance(what, str) else "" for what, *_ in reads.values()]
-        ends = [path.rpartition(".")[2] if "/" not in path else path.replace("/", ".") for path in paths]
-        names = [end if ends.count(end) == 1 else path for end, path in zip(ends, paths, strict=True)]
-        named = zip(reads.items(), names, strict=True)
-        heads = [Heading(head, show, "".join(stated) or name) for (head, (_, show, *stated)), name in named]
+        read_by_head = {head: path if isinstance(path, tuple) else (path, None) for head, path in columns.items()}
+        rows = [[_field(record, path) for path, *_ in read_by_head.values()] for record in records]
+        paths = [path if isinstance(path, str) else "" for path, *_ in read_by_head.values()]
+        last_names = [path.rpartition(".")[2] if "/" not in path else path.replace("/", ".") for path in paths]
+        names = [end if last_names.count(end) == 1 else path for end, path in zip(last_names, paths, strict=True)]
+        pairs = zip(read_by_head.items(), names, strict=True)
+        heads = [Heading(head, show, "".join(json_name) or name) for (head, (_, show, *json_name)), name in pairs]
         return Table(heads, rows, title)
 
     @staticmethod
@@ -96,8 +96,8 @@ class Table(msgspec.Struct, frozen=True):
 
     def known(self) -> "Table":
         """Returns the table without columns that have only None."""
-        indices = [n for n in range(len(self.columns)) if any(row[n] is not None for row in self.rows)]
-        return Table([self.columns[n] for n in indices], [[row[n] for n in indices] for row in self.rows], self.title)
+        known_at = [n for n in range(len(self.columns)) if any(row[n] is not None for row in self.rows)]
+        return Table([self.columns[n] for n in known_at], [[row[n] for n in known_at] for row in self.rows], self.title)
 
     @property
     def heads(self) -> list[Heading]:
@@ -111,10 +111,10 @@ class Table(msgspec.Struct, frozen=True):
 
 def utilisation_rows(predicted: Any, measured: Any) -> list[tuple[str, float | None, float | None, Show]]:
     """Returns rows of `Table.compared` for MFU, also without masked scores if it is above 100%, and HFU."""
-    names = {"MFU": "mfu", "MFU without masked scores": "mfu_causal", "HFU": "hfu"}
+    fields = {"MFU": "mfu", "MFU without masked scores": "mfu_causal", "HFU": "hfu"}
     if unmasked(predicted) is None and unmasked(measured) is None:
-        del names["MFU without masked scores"]
-    return [(name, getattr(predicted, of), getattr(measured, of), "{:.1%}".format) for name, of in names.items()]
+        del fields["MFU without masked scores"]
+    return [(name, getattr(predicted, of), getattr(measured, of), "{:.1%}".format) for name, of in fields.items()]
 
 
 def _cells(record: Any, before: str = "") -> Iterator[tuple[str, Any]]:
@@ -213,29 +213,29 @@ def render(columns: Sequence[str], rows: Sequence[Sequence[Cell]], width: int) -
 
     It has no boxes; columns of quantities are right-aligned and do not wrap, columns of words wrap.
     """
-    result = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    rich_table = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), collapse_padding=True)
     texts = [[cell_text(cell) for cell in row] for row in rows]
     for index, header in enumerate(columns):
-        cells = [row[index] for row in texts]
-        known = [cell for cell in cells if cell != "-"]
-        is_number = bool(known) and all(_QUANTITY.fullmatch(cell) for cell in known)
-        widest = max([1, *map(len, header.split()), *map(len, cells)])
-        result.add_column(
+        column_texts = [row[index] for row in texts]
+        known_texts = [cell for cell in column_texts if cell != "-"]
+        is_number = bool(known_texts) and all(_QUANTITY.fullmatch(cell) for cell in known_texts)
+        min_width = max([1, *map(len, header.split()), *map(len, column_texts)])
+        rich_table.add_column(
             # Rich would narrow every column that may wrap: a header over numbers is wrapped here instead.
-            Text(fill(header, widest) if is_number else header),
+            Text(fill(header, min_width) if is_number else header),
             justify="right" if is_number else "left",
             no_wrap=is_number,
             overflow="fold",
             # One bound for all columns of words: rich narrows the widest first, and never below it.
-            min_width=widest if is_number else min(max(widest, len(header)), _WORD_WIDTH),
+            min_width=min_width if is_number else min(max(min_width, len(header)), _WORD_WIDTH),
         )
     for row in texts:
         # Text, not str: rich would read the square brackets of the notation as markup.
-        result.add_row(*map(Text, row))
-    needed = sum(column.min_width or 0 for column in result.columns) + _GAP * (len(columns) - 1)
-    console = Console(file=StringIO(), width=max(width, needed), color_system=None, force_terminal=False)
+        rich_table.add_row(*map(Text, row))
+    needed_width = sum(column.min_width or 0 for column in rich_table.columns) + _GAP * (len(columns) - 1)
+    console = Console(file=StringIO(), width=max(width, needed_width), color_system=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(result)
+        console.print(rich_table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n") + "\n"
 
 
@@ -243,8 +243,8 @@ def joined(cell: object) -> object:
     """Returns a list as ``g+u`` or ``256 2048``, a dictionary as ``fsdp=4,tensor=2``, and any other cell as it is."""
     if isinstance(cell, dict):
         return ",".join(f"{name}={value}" for name, value in cell.items())
-    numbers = isinstance(cell, tuple | list) and all(isinstance(item, int | float) for item in cell)
-    return (" " if numbers else "+").join(map(str, cell)) if isinstance(cell, tuple | list) else cell
+    is_numeric = isinstance(cell, tuple | list) and all(isinstance(item, int | float) for item in cell)
+    return (" " if is_numeric else "+").join(map(str, cell)) if isinstance(cell, tuple | list) else cell
 
 
 def cell_text(cell: object) -> str:
@@ -265,26 +265,26 @@ def filled(text: str, width: int, indent: int) -> str:
 
 def as_csv(found: Table) -> str:
     """Returns comma-separated raw values under their names; a value that is None or not finite is an empty field."""
-    out = StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    text_file = StringIO()
+    writer = csv.writer(text_file, lineterminator="\n")
     writer.writerow([column.name or column.title for column in found.heads])
     for row in found.rows:
         values = [cell.value if isinstance(cell, Quantity) else cell for cell in row]
         writer.writerow([None if isinstance(v, float) and not math.isfinite(v) else joined(v) for v in values])
-    return out.getvalue()
+    return text_file.getvalue()
 
 
 def as_markdown(found: Table) -> str:
     """Returns a table of GitHub-flavoured Markdown as a person reads it; columns of numbers are right-aligned."""
-    cells = [[cell_text(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in found.shown()]
+    row_texts = [[cell_text(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in found.shown()]
     names = [head.title for head in found.heads]
-    columns = range(len(names))
-    numeric = [all(isinstance(row[i], int | float | Quantity | None) for row in found.rows) for i in columns]
-    widths = [max(3, len(name), *(len(row[i]) for row in cells)) for i, name in enumerate(names)]
-    rules = [f" {'-' * (w - 1)}: " if n else f" {'-' * w} " for w, n in zip(widths, numeric, strict=True)]
+    indices = range(len(names))
+    is_numeric = [all(isinstance(row[i], int | float | Quantity | None) for row in found.rows) for i in indices]
+    widths = [max(3, len(name), *(len(row[i]) for row in row_texts)) for i, name in enumerate(names)]
+    rules = [f" {'-' * (w - 1)}: " if right else f" {'-' * w} " for w, right in zip(widths, is_numeric, strict=True)]
     lines = [
-        " | ".join(c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True))
-        for row in (names, *cells)
+        " | ".join(c.rjust(w) if right else c.ljust(w) for c, w, right in zip(row, widths, is_numeric, strict=True))
+        for row in (names, *row_texts)
     ]
     body = [f"| {line} |" for line in lines]
     heading = f"{found.title}\n\n" if found.title else ""

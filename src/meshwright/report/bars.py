@@ -52,13 +52,13 @@ def _stacked(
     totals = {name: sum(parts.values()) for name, parts in bars.items()}
     longest = max([*totals.values(), limit or 0.0])
     scale, unit_name = si_scale(longest, unit)
-    show = format_seconds if unit == "s" else format_bytes
+    to_text = format_seconds if unit == "s" else format_bytes
     # Parts that are zero in every bar would only extend the legend.
-    drawn = dict.fromkeys(part for parts in bars.values() for part, amount in parts.items() if amount > 0)
-    colors = palette_of(drawn)
+    shown_parts = dict.fromkeys(part for parts in bars.values() for part, amount in parts.items() if amount > 0)
+    colors = palette_of(shown_parts)
     px = WIDTH_PX * scale / longest if longest else 0.0
     rows = [
-        span(end - amount / scale, end, show(amount), colors[part], px, bar=bar, part=part)
+        span(end - amount / scale, end, to_text(amount), colors[part], px, bar=bar, part=part)
         for bar, parts in bars.items()
         for (part, amount), end in zip(parts.items(), accumulate(v / scale for v in parts.values()), strict=True)
         if amount > 0
@@ -67,15 +67,15 @@ def _stacked(
     domain = alt.Scale(domain=[0, longest / scale or 1], nice=False)
     x = alt.X("start:Q", title=f"{what} ({unit_name})", scale=domain, axis=alt.Axis(tickCount=7))
     color = color_by("part", colors, orient="bottom", columns=4)
-    sums = [{"bar": bar, "end": total / scale, "text": show(total)} for bar, total in totals.items()]
+    sum_rows = [{"bar": bar, "end": total / scale, "text": to_text(total)} for bar, total in totals.items()]
     if limit is not None:
-        crossed = [total <= limit < total + (text_px(show(total), 13) + 8) / px * scale for total in totals.values()]
-        sums = [row | {"end": limit / scale} if over else row for row, over in zip(sums, crossed, strict=True)]
+        crossed = [total <= limit < total + (text_px(to_text(total), 13) + 8) / px * scale for total in totals.values()]
+        sum_rows = [row | {"end": limit / scale} if over else row for row, over in zip(sum_rows, crossed, strict=True)]
     layers = []
     if limit is not None:  # below the bars, so that it crosses no text in them
-        end = [{"limit": limit / scale, "text": f"limit {show(limit)}"}]
+        end = [{"limit": limit / scale, "text": f"limit {to_text(limit)}"}]
         rule = plot(end).mark_rule(strokeDash=DASHES, strokeWidth=1.5, color=INK)
         layers += [rule.encode(x="limit:Q"), labels(end, "limit:Q", alt.YValue(-8), align="center", fill=INK)]
     layers.append(spans(rows, y=y, x=x, color=color, band=0.68))
-    layers.append(labels(sums, "end:Q", y, align="left", baseline="middle", dx=6, fill=INK, fontWeight="bold"))
+    layers.append(labels(sum_rows, "end:Q", y, align="left", baseline="middle", dx=6, fill=INK, fontWeight="bold"))
     return alt.layer(*layers).properties(width=WIDTH_PX, height=BAR_PX * len(bars))

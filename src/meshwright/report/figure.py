@@ -97,8 +97,8 @@ def themed(chart: Layer, title: str, subtitle: str = "", **properties: Any) -> F
 
 def headline(title: str, subtitle: str = "", **style: Any) -> Any:
     """Returns a title with an explanation, if there is one, in lines of `SUBTITLE_LETTERS`."""
-    below = wrap(subtitle, SUBTITLE_LETTERS)
-    return alt.TitleParams(title, subtitle=(below if below[1:] else subtitle) or alt.Undefined, **style)
+    lines = wrap(subtitle, SUBTITLE_LETTERS)
+    return alt.TitleParams(title, subtitle=(lines if lines[1:] else subtitle) or alt.Undefined, **style)
 
 
 def panel(*layers: Layer, size: tuple[float, float], title: str = "", note: str = "") -> Layer:

@@ -36,8 +36,8 @@ class Area(msgspec.Struct, frozen=True):
 
     def touches(self, other: "Area") -> bool:
         """True if the boxes share more than an edge."""
-        near = abs(self.x - other.x) < self.across + other.across
-        return near and abs(self.y - other.y) < self.down + other.down
+        is_near_across = abs(self.x - other.x) < self.across + other.across
+        return is_near_across and abs(self.y - other.y) < self.down + other.down
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,8 +51,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     def pixel(self, x: float, y: float) -> tuple[float, float]:
         """Returns where the point is, in pixels from the left upper corner."""
         shares = []
-        for value, ends, log in zip((x, y), (self.x, self.y), self.log, strict=True):
-            low, high, position = (math.log(max(number, 1e-300)) if log else number for number in (*ends, value))
+        for value, bounds, is_log in zip((x, y), (self.x, self.y), self.log, strict=True):
+            low, high, position = (math.log(max(number, 1e-300)) if is_log else number for number in (*bounds, value))
             shares.append((position - low) / (high - low))
         return shares[0] * self.size[0], (1 - shares[1]) * self.size[1]
 
@@ -71,8 +71,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
         for start, end in pairwise(points):
             if math.isfinite(start[1] + end[1]):
                 (x, y), (x2, y2) = self.pixel(*start), self.pixel(*end)
-                pieces = max(1, round(math.hypot(x2 - x, y2 - y) / CURVE_PX))
-                shares = (n / pieces for n in range(pieces + 1))
+                num_pieces = max(1, round(math.hypot(x2 - x, y2 - y) / CURVE_PX))
+                shares = (n / num_pieces for n in range(num_pieces + 1))
                 areas += [Area(x + (x2 - x) * share, y + (y2 - y) * share, 2, 2) for share in shares]
         return areas
 
@@ -80,10 +80,10 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 def first_free(places: Sequence[Area], taken: list[Area], frame: Frame) -> Area:
     """Returns the first box inside the picture that touches none of those taken, else the one that touches fewest, and
     adds it to those taken."""
-    inside = [box for box in places if frame.holds(box)] or places
-    best = min(inside, key=lambda box: sum(box.touches(area) for area in taken))
-    taken.append(best)
-    return best
+    boxes_inside = [box for box in places if frame.holds(box)] or places
+    freest = min(boxes_inside, key=lambda box: sum(box.touches(area) for area in taken))
+    taken.append(freest)
+    return freest
 
 
 def point_labels(rows: Iterable[Datum], frame: Frame, taken: list[Area], *, font: int = FONT, **style: Any) -> Layer:
@@ -97,13 +97,13 @@ def point_labels(rows: Iterable[Datum], frame: Frame, taken: list[Area], *, font
         dots = [frame.pixel(*point) for point in row.get("along", [(row["x"], row["y"])])][::-1]
         # far from its point a text may also begin beside what is upright, such as a reference line
         starts = [box.x + box.across + 3 for box in taken if box.down > frame.size[1] / 4]
-        places = {box: dot for dot in dots for box in _around(dot, row["text"], font, starts, 1 if dots[1:] else RINGS)}
-        box = first_free([*places], taken, frame)
-        x, y = places[box]
-        near = {"near_x_px": min(max(x, box.x - box.across), box.x + box.across), "near_y_px": box.y}
-        far = math.hypot(near["near_x_px"] - x, max(0.0, abs(box.y - y) - box.down)) > 2 * GAP_PX
-        place = {"x_px": box.x, "y_px": box.y, "dot_x_px": x, "dot_y_px": y, "far": far}
-        texts.append({name: value for name, value in row.items() if name != "along"} | place | near)
+        dot_of = {box: dot for dot in dots for box in _around(dot, row["text"], font, starts, 1 if dots[1:] else RINGS)}
+        box = first_free([*dot_of], taken, frame)
+        x, y = dot_of[box]
+        line_end = {"near_x_px": min(max(x, box.x - box.across), box.x + box.across), "near_y_px": box.y}
+        is_far = math.hypot(line_end["near_x_px"] - x, max(0.0, abs(box.y - y) - box.down)) > 2 * GAP_PX
+        pixel_fields = {"x_px": box.x, "y_px": box.y, "dot_x_px": x, "dot_y_px": y, "far": is_far}
+        texts.append({name: value for name, value in row.items() if name != "along"} | pixel_fields | line_end)
     rules = plot(row for row in texts if row["far"]).mark_rule(color=MUTED, strokeWidth=1)
     return alt.layer(
         rules.encode(**_pixels("dot_x_px", "dot_y_px"), x2="near_x_px", y2="near_y_px"),
@@ -119,14 +119,14 @@ def _pixels(x: str, y: str) -> Facts:
 def _around(dot: tuple[float, float], text: str, font: int, beside: Sequence[float], rings: int) -> list[Area]:
     """Returns places beside a point: right and left of it, then above and below in rings, or from ``beside`` on."""
     x, y = dot
-    width, half = text_px(text, font), LINE * font / 2
-    places = [(x + GAP_PX, y), (x - GAP_PX - width, y)]
+    width, half_height = text_px(text, font), LINE * font / 2
+    positions = [(x + GAP_PX, y), (x - GAP_PX - width, y)]
     for ring in range(rings):
-        away = GAP_PX + ring * 2 * half
+        distance = GAP_PX + ring * 2 * half_height
         starts = [x + 0.6 * GAP_PX, x - 0.6 * GAP_PX - width]
         starts += [*(x - width * share for share in SHIFTS), *beside] if ring else []
-        places += [(start, y + side * away) for start in starts for side in (-1, 1)]
-    return [Area(left + width / 2, middle, width / 2, half) for left, middle in places]
+        positions += [(start, y + side * distance) for start in starts for side in (-1, 1)]
+    return [Area(x_left + width / 2, y_middle, width / 2, half_height) for x_left, y_middle in positions]
 
 
 def reference(line: ReferenceLine, frame: Frame, taken: list[Area], *, font: int = 11) -> Layer:
@@ -136,14 +136,14 @@ def reference(line: ReferenceLine, frame: Frame, taken: list[Area], *, font: int
     (width, height), half = frame.size, LINE * font / 2
     x, y = frame.pixel(frame.x[0] if flat else line.value, line.value if flat else frame.y[0])
     long = text_px(line.text, font) / 2
-    room = max(0.0, (width if flat else height) - 2 * long - 12)
-    steps = [6 + long + room * n / 20 for n in range(21)]
+    free_px = max(0.0, (width if flat else height) - 2 * long - 12)
+    steps = [6 + long + free_px * n / 20 for n in range(21)]
     steps = steps if (line.at == "start") == flat else steps[::-1]
     sides = (1 + half, -1 - half)
-    places = [
+    areas = [
         Area(px, y - side, long, half) if flat else Area(x + side, px, half, long) for side in sides for px in steps
     ]
-    box = first_free(places, taken, frame)
+    box = first_free(areas, taken, frame)
     taken.append(Area(width / 2, y, width / 2, 1) if flat else Area(x, height / 2, 1, height / 2))
     rows = [{"text": line.text, "x_px": box.x, "y_px": box.y}]
     channel = {"y": alt.YDatum(line.value)} if flat else {"x": alt.XDatum(line.value)}

@@ -64,14 +64,14 @@ def stroke_colors(names: Iterable[str], **legend: Any) -> Encoding:
 def palette_of(names: Iterable[str]) -> dict[str, str]:
     """Maps each name to its colour of `COLORS` or, if it has none, to one of the palette that no other name has; the
     palette repeats after twelve."""
-    known = {name: COLORS.get(name.removesuffix(" links")) for name in names}
-    free = cycle([color for color in PALETTE if color not in known.values()])
-    return {name: color or next(free) for name, color in known.items()}
+    color_by_name = {name: COLORS.get(name.removesuffix(" links")) for name in names}
+    free_colors = cycle([color for color in PALETTE if color not in color_by_name.values()])
+    return {name: color or next(free_colors) for name, color in color_by_name.items()}
 
 
 def ink_on(color: str) -> str:
     """Returns the colour of text on a background: white on dark colours, ink on light ones."""
-    red, green, blue = (int(color[first : first + 2], 16) for first in (1, 3, 5))
+    red, green, blue = (int(color[digit : digit + 2], 16) for digit in (1, 3, 5))
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < DARK_BELOW else INK
 
 
@@ -119,16 +119,16 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 def span(start: float, end: float, text: str, color: str, px: float, *, font: int = 11, **fields: Any) -> Datum:
     """Returns a row for `spans`; its text is empty if it does not fit at ``px`` pixels per unit of the axis."""
-    fits = (end - start) * px >= 0.56 * font * len(text) + 2
-    drawn = {"text": text if fits else "", "ink": ink_on(color)}
-    return {"start": start, "end": end, "middle": (start + end) / 2, **drawn, **fields}
+    text_fits = (end - start) * px >= 0.56 * font * len(text) + 2
+    text_fields = {"text": text if text_fits else "", "ink": ink_on(color)}
+    return {"start": start, "end": end, "middle": (start + end) / 2, **text_fields, **fields}
 
 
 def spans(rows: Sequence[Datum], *, y: Any, x: Any, color: Any, band: float, edge: float = 1, font: int = 11) -> Layer:
     """Draws boxes from ``start`` to ``end`` with texts in the middle; ``band`` is their share of a row's height."""
-    named = plot(row for row in rows if row["text"])
+    labelled = plot(row for row in rows if row["text"])
     boxes = plot(rows).mark_bar(height=alt.RelativeBandSize(band=band), stroke="white", strokeWidth=edge)
-    texts = named.mark_text(fontSize=font, baseline="middle")
+    texts = labelled.mark_text(fontSize=font, baseline="middle")
     return alt.layer(
         boxes.encode(y=y, x=x, x2="end", color=color),
         texts.encode(y=y, x="middle:Q", text="text:N", color=alt.Color("ink:N", scale=None)),

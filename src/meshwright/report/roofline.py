@@ -36,32 +36,32 @@ def roofline_figure(
     check_positive([("peak_flops_per_s", peak_flops_per_s), *link_bytes_per_s.items()])
     check_positive((f"{point.label}: intensity", point.intensity) for point in points)
     check_positive((f"{point.label}: rate", point.flops_per_s) for point in points)
-    critical = {name: peak_flops_per_s / rate for name, rate in link_bytes_per_s.items()}
-    frame = _frame(peak_flops_per_s, link_bytes_per_s, critical, points)
+    critical_by_link = {name: peak_flops_per_s / rate for name, rate in link_bytes_per_s.items()}
+    frame = _frame(peak_flops_per_s, link_bytes_per_s, critical_by_link, points)
     x = log_axis(alt.X, "x", frame.x, "arithmetic intensity (FLOPs per byte)")
     y = log_axis(alt.Y, "y", frame.y, "rate (FLOP/s)")
     roofs: dict[str, Points] = {}
     for name, rate in link_bytes_per_s.items():
         # Starting at the bottom keeps slow links inside the picture.
-        start = max(frame.x[0], frame.y[0] / rate)
-        flat = [(critical[name], peak_flops_per_s), (frame.x[1], peak_flops_per_s)]
-        roofs[f"{name}  {format_bytes(rate)}/s"] = [(start, start * rate), *flat]
+        start_x = max(frame.x[0], frame.y[0] / rate)
+        flat_points = [(critical_by_link[name], peak_flops_per_s), (frame.x[1], peak_flops_per_s)]
+        roofs[f"{name}  {format_bytes(rate)}/s"] = [(start_x, start_x * rate), *flat_points]
     color = stroke_colors(roofs, title="links", orient="right", symbolStrokeWidth=3)
-    taken = [box for line in roofs.values() for box in frame.curve(line)]
-    taken += frame.dots([(point.intensity, point.flops_per_s) for point in points])
+    areas = [box for line in roofs.values() for box in frame.curve(line)]
+    areas += frame.dots([(point.intensity, point.flops_per_s) for point in points])
     # the texts of critical intensities are along their lines, that of the peak is over the flat part
-    texts = [
+    references = [
         ReferenceLine(axis="x", value=value, text=f"{name} {value:.4g}", color=MUTED)
-        for name, value in critical.items()
+        for name, value in critical_by_link.items()
     ]
-    texts.append(ReferenceLine(axis="y", value=peak_flops_per_s, text=f"peak {format_flops(peak_flops_per_s)}"))
-    named = [reference(text, frame, taken) for text in texts]
+    references.append(ReferenceLine(axis="y", value=peak_flops_per_s, text=f"peak {format_flops(peak_flops_per_s)}"))
+    reference_layers = [reference(text, frame, areas) for text in references]
     rows = [{"text": point.label, "x": point.intensity, "y": point.flops_per_s} for point in points]
-    beside = point_labels(rows, frame, taken)
+    point_layer = point_labels(rows, frame, areas)
     layers = [
         *lines(roofs, x, y, color, strokeWidth=2.5),
-        *named,
-        beside,
+        *reference_layers,
+        point_layer,
         plot(rows).mark_circle(size=90, color=PALETTE[5], opacity=1).encode(x=x, y=y),
     ]
     subtitle = "Sloped: what a link can feed. Flat: the peak. Dashed: the intensity from which the peak binds."
@@ -72,12 +72,12 @@ def _frame(
     peak: float, links: Mapping[str, float], critical: Mapping[str, float], points: Sequence[RooflinePoint]
 ) -> Frame:
     intensities = [*critical.values(), *(point.intensity for point in points)] or [1.0]
-    left, right = min(intensities) / 8, max(intensities) * 8
-    rates = [point.flops_per_s for point in points]
+    min_x, max_x = min(intensities) / 8, max(intensities) * 8
+    point_rates = [point.flops_per_s for point in points]
     # A slow link would otherwise extend the axis far below every point.
-    slopes = max(min([left * rate for rate in links.values()] or [peak]), peak / 1e5)
+    lowest_slope = max(min([min_x * rate for rate in links.values()] or [peak]), peak / 1e5)
     return Frame(
-        x=(left, right),
-        y=(min([slopes, peak / 100, *(rate / 3 for rate in rates)]), max([peak, *rates]) * 3),
+        x=(min_x, max_x),
+        y=(min([lowest_slope, peak / 100, *(rate / 3 for rate in point_rates)]), max([peak, *point_rates]) * 3),
         size=(WIDTH_PX, HEIGHT_PX),
     )

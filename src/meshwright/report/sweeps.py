@@ -52,22 +52,22 @@ def scaling_figure(
     and perfect scaling is drawn beside tokens per second; else it shows every value. ``limit_bytes`` is of one chip.
     """
     xs, x = _over(points, over)
-    first = points[0]
+    first_point = points[0]
 
     def of(name: str) -> list[float]:
         return [point[name] for point in points]
 
-    rates = {"best plan": of("tokens_per_s")}
+    tokens_per_s = {"best plan": of("tokens_per_s")}
     if _by_chips(points, over):
-        rates[PERFECT] = [first["tokens_per_s"] * chips / first["num_chips"] for chips in xs]
-    shares = {"MFU": of("mfu"), "exposed communication": of("exposed_share")}
+        tokens_per_s[PERFECT] = [first_point["tokens_per_s"] * chips / first_point["num_chips"] for chips in xs]
+    share_curves = {"MFU": of("mfu"), "exposed communication": of("exposed_share")}
     if max(of("bubble_share")) > MIN_SHARE:
-        shares["bubble"] = of("bubble_share")
+        share_curves["bubble"] = of("bubble_share")
     memory = {"best plan": of("hbm_bytes_per_chip")} | ({LIMIT: [limit_bytes] * len(points)} if limit_bytes else {})
     panels = [
-        _panel(xs, x, rates, "tokens per second ({})"),
+        _panel(xs, x, tokens_per_s, "tokens per second ({})"),
         _panel(xs, x, {"time per step": of("step_s")}, "time per step ({})", "s"),
-        _panel(xs, x, shares, "share", "%"),
+        _panel(xs, x, share_curves, "share", "%"),
         _panel(xs, x, memory, "memory of a chip ({})", "B"),
     ]
     return _panels_figure(panels, title, subtitle)
@@ -109,9 +109,9 @@ def _over(points: Sequence[Mapping[str, Any]], over: str) -> tuple[list[float], 
         chips = [float(point["num_chips"]) for point in points]
         return chips, chips_axis(chips)
     # a name at each of 0, 1, 2 and so on, slanted if the names are long
-    names = [point["values"][over] for point in points]
-    angle = -35 if max(map(len, names)) * len(names) > MOST_LETTERS else 0
-    axis = alt.Axis(labelExpr=f"{json.dumps(names)}[datum.value]", labelAngle=angle)
+    point_names = [point["values"][over] for point in points]
+    angle = -35 if max(map(len, point_names)) * len(point_names) > MOST_LETTERS else 0
+    axis = alt.Axis(labelExpr=f"{json.dumps(point_names)}[datum.value]", labelAngle=angle)
     return list(map(float, range(len(points)))), alt.X("x:O", title="cluster" if over == "on" else over, axis=axis)
 
 
@@ -132,8 +132,8 @@ def _panel(
         y = alt.Y("y:Q", title=title, axis=alt.Axis(tickCount=5))
     references = [name for name in (PERFECT, LIMIT) if name in series]
     colors = palette_of(series) | dict.fromkeys(references, MUTED)
-    several = color_by("name", colors, orient="top", symbolType="stroke", columns=3)
-    color = several if len(curves) > 1 else alt.ColorValue(PALETTE[0])
+    curve_colors = color_by("name", colors, orient="top", symbolType="stroke", columns=3)
+    color = curve_colors if len(curves) > 1 else alt.ColorValue(PALETTE[0])
     # References are below the lines.
     layers = lines({name: curves.pop(name) for name in references}, x, y, color, strokeDash=DASHES, strokeWidth=1.5)
     layers += lines(curves, x, y, color, point={"size": 40})
@@ -142,9 +142,9 @@ def _panel(
 
 def chips_axis(chips: Sequence[float]) -> Encoding:
     """Returns a logarithmic axis labelled with the given numbers of chips, at most seven of them."""
-    numbers = sorted(set(chips))
-    domain = (numbers[0], numbers[-1]) if len(numbers) > 1 else (1, 2 * numbers[0])
-    axis = {"values": numbers[:: -(-len(numbers) // 7)], "labelExpr": WHOLE_NUMBERS}
+    chip_counts = sorted(set(chips))
+    domain = (chip_counts[0], chip_counts[-1]) if len(chip_counts) > 1 else (1, 2 * chip_counts[0])
+    axis = {"values": chip_counts[:: -(-len(chip_counts) // 7)], "labelExpr": WHOLE_NUMBERS}
     return log_axis(alt.X, "x", domain, "chips", labelOverlap=False, grid=False, **axis)
 
 
@@ -152,14 +152,14 @@ def bandwidth_figure(
     chips: Sequence[int], rates: Mapping[str, Sequence[float]], *, title: str, subtitle: str = ""
 ) -> Figure:
     """Draws bytes per second over chips, a line per collective; collectives with equal rates share a line."""
-    merged: dict[tuple[float, ...], str] = {}
+    name_of: dict[tuple[float, ...], str] = {}
     for name, values in rates.items():
         # Rates are equal if three digits are: the picture shows no more.
         key = tuple(float(f"{rate:.3g}") for rate in values)
-        merged[key] = f"{merged[key]}, {name}" if key in merged else name
-    if not any(merged):
+        name_of[key] = f"{name_of[key]}, {name}" if key in name_of else name
+    if not any(name_of):
         raise InputError("there is no point to draw. Give clusters of several chips.")
-    chart = _panel(chips, chips_axis(chips), {name: values for values, name in merged.items()}, "{}/s and chip", "B")
+    chart = _panel(chips, chips_axis(chips), {name: values for values, name in name_of.items()}, "{}/s and chip", "B")
     return themed(chart, title, subtitle, width=2 * PANEL_PX[0], height=300)
 
 
@@ -185,14 +185,14 @@ def curves_figure(
     ys += [line.value for line in references if line.axis == "y"]
     low, high = min(xs), max(xs)
     ticks = {"values": sorted({*x_ticks}), "labelExpr": WHOLE_NUMBERS, "labelOverlap": True, "labelFlush": False}
-    across, up = (low, high) if low < high else (low / 2, high * 2), (min(ys) / 1.5, max(ys) * 1.5)
-    x, y = log_axis(alt.X, "x", across, x_title, **(ticks if x_ticks else {})), log_axis(alt.Y, "y", up, y_title)
+    x_span, y_span = (low, high) if low < high else (low / 2, high * 2), (min(ys) / 1.5, max(ys) * 1.5)
+    x, y = log_axis(alt.X, "x", x_span, x_title, **(ticks if x_ticks else {})), log_axis(alt.Y, "y", y_span, y_title)
     color = stroke_colors(curves, orient="right", symbolStrokeWidth=3)
-    frame = Frame(x=across, y=up, size=CURVES_PX)
-    taken = [box for points in curves.values() for box in (*frame.curve(points), *frame.dots(points, half=4))]
-    named = [reference(line, frame, taken) for line in references]
-    dotted = max(map(len, curves.values())) <= MAX_DOTS
-    layers = [*lines(curves, x, y, color, strokeWidth=2.4, point={"size": 28} if dotted else False), *named]
+    frame = Frame(x=x_span, y=y_span, size=CURVES_PX)
+    areas = [box for points in curves.values() for box in (*frame.curve(points), *frame.dots(points, half=4))]
+    overlays = [reference(line, frame, areas) for line in references]
+    has_dots = max(map(len, curves.values())) <= MAX_DOTS
+    layers = [*lines(curves, x, y, color, strokeWidth=2.4, point={"size": 28} if has_dots else False), *overlays]
     return themed(alt.layer(*layers), title, subtitle, width=CURVES_PX[0], height=CURVES_PX[1])
 
 
@@ -213,12 +213,12 @@ class HeatCell(msgspec.Struct, frozen=True):
 
 
 def _filled(cell: HeatCell, value: float, most: float, scale: float) -> Facts:
-    headline, *below = cell.lines
+    headline, *lines_below = cell.lines
     return {
         "row": cell.row,
         "column": cell.column,
         "headline": headline,
-        "text": "\n".join(below),
+        "text": "\n".join(lines_below),
         "ink": "white" if value > DARK_FROM * most else INK,
         "value": value / scale,
         "edge": "" if cell.fits else TOO_LARGE,
@@ -242,42 +242,42 @@ def heatmap_figure(
     if not cells:
         raise InputError("there is no cell to draw. Give at least one.")
     rows, columns = list(dict.fromkeys(c.row for c in cells)), list(dict.fromkeys(c.column for c in cells))
-    most = max((cell.value for cell in cells if cell.value is not None), default=1.0)
-    scale, unit_name = (1.0, "") if unit in ("%", None) else si_scale(most, unit)
-    lines = max(len(cell.lines) for cell in cells) - 1
-    filled = [_filled(cell, cell.value, most, scale) for cell in cells if cell.value is not None]
-    empty = [
+    max_value = max((cell.value for cell in cells if cell.value is not None), default=1.0)
+    scale, unit_name = (1.0, "") if unit in ("%", None) else si_scale(max_value, unit)
+    num_lines = max(len(cell.lines) for cell in cells) - 1
+    filled_cells = [_filled(cell, cell.value, max_value, scale) for cell in cells if cell.value is not None]
+    empty_cells = [
         {"row": cell.row, "column": cell.column, "text": "\n".join(cell.lines)} for cell in cells if cell.value is None
     ]
     style = {"ticks": False, "domain": False}
-    place = {
+    position = {
         "x": alt.X("column:N", sort=columns, title=axes[1], axis=alt.Axis(orient="bottom", labelAngle=0, **style)),
         "y": alt.Y("row:N", sort=rows, title=axes[0], axis=alt.Axis(labelLimit=200, **style)),
     }
-    colors = alt.Scale(domain=[0, most / scale], range=SCHEME, interpolate="lab")
+    colors = alt.Scale(domain=[0, max_value / scale], range=SCHEME, interpolate="lab")
     legend = alt.Legend(format=".0%" if unit == "%" else ",.3~f", orient="right", gradientLength=160, tickCount=4)
     color = alt.Color(
         "value:Q", title=value_title + (f" ({unit_name})" if unit_name else ""), scale=colors, legend=legend
     )
-    nothing, cell_marks = (plot(chosen).encode(**place) for chosen in (empty, filled))
-    boxes = {"stroke": "white", "strokeWidth": 2}
-    small = {"fontSize": 10, "lineBreak": "\n", "lineHeight": LINE_PX}
-    inked = alt.Color("ink:N", scale=None)
-    top = -(7 * lines + 3)
-    large = [row for row in filled if row["edge"]]
+    empty_marks, cell_marks = (plot(cell_rows).encode(**position) for cell_rows in (empty_cells, filled_cells))
+    box_style = {"stroke": "white", "strokeWidth": 2}
+    small_style = {"fontSize": 10, "lineBreak": "\n", "lineHeight": LINE_PX}
+    ink_color = alt.Color("ink:N", scale=None)
+    text_dy = -(7 * num_lines + 3)
+    large_cells = [row for row in filled_cells if row["edge"]]
     legend = alt.Legend(title=None, orient="bottom", symbolType="square", symbolFillColor="white", symbolStrokeWidth=3)
     edge = alt.Stroke("edge:N", scale=alt.Scale(domain=[TOO_LARGE], range=[PALETTE[5]]), legend=legend)
-    edges = plot(large).mark_rect(filled=False, strokeWidth=3, strokeDash=DASHES).encode(**place, stroke=edge)
+    edges = plot(large_cells).mark_rect(filled=False, strokeWidth=3, strokeDash=DASHES).encode(**position, stroke=edge)
     chart = alt.layer(
-        nothing.mark_rect(color=EMPTY, **boxes),
-        nothing.mark_text(baseline="middle", fill=MUTED, **small).encode(text="text:N"),
-        cell_marks.mark_rect(**boxes).encode(color=color),
-        cell_marks.mark_text(fontSize=15, fontWeight="bold", baseline="middle", dy=top + 2).encode(
-            text="headline:N", color=inked
+        empty_marks.mark_rect(color=EMPTY, **box_style),
+        empty_marks.mark_text(baseline="middle", fill=MUTED, **small_style).encode(text="text:N"),
+        cell_marks.mark_rect(**box_style).encode(color=color),
+        cell_marks.mark_text(fontSize=15, fontWeight="bold", baseline="middle", dy=text_dy + 2).encode(
+            text="headline:N", color=ink_color
         ),
-        cell_marks.mark_text(baseline="top", dy=top + 14, **small).encode(text="text:N", color=inked),
-        *([edges] if large else []),
+        cell_marks.mark_text(baseline="top", dy=text_dy + 14, **small_style).encode(text="text:N", color=ink_color),
+        *([edges] if large_cells else []),
     )
-    height = max(CELL_PX[1], 34 + LINE_PX * lines)
+    height = max(CELL_PX[1], 34 + LINE_PX * num_lines)
     chart = chart.resolve_scale(color="independent")
     return themed(chart, title, subtitle, width=CELL_PX[0] * len(columns), height=height * len(rows))

@@ -86,16 +86,16 @@ class Engine:
                 f"host_cache_bytes={host_cache_bytes:,.0f} is for pages of shared prompts, "
                 f"{self._host_pages.page_bytes:,} bytes each. Give room for one at least, and keep the prefix cache on."
             )
-        count = step.num_owners
+        num_owners = step.num_owners
         windows = step.model.sliding_window or 0, storage.window_pages
         self._owners = [
-            SequenceOwner(limits, number, count, num_on_host=num_on_host, windows=windows) for number in range(count)
+            SequenceOwner(limits, i, num_owners, num_on_host=num_on_host, windows=windows) for i in range(num_owners)
         ]
         self._drawer = TokenDrawer(step.max_seqs, self.vocab_size, step.logits_sharding, step.programs)
         self._drafter, self._masks = drafter, TokenMasks(self.vocab_size)
         self._live: dict[int, Live] = {}
-        empty = np.zeros((step.max_seqs, step.cache_sizes["Bp"]), np.int32)
-        self._tables = Tables(empty, empty.copy())
+        empty_table = np.zeros((step.max_seqs, step.cache_sizes["Bp"]), np.int32)
+        self._tables = Tables(empty_table, empty_table.copy())
         self._dispatched: _Dispatched | None = None
         self._following: _Dispatched | None = None
         self._outputs: list[TokenOutput] = []
@@ -107,24 +107,24 @@ class Engine:
     def submit(self, request: TokenRequest) -> int:
         """Queues a request and returns its number. Raises InputError if it could never run."""
         self.check(request)
-        number, prompt = self._number, len(request.prompt)
-        shares = self.limits.prefix_cache and not request.echo  # echo needs the logits of the whole prompt
-        counted = GenerationRequest(
+        number, prompt_len = self._number, len(request.prompt)
+        shares_pages = self.limits.prefix_cache and not request.echo  # echo needs the logits of the whole prompt
+        scheduled_request = GenerationRequest(
             number=number,
-            prompt=prompt,
+            prompt=prompt_len,
             output=max(request.max_tokens, 1),  # with echo it may be 0; the token that is drawn is dropped
-            prefix=number if shares else None,
-            prefix_len=prompt if shares else 0,
+            prefix=number if shares_pages else None,
+            prefix_len=prompt_len if shares_pages else 0,
         )
-        adapter = self._adapters[request.adapter]
+        adapter_number = self._adapters[request.adapter]
         owner = (
-            min(self._owners, key=lambda owner: owner.order(request.prompt, adapter))
+            min(self._owners, key=lambda owner: owner.order(request.prompt, adapter_number))
             if self._owners[1:]
             else self._owners[0]
         )
-        live = self._live[number] = Live(number, request, owner, owner.scheduler.submit(counted))
-        if shares:
-            owner.pages.enter(number, request.prompt, live.pages, adapter, live.window)
+        live = self._live[number] = Live(number, request, owner, owner.scheduler.submit(scheduled_request))
+        if shares_pages:
+            owner.pages.enter(number, request.prompt, live.pages, adapter_number, live.window)
         self._number += 1
         return number
 
@@ -150,12 +150,12 @@ class Engine:
             live = self._live[active.request.number]
             live.vacate()
             if active.request.prefix is not None:  # what it has written so far is known when it comes back
-                adapter = self._adapters[live.request.adapter]
-                live.owner.pages.enter(live.number, live.tokens, live.pages, adapter, live.window)
+                adapter_number = self._adapters[live.request.adapter]
+                live.owner.pages.enter(live.number, live.tokens, live.pages, adapter_number, live.window)
                 active.request = replace(active.request, prefix_len=len(live.tokens))
         if self._host_pages:  # before the step that writes over the pages that go
-            out, back = zip(*(owner.pages.moves() for owner in self._owners), strict=True)
-            self._cache = self._host_pages.move(self._cache, *(dict(ChainMap(*moves)) for moves in (out, back)))
+            leaving, coming = zip(*(owner.pages.moves() for owner in self._owners), strict=True)
+            self._cache = self._host_pages.move(self._cache, *(dict(ChainMap(*moves)) for moves in (leaving, coming)))
         # not `_dispatched` yet: grammars, and requests that come back, read that one in `_dispatch`
         self._following = self._dispatch(planned) if any(step.repeats for step in planned) else None
 
@@ -217,7 +217,7 @@ class Engine:
 
     def warm_up(
         self,
-        on_shape: Callable[[int, int], None] = lambda done, all: None,
+        on_shape: Callable[[int, int], None] = lambda num_done, num_shapes: None,
         requests: Sequence[TokenRequest] = (),
         *,
         first_only: bool = False,
@@ -232,17 +232,17 @@ class Engine:
         elif requests:
             self._shapes.keep_for(requests)  # idle rows cost less than compiling more shapes
         if first_only:  # what is in files is read when a step needs it, or later
-            names = {shape: self.packed.program_name(shape) for shape in self.shapes()}
-            self._shapes.ready |= {shape for shape, name in names.items() if self.packed.programs.has([name])}
+            program_names = {shape: self.packed.program_name(shape) for shape in self.shapes()}
+            self._shapes.ready |= {shape for shape, name in program_names.items() if self.packed.programs.has([name])}
         shapes = self._shapes.first if first_only or requests else self.shapes()
         shapes = [shape for shape in shapes if not first_only or shape not in self._shapes.ready]
-        for number, shape in enumerate(shapes):
-            on_shape(number, len(shapes))
+        for num_done, shape in enumerate(shapes):
+            on_shape(num_done, len(shapes))
             self.packed.compiled(shape)
             # without drafts, logits of all rows are for log-probabilities, which the adjusted program has
-            for adjusted in (False, True)[shape.outputs > shape.sequences and not self._drafter :]:
-                if not requests or adjusted == any(adjusts(request) for request in requests):
-                    self._drawer.compiled(shape.outputs, adjusted)
+            for is_adjusted in (False, True)[shape.outputs > shape.sequences and not self._drafter :]:
+                if not requests or is_adjusted == any(adjusts(request) for request in requests):
+                    self._drawer.compiled(shape.outputs, is_adjusted)
             if self._drafter:
                 self._drafter.warm_up(shape)
             self._shapes.ready.add(shape)  # last: the engine may take it from now on
@@ -283,25 +283,25 @@ class Engine:
         for active in (active for step in planned for active in step.admitted):
             self._admit(active, start_s)
         # under "static" requests that have ended keep their slots
-        known = [[self._live.get(active.request.number) for active in step.decode] for step in planned]
-        decoding = [[live for live in lives if live is not None and not live.is_done] for lives in known]
-        self._draft([live for lives in decoding for live in lives])
+        planned_lives = [[self._live.get(active.request.number) for active in step.decode] for step in planned]
+        decoding_lives = [[live for live in lives if live is not None and not live.is_done] for lives in planned_lives]
+        self._draft([live for lives in decoding_lives for live in lives])
         parts = list[list[RowsOf]]()
-        for lives, step in zip(decoding, planned, strict=True):
+        for lives, step in zip(decoding_lives, planned, strict=True):
             parts.append([(live, live.computed, live.computed + 1 + len(live.drafts), live.drafts) for live in lives])
-            for active, count in step.prefill:
+            for active, num_tokens in step.prefill:
                 live = self._live[active.request.number]
-                parts[-1].append((live, live.computed, live.computed + count, []))
+                parts[-1].append((live, live.computed, live.computed + num_tokens, []))
         if not any(parts):
             self._commit(planned)
             return None
-        num_decoding = sum(map(len, decoding))
-        every = [rows_of(self.packed, self._tables, self._adapters, owned) for owned in parts]
-        most_rows, most_outputs = max(len(rows.whose) for rows in every), max(len(rows.outputs) for rows in every)
-        count, alone = len(every), num_decoding == sum(map(len, parts))
+        num_decoding = sum(map(len, decoding_lives))
+        own_rows = [rows_of(self.packed, self._tables, self._adapters, owned) for owned in parts]
+        max_rows, max_outputs = max(len(rows.whose) for rows in own_rows), max(len(rows.outputs) for rows in own_rows)
+        num_owners, is_decode_only = len(own_rows), num_decoding == sum(map(len, parts))
         # owners have equal shares of the rows of a shape
-        shape = self._shapes.fitting(count * most_rows, count * most_outputs, alone=alone)
-        rows, expected, outputs = joined_rows(self.packed, every, shape)
+        shape = self._shapes.fitting(num_owners * max_rows, num_owners * max_outputs, alone=is_decode_only)
+        rows, expected, outputs = joined_rows(self.packed, own_rows, shape)
         decoded, num_outputs = num_decoding + self._counts.drafted - drafted, sum(row is not None for row in expected)
         held = held_step(planned, start_s, decoded=decoded, rows=len(rows.tokens), outputs=num_outputs)
         # `latest` has the tokens of the step before, which the host has not seen yet
@@ -309,17 +309,17 @@ class Engine:
         if self._drafter and any(step.prefill for step in planned):
             # steps that only decode are caught up in `propose`
             self._drafter.follow(rows, shape.longest, {live.slot: end for owned in parts for live, _, end, _ in owned})
-        allowed = self._allowed(expected, len(rows.last))  # after the step is dispatched: masks are made while it runs
-        adjusted = allowed is not None or any(
+        masks = self._allowed(expected, len(rows.last))  # after the step is dispatched: masks are made while it runs
+        is_adjusted = masks is not None or any(
             adjusts(row.live.request) or row.live.request.logprobs is not None for row in expected if row
         )
-        drawn = self._drawer.draw(logits, outputs, adjusted=adjusted, allowed=allowed)
+        drawn_rows = self._drawer.draw(logits, outputs, adjusted=is_adjusted, allowed=masks)
         self._counts.steps += 1
         for active in self._commit(planned):
             if ending := self._live.get(active.request.number):
                 ending.is_done = True  # its tokens are counted already, though not read
                 ending.vacate()
-        return _Dispatched(expected, drawn, held)
+        return _Dispatched(expected, drawn_rows, held)
 
     def _admit(self, active: ActiveRequest, now_s: float) -> None:
         """Gives a request a slot, and the pages that the tree has of its prompt."""
@@ -356,11 +356,11 @@ class Engine:
         for live in decoding:
             live.drafts = []
             # one token comes without a draft
-            most = min(self.limits.num_drafts, live.request.max_tokens - live.produced - 1)
-            if self._drafter and most > 0 and not adjusts(live.request):  # adjusted logits depend on the drafts before
+            limit = min(self.limits.num_drafts, live.request.max_tokens - live.produced - 1)
+            if self._drafter and limit > 0 and not adjusts(live.request):  # adjusted logits depend on the drafts before
                 # before `propose`: a draft model writes to the same pages
-                live.take_pages(self._tables, live.computed + 1 + most, self.limits.page_len)
-                draftings.append(Drafting(live.number, live.slot, live.tokens, live.produced, most))
+                live.take_pages(self._tables, live.computed + 1 + limit, self.limits.page_len)
+                draftings.append(Drafting(live.number, live.slot, live.tokens, live.produced, limit))
         if self._drafter and draftings:
             for drafting, drafts in zip(draftings, self._drafter.propose(draftings, self._tables.pages), strict=True):
                 self._live[drafting.number].drafts = drafts
@@ -380,16 +380,16 @@ class Engine:
         (expected, drawn, held), self._dispatched = self._dispatched, None
         drawn = drawn.on_host()
         self._times.read(held)
-        read = read_outputs(expected, drawn)
-        self._outputs += read.outputs
-        self._ended += read.ended  # closed later: `Scheduler.stop` is for between two steps
-        for number, count in read.accepted.items():
-            self._counts.accepted += count
+        step_outputs = read_outputs(expected, drawn)
+        self._outputs += step_outputs.outputs
+        self._ended += step_outputs.ended  # closed later: `Scheduler.stop` is for between two steps
+        for number, num_accepted in step_outputs.accepted.items():
+            self._counts.accepted += num_accepted
             live = self._live[number]
             if not live.is_closed:
-                live.produced += count
-                live.computed += count
-                live.owner.scheduler.accept(live.active, count)
+                live.produced += num_accepted
+                live.computed += num_accepted
+                live.owner.scheduler.accept(live.active, num_accepted)
 
     def _close_ended(self) -> None:
         for live in self._ended:

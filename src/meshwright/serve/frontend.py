@@ -243,10 +243,10 @@ class Frontend:
 
     def ended(self, feed: Feed, *, all_of_it: bool) -> None:
         """Called by a feed for each request that ended."""
-        now = time.perf_counter()
+        now_s = time.perf_counter()
         # at most 10 s each: an idle hour says nothing of how fast requests end
-        self._end_gap_s += 0.1 * (min(now - self._last_end_s, 10.0) - self._end_gap_s)
-        self._last_end_s = now
+        self._end_gap_s += 0.1 * (min(now_s - self._last_end_s, 10.0) - self._end_gap_s)
+        self._last_end_s = now_s
         self.in_system -= 1
         if all_of_it:
             self._feeds.discard(feed)
@@ -293,20 +293,20 @@ class Frontend:
 
     def _obey(self) -> None:
         """Calls what was commanded; waits for a command if the engine has no work."""
-        waits = not self.engine.has_work
+        should_wait = not self.engine.has_work
         with suppress(Empty):
             while not self._stop:
-                function, arguments = self._commands.get(block=waits)
+                function, arguments = self._commands.get(block=should_wait)
                 function(*arguments)
-                waits = False
+                should_wait = False
 
     def _placed(self, outputs: list[TokenOutput]) -> list[tuple[Feed, int, TokenOutput]]:
-        placed = []
+        placed_outputs = []
         for output in outputs:
             place = self._places.get(output.number) if output.finish is None else self._places.pop(output.number, None)
             if place is not None:
-                placed.append((place[0], place[1], output))
-        return placed
+                placed_outputs.append((place[0], place[1], output))
+        return placed_outputs
 
     def _post(self, function: Callable[..., None], *given: Any) -> None:
         """Has the event loop call a function; ends the thread if the loop is closed."""

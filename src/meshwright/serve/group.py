@@ -18,9 +18,9 @@ class EngineGroup:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines, self.max_len, self.vocab_size = tuple(engines), engines[0].max_len, engines[0].vocab_size
-        limits, count = engines[0].limits, len(engines)
+        limits, num_engines = engines[0].limits, len(engines)
         self.limits = msgspec.structs.replace(
-            limits, max_requests=count * limits.max_requests, num_pages=count * limits.num_pages
+            limits, max_requests=num_engines * limits.max_requests, num_pages=num_engines * limits.num_pages
         )
         self.check, self._sums = engines[0].check, engines[0].share_sums(*engines[1:])
 
@@ -42,12 +42,12 @@ class EngineGroup:
 
     def step(self) -> list[TokenOutput]:
         """Dispatches a step of every engine with work, and returns what the steps before these made."""
-        busy = [(place, engine) for place, engine in enumerate(self.engines) if engine.has_work]
-        for _, engine in busy:
+        busy_engines = [(place, engine) for place, engine in enumerate(self.engines) if engine.has_work]
+        for _, engine in busy_engines:
             engine.dispatch()  # all devices have work before the tokens of any are waited for
         return [
             msgspec.structs.replace(output, number=output.number * len(self.engines) + place)
-            for place, engine in busy
+            for place, engine in busy_engines
             for output in engine.read()
         ]
 
@@ -59,9 +59,9 @@ class EngineGroup:
     def state(self) -> EngineState:
         """Returns the sums of the engines' states."""
         # the engines share `sums`, which are of all of them already
-        *names, _ = EngineState.__struct_fields__
+        *field_names, _ = EngineState.__struct_fields__
         states = [msgspec.structs.astuple(engine.state())[:-1] for engine in self.engines]
-        return EngineState(**dict(zip(names, np.sum(states, axis=0).tolist(), strict=True)), sums=self._sums)
+        return EngineState(**dict(zip(field_names, np.sum(states, axis=0).tolist(), strict=True)), sums=self._sums)
 
     def run(self, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
         """Runs requests to their ends and returns the outputs of each."""
@@ -69,16 +69,16 @@ class EngineGroup:
 
     def warm_up(
         self,
-        on_shape: Callable[[int, int], None] = lambda done, all: None,
+        on_shape: Callable[[int, int], None] = lambda num_done, num_shapes: None,
         requests: Sequence[TokenRequest] = (),
         *,
         first_only: bool = False,
     ) -> None:
         """Compiles every shape of every engine, see `Engine.warm_up`."""
-        longest = sorted(requests, key=lambda request: -len(request.prompt))[: -(-len(requests) // len(self.engines))]
+        longest_requests = sorted(requests, key=lambda r: -len(r.prompt))[: -(-len(requests) // len(self.engines))]
         for place, engine in enumerate(self.engines):
 
             def tell(done: int, all: int, before: int = place) -> None:
                 on_shape(before * all + done, len(self.engines) * all)
 
-            engine.warm_up(tell, longest, first_only=first_only)
+            engine.warm_up(tell, longest_requests, first_only=first_only)

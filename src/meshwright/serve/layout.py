@@ -32,9 +32,9 @@ class EngineLayout(NamedTuple):
     @property
     def words(self) -> str:
         """Says the mesh."""
-        all = f" of {self.num_planned}" * (self.num_planned > self.num_engines)
-        count = f"{self.num_engines}{all} engines of " * bool(all or self.num_engines > 1)
-        return count + mesh_words(self.strategy.mesh)
+        planned_text = f" of {self.num_planned}" * (self.num_planned > self.num_engines)
+        count_text = f"{self.num_engines}{planned_text} engines of " * bool(planned_text or self.num_engines > 1)
+        return count_text + mesh_words(self.strategy.mesh)
 
 
 def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence[Any]) -> EngineLayout:
@@ -45,8 +45,8 @@ def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence
     state = "fp32" if source.dtype == "fp32" else "bf16-adam"
     if options.plan is not None:
         layout = _of_plan(source.model, options, len(devices))
-    elif options.mesh is None and len(devices) > 1 and (planned := _planned(source.model, options, devices)):
-        layout = planned
+    elif options.mesh is None and len(devices) > 1 and (planned_layout := _planned(source.model, options, devices)):
+        layout = planned_layout
     else:
         mesh = make_mesh(options.mesh or usual_mesh(source.model, len(devices)))
         # weights are gathered where fsdp splits them alone
@@ -59,8 +59,8 @@ def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence
             f"{layout.words}: {needed} devices are needed, and there are {len(devices)}. Plan for these, use smaller "
             f"axes, or emulate them: --on cpu:{needed}."
         )
-    mask = source.model.attention_mask
-    if mask and set(mask_named(mask).data) - {"lengths"}:  # positions of a prompt may see later ones
+    mask_name = source.model.attention_mask
+    if mask_name and set(mask_named(mask_name).data) - {"lengths"}:  # positions of a prompt may see later ones
         layout = layout._replace(
             options=msgspec.structs.replace(layout.options, policy="interleaved", prefix_cache=False)
         )
@@ -105,14 +105,14 @@ def _planned(model: Model, options: EngineOptions, devices: Sequence[Any]) -> En
     from meshwright.spec.chip import chip_of_kind
     from meshwright.spec.cluster import make_cluster
 
-    prompt = min(USUAL_PROMPT, model.max_positions // 2)
-    service = Service(prompt_len=prompt, output_len=min(USUAL_OUTPUT, model.max_positions - prompt))
-    stored = StoredDtypes(options.weights or "bf16", "int8" if options.cache_dtype == "int8" else "bf16")
+    prompt_len = min(USUAL_PROMPT, model.max_positions // 2)
+    service = Service(prompt_len=prompt_len, output_len=min(USUAL_OUTPUT, model.max_positions - prompt_len))
+    stored_dtypes = StoredDtypes(options.weights or "bf16", "int8" if options.cache_dtype == "int8" else "bf16")
     with suppress(InputError, CannotRunError):
         chip = chip_of_kind(devices[0].device_kind)
-        ends = [len(set(places)) for places in zip(*(device.coords for device in in_order(devices)), strict=True)]
-        shape = tuple(size for size in ends if size > 1) if chip.topology == "torus" else (len(devices), 1)
-        result = plan_service(service_setting(model, make_cluster(chip, shape)), service, stored=[stored])
+        axis_sizes = [len(set(places)) for places in zip(*(device.coords for device in in_order(devices)), strict=True)]
+        shape = tuple(size for size in axis_sizes if size > 1) if chip.topology == "torus" else (len(devices), 1)
+        result = plan_service(service_setting(model, make_cluster(chip, shape)), service, stored=[stored_dtypes])
         pool = next((plan.generate for plan in result.plans if not plan.has_pools), None)
         return EngineLayout(pool.strategy, pool.num_engines, options) if pool else None
     return None
@@ -130,7 +130,7 @@ def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> EngineLa
                 f"{options.plan} is for {plan.model.name}, whose {name} is {planned}; that of {model.name} is {size}. "
                 f"Plan for this model, or give its folder."
             )
-    pool, stored = plan.generate, plan.stored.storage
+    pool, storage = plan.generate, plan.stored.storage
     return EngineLayout(
         pool.strategy,
         max(1, min(pool.num_engines, num_devices // pool.strategy.num_chips)),
@@ -138,9 +138,9 @@ def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> EngineLa
             options,
             max_len=options.max_len or min(plan.service.max_len, model.max_positions),
             max_requests=options.max_requests or pool.batch_seqs,
-            weights=options.weights or stored.weights,
+            weights=options.weights or storage.weights,
             # bf16 is planned where it is the weights' own
-            cache_dtype=options.cache_dtype or stored.cache_dtype.removeprefix("bf16"),
+            cache_dtype=options.cache_dtype or storage.cache_dtype.removeprefix("bf16"),
         ),
         pool.num_engines,
     )

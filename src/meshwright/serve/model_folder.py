@@ -88,14 +88,14 @@ def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
         model = adapted_model(model, folder)
     if adapters:
         model = model_with_adapters(model, list(adapters.values()))
-    file = next((path for path in (folder / TOKENIZER, base / TOKENIZER) if path.is_file()), None)
-    tokenizer = read_tokenizer(file) if file else None
+    tokenizer_file = next((path for path in (folder / TOKENIZER, base / TOKENIZER) if path.is_file()), None)
+    tokenizer = read_tokenizer(tokenizer_file) if tokenizer_file else None
     text = TokenizedText(tokenizer) if tokenizer else NumberedText()
     with open_files(base) as tensors:
         weights = folder_weights(model, base, tensors)
     model = replace(model, stored=weights.stored)
-    ends = end_tokens(folder if (folder / GENERATION).is_file() else base, tokenizer)
-    return ModelFolder(folder, model, text, frozenset(ends), weights.dtype, adapters, weights.notes)
+    end_token_ids = end_tokens(folder if (folder / GENERATION).is_file() else base, tokenizer)
+    return ModelFolder(folder, model, text, frozenset(end_token_ids), weights.dtype, adapters, weights.notes)
 
 
 MOST_HELD = 8
@@ -122,12 +122,12 @@ class TextStream:
         return self._new(last=True)
 
     def _new(self, *, last: bool = False) -> str:
-        whole = self.text.decode(self.tokens[self.start :])
-        before = self.text.decode(self.tokens[self.start : self.shown])
-        if whole == before and not last:
+        text = self.text.decode(self.tokens[self.start :])
+        shown_text = self.text.decode(self.tokens[self.start : self.shown])
+        if text == shown_text and not last:
             self.tokens.pop()  # a special token, of which the text has nothing
-        held = len(self.tokens) - self.shown
-        if len(whole) <= len(before) or (whole.endswith("\ufffd") and held <= MOST_HELD and not last):
+        num_held = len(self.tokens) - self.shown
+        if len(text) <= len(shown_text) or (text.endswith("\ufffd") and num_held <= MOST_HELD and not last):
             return ""
         self.start, self.shown = self.shown, len(self.tokens)  # so that a token costs as much late in a text as early
-        return whole[len(before) :]
+        return text[len(shown_text) :]

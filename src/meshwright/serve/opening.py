@@ -106,28 +106,28 @@ def open_engine(
     )
     steps, num_chips = [step], strategy.num_chips
     if layout.num_engines > 1:
-        ordered = in_order(devices) or devices
-        shares = (ordered[number * num_chips : (number + 1) * num_chips] for number in range(layout.num_engines))
-        steps = [step.on(device_mesh(strategy.mesh, share)) for share in shares]
+        ordered_devices = in_order(devices) or devices
+        device_shares = (ordered_devices[i * num_chips : (i + 1) * num_chips] for i in range(layout.num_engines))
+        steps = [step.on(device_mesh(strategy.mesh, share)) for share in device_shares]
     engines = [_engine(source, draft, layout, step, limits) for step in steps]
     engine = engines[0] if len(engines) == 1 else EngineGroup(engines)
     # a batch-invariant engine runs requests while it warms up
-    early = in_background and not requests and not options.batch_invariant
-    engine.warm_up(on_shape or (lambda done, all: None), requests, first_only=early)
-    if early:  # a process that ends waits for one program at most
+    first_only = in_background and not requests and not options.batch_invariant
+    engine.warm_up(on_shape or (lambda num_done, num_shapes: None), requests, first_only=first_only)
+    if first_only:  # a process that ends waits for one program at most
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
     return OpenedEngine(source, engine, _lines(source, layout, storage, pages, engines[0].weight_bytes))
 
 
 def _options_for(requests: Sequence[TokenRequest], options: EngineOptions, most: int) -> EngineOptions:
     """Returns options with room for all requests and some more, so that others like these have the same programs."""
-    slots = 1 << (len(requests) - 1).bit_length() if len(requests) <= MOST_EXACTLY else 0
-    needed = max(len(request.prompt) + request.max_tokens for request in requests)
-    length = -(-needed // LEN_STEP) * LEN_STEP
-    if needed <= LEN_STEP:
-        length = max(1 << (needed - 1).bit_length(), LEAST_LEN)
-    longest = max(needed, min(length, most))
-    return replace(options, max_requests=options.max_requests or slots, max_len=options.max_len or longest)
+    num_slots = 1 << (len(requests) - 1).bit_length() if len(requests) <= MOST_EXACTLY else 0
+    needed_len = max(len(request.prompt) + request.max_tokens for request in requests)
+    rounded_len = -(-needed_len // LEN_STEP) * LEN_STEP
+    if needed_len <= LEN_STEP:
+        rounded_len = max(1 << (needed_len - 1).bit_length(), LEAST_LEN)
+    max_len = max(needed_len, min(rounded_len, most))
+    return replace(options, max_requests=options.max_requests or num_slots, max_len=options.max_len or max_len)
 
 
 def _storage(source: ModelFolder, options: EngineOptions, num_owners: int) -> Storage:
@@ -142,13 +142,13 @@ def _storage(source: ModelFolder, options: EngineOptions, num_owners: int) -> St
     # pages of windows do not go to the host, and are counted for steps within the token budget
     if not window or options.host_cache_bytes or options.policy != "chunked":
         return storage
-    longest = -(-(options.max_len or source.model.max_positions) // options.page_len)
-    num_seqs, rows = options.max_requests // num_owners, options.token_budget // num_owners
-    pages = pages_of_windows(window, options.page_len, num_seqs=num_seqs, num_rows=rows)
+    pages_each = -(-(options.max_len or source.model.max_positions) // options.page_len)
+    num_seqs, num_rows = options.max_requests // num_owners, options.token_budget // num_owners
+    num_pages = pages_of_windows(window, options.page_len, num_seqs=num_seqs, num_rows=num_rows)
     # others that prompts of further requests may begin behind
-    pages += pages // 2 if options.prefix_cache else 0
+    num_pages += num_pages // 2 if options.prefix_cache else 0
     # windows as long as requests would save nothing
-    return replace(storage, window_pages=pages * num_owners if pages < num_seqs * longest else 0)
+    return replace(storage, window_pages=num_pages * num_owners if num_pages < num_seqs * pages_each else 0)
 
 
 def _engine(
@@ -158,11 +158,11 @@ def _engine(
     options, params = layout.options, _loaded(source, step)
     drafter: Drafter | None = NgramDrafter(options.num_drafts) if options.draft == NGRAM else None
     if draft:
-        alone = Strategy(mesh=make_mesh({}), state=layout.strategy.state)
+        single = Strategy(mesh=make_mesh({}), state=layout.strategy.state)
         storage = replace(step.storage, adapters=0, window_pages=0)
-        small = PackedStep(draft.model, alone, max_len=step.max_len, max_seqs=step.max_seqs, storage=storage)
-        small = small.on(device_mesh(alone.mesh, list(step.mesh.devices.flat[:1])))
-        drafter = ModelDrafter(small, _loaded(draft, small), options.num_drafts)
+        draft_step = PackedStep(draft.model, single, max_len=step.max_len, max_seqs=step.max_seqs, storage=storage)
+        draft_step = draft_step.on(device_mesh(single.mesh, list(step.mesh.devices.flat[:1])))
+        drafter = ModelDrafter(draft_step, _loaded(draft, draft_step), options.num_drafts)
     adapters, host_bytes = tuple(source.adapters), options.host_cache_bytes / layout.num_engines
     return Engine(step, params, limits, drafter=drafter, adapters=adapters, host_cache_bytes=host_bytes)
 
@@ -171,14 +171,14 @@ def _lines(
     source: ModelFolder, layout: EngineLayout, storage: Storage, found: "_FoundPages", weight_bytes: int
 ) -> tuple[str, ...]:
     """Returns what an engine says of itself."""
-    options, model, words = layout.options, source.model, without_mtp_words(source.model)
-    if count := len(source.adapters):
-        words += f", {counted(count, 'adapter')} of up to rank {model.dims['Ra'] // count}"
-    groups = {model.dims[dim] // model.dims[f"{dim}g"] for dim in GROUPED if model.dims.get(f"{dim}g")}
-    if options.weights == "int4" and min(groups) < GROUP:
-        words += f", a scale for each {min(groups)} to {max(groups)} inputs"
+    options, model, weight_words = layout.options, source.model, without_mtp_words(source.model)
+    if num_adapters := len(source.adapters):
+        weight_words += f", {counted(num_adapters, 'adapter')} of up to rank {model.dims['Ra'] // num_adapters}"
+    group_sizes = {model.dims[dim] // model.dims[f"{dim}g"] for dim in GROUPED if model.dims.get(f"{dim}g")}
+    if options.weights == "int4" and min(group_sizes) < GROUP:
+        weight_words += f", a scale for each {min(group_sizes)} to {max(group_sizes)} inputs"
     return (
-        f"{model.name}: {layout.words}, {format_bytes(weight_bytes)} of weights on each device{words}",
+        f"{model.name}: {layout.words}, {format_bytes(weight_bytes)} of weights on each device{weight_words}",
         f"cache: {counted(found.num_pages, 'page')} of {storage.page_len:,} positions, {format_bytes(found.bytes)} of "
         f"{storage.cache_dtype} keys and values on each device, limited by {found.limited_by}"
         + (f"; {storage.window_pages:,} pages for windows" if storage.window_pages else "")
@@ -238,58 +238,58 @@ class _FoundPages(NamedTuple):
 def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storage: Storage) -> _FoundPages:
     """Returns how many pages there are, and how long a request may be."""
     options = layout.options
-    if options.host_cache_bytes > (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+    if options.host_cache_bytes > (memory_bytes := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
         raise InputError(
             f"host_cache_bytes={format_bytes(options.host_cache_bytes)} is more than this machine's memory, "
-            f"{format_bytes(memory)}. Give less."
+            f"{format_bytes(memory_bytes)}. Give less."
         )
     if options.max_len > model.max_positions:
         raise InputError(
             f"max_len={options.max_len:,}, but {model.name} has {model.max_positions:,} positions. Give at most that."
         )
-    longest, page_len = options.max_len or model.max_positions, storage.page_len
-    single, strategy = replace(storage, num_pages=1), strategy_of_heads(layout.strategy, model.num_kv_heads)
-    sizes: dict[str, Any] = {"batch_seqs": options.max_requests, "max_len": page_len}
-    table = cache_table(model, storage=single, strategy=strategy, **sizes)
-    declared = derive_generation(model, strategy, single).declared
-    spread = product(strategy.mesh[axis] for axis in declared[table[0].name].axes_of("Pg"))
+    max_len, page_len = options.max_len or model.max_positions, storage.page_len
+    one_page, strategy = replace(storage, num_pages=1), strategy_of_heads(layout.strategy, model.num_kv_heads)
+    cache_sizes: dict[str, Any] = {"batch_seqs": options.max_requests, "max_len": page_len}
+    table = cache_table(model, storage=one_page, strategy=strategy, **cache_sizes)
+    declared = derive_generation(model, strategy, one_page).declared
+    shards = product(strategy.mesh[axis] for axis in declared[table[0].name].axes_of("Pg"))
     # bytes of a page on each of the devices over which pages are spread: a device has one of so many; and of all rings
-    held = [(row, row.num_bytes / product(strategy.mesh[a] for a in declared[row.name].spread)) for row in table]
+    held_rows = [(row, row.num_bytes / product(strategy.mesh[a] for a in declared[row.name].spread)) for row in table]
     if draft:  # on one of the devices, with all its pages
-        held += [
+        held_rows += [
             (row, row.num_bytes)
-            for row in cache_table(draft.model, storage=replace(single, adapters=0, window_pages=0), **sizes)
+            for row in cache_table(draft.model, storage=replace(one_page, adapters=0, window_pages=0), **cache_sizes)
         ]
-    page_bytes = sum(size for row, size in held if "Pg" in row.dims)
-    window_bytes = sum(size for row, size in held if "Pw" in row.dims)
-    there, limited_by = (options.cache_bytes, "cache_bytes")
+    page_bytes = sum(size for row, size in held_rows if "Pg" in row.dims)
+    window_bytes = sum(size for row, size in held_rows if "Pw" in row.dims)
+    space, limited_by = (options.cache_bytes, "cache_bytes")
     if not options.cache_bytes:
-        there, limited_by = _free_bytes(model, layout, declared, storage)
+        space, limited_by = _free_bytes(model, layout, declared, storage)
     if draft and not options.cache_bytes:
-        there -= weight_bytes(draft.model, storage.weights, int(STATE_BYTES[layout.strategy.state]["weights"]))
-    there -= window_bytes
-    needed = -(-(longest + options.drafts) // page_len)
-    wanted = -(-options.max_requests * needed // spread) * spread
-    most = int(there // page_bytes) // spread * spread if page_bytes else wanted * (there >= 0)
-    room = most // spread  # pages that one request may have
-    if options.max_requests > max(most, 256):
+        space -= weight_bytes(draft.model, storage.weights, int(STATE_BYTES[layout.strategy.state]["weights"]))
+    space -= window_bytes
+    needed = -(-(max_len + options.drafts) // page_len)
+    wanted_pages = -(-options.max_requests * needed // shards) * shards
+    capacity = int(space // page_bytes) // shards * shards if page_bytes else wanted_pages * (space >= 0)
+    room = capacity // shards  # pages that one request may have
+    if options.max_requests > max(capacity, 256):
         raise InputError(
-            f"max_requests={options.max_requests:,}, and each needs one of {most:,} pages at least. Give a smaller "
+            f"max_requests={options.max_requests:,}, and each needs one of {capacity:,} pages at least. Give a smaller "
             f"max_requests, or more cache_bytes."
         )
-    requests = counted(options.max_requests, "request")
-    if wanted <= most:
-        taken = wanted * page_bytes + window_bytes
-        return _FoundPages(wanted, longest, taken, f"{requests} of {longest:,} positions")
+    requests_text = counted(options.max_requests, "request")
+    if wanted_pages <= capacity:
+        taken_bytes = wanted_pages * page_bytes + window_bytes
+        return _FoundPages(wanted_pages, max_len, taken_bytes, f"{requests_text} of {max_len:,} positions")
     if room < 1 or (options.max_len and room < needed):
         remedy = "a smaller max_len, more cache_bytes, or a cache in int8"
-        remedy = "a smaller page_len, more cache_bytes, or both" if longest <= page_len else remedy
+        remedy = "a smaller page_len, more cache_bytes, or both" if max_len <= page_len else remedy
         raise InputError(
-            f"{format_bytes(there)} ({limited_by}) hold {counted(room, 'page')} of {page_len:,} positions; one request "
-            f"of {longest:,} positions needs {needed:,}, {format_bytes(needed * spread * page_bytes)}. Give {remedy}."
+            f"{format_bytes(space)} ({limited_by}) hold {counted(room, 'page')} of {page_len:,} positions; one request "
+            f"of {max_len:,} positions needs {needed:,}, {format_bytes(needed * shards * page_bytes)}. Give {remedy}."
         )
-    taken = most * page_bytes + window_bytes
-    return _FoundPages(most, min(longest, room * page_len - options.drafts), taken, limited_by)
+    taken_bytes = capacity * page_bytes + window_bytes
+    return _FoundPages(capacity, min(max_len, room * page_len - options.drafts), taken_bytes, limited_by)
 
 
 def _free_bytes(
@@ -298,17 +298,17 @@ def _free_bytes(
     """Returns the bytes of a device that pages may have, and their name."""
     device, mesh = jax.devices()[0], layout.strategy.mesh
     if device.platform == "cpu":
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         # emulated devices share the machine's memory
-        return free / 2 / (layout.strategy.num_chips * layout.num_engines), "half of the free memory"
+        return free_bytes / 2 / (layout.strategy.num_chips * layout.num_engines), "half of the free memory"
     stats: Any = device.memory_stats() or {}
-    sizes, width = held_dims(model.dims, mesh), int(STATE_BYTES[layout.strategy.state]["weights"])
+    sizes, num_bytes = held_dims(model.dims, mesh), int(STATE_BYTES[layout.strategy.state]["weights"])
     quantised = quantised_weights(model, storage.weights)
-    weights = 0.0
+    held_bytes = 0.0
     for name, (weight, repeat) in weight_variables(model).items():
-        stored = {array.name: array.dtype for array in quantised.get(name, ())} or {name: weight.dtype}
-        for part, dtype in stored.items():
+        dtype_by_name = {array.name: array.dtype for array in quantised.get(name, ())} or {name: weight.dtype}
+        for part, dtype in dtype_by_name.items():
             if part in declared:
-                weights += repeat * local_elements(declared[part], sizes, mesh) * DTYPE_BYTES.get(dtype, width)
+                held_bytes += repeat * local_elements(declared[part], sizes, mesh) * DTYPE_BYTES.get(dtype, num_bytes)
     # the weights are loaded later, so they are counted
-    return max(0.0, 0.9 * stats.get("bytes_limit", 0) - weights), "90% of the device's memory without the weights"
+    return max(0.0, 0.9 * stats.get("bytes_limit", 0) - held_bytes), "90% of the device's memory without the weights"

@@ -57,11 +57,11 @@ class RequestBounds(NamedTuple):
     def check(self, request: TokenRequest) -> None:
         """Raises InputError for a request that could never run."""
         if request.adapter and request.adapter not in self.adapters:
-            known = nearest(request.adapter, list(self.adapters)) if self.adapters else " Give --adapters NAME=FOLDER."
-            raise InputError(f"this engine has no adapter {request.adapter!r}.{known}")
+            hint = nearest(request.adapter, list(self.adapters)) if self.adapters else " Give --adapters NAME=FOLDER."
+            raise InputError(f"this engine has no adapter {request.adapter!r}.{hint}")
         prompt, vocab = len(request.prompt), self.vocab_size
-        if wrong := [token for token in (min(request.prompt), max(request.prompt)) if not 0 <= token < vocab]:
-            raise InputError(f"the prompt has token {wrong[0]}, outside of V={vocab}. Give 0 to {vocab - 1}.")
+        if wrong_tokens := [token for token in (min(request.prompt), max(request.prompt)) if not 0 <= token < vocab]:
+            raise InputError(f"the prompt has token {wrong_tokens[0]}, outside of V={vocab}. Give 0 to {vocab - 1}.")
         if prompt + request.max_tokens > self.max_len:
             raise InputError(
                 f"a prompt of {counted(prompt, 'token')} and {request.max_tokens:,} more need "

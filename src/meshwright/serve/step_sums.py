@@ -35,11 +35,11 @@ HeldStep = tuple[StepKey, float, tuple[float, ...]]
 def held_step(planned: Sequence[EngineStep], start_s: float, *, decoded: int, rows: int, outputs: int) -> HeldStep:
     """Returns what owners of sequences have planned as a step, with the rows that decode, those of its compiled shape,
     and those with logits."""
-    tokens, cached = sum([step.prefill_tokens for step in planned]), sum([step.cached_tokens for step in planned])
+    prefilled, cached = sum([step.prefill_tokens for step in planned]), sum([step.cached_tokens for step in planned])
     pairs = sum([step.prefill_tokens * (step.prefill_past + 1) for step in planned])
     positions = cached + decoded + sum([active.cached + num for step in planned for active, num in step.prefill])
-    held = decoded, cached, tokens, pairs, positions, outputs
-    return ("mixed" if tokens else "decode", rows), start_s, held
+    held_counts = decoded, cached, prefilled, pairs, positions, outputs
+    return ("mixed" if prefilled else "decode", rows), start_s, held_counts
 
 
 class SummedSteps:
@@ -54,6 +54,6 @@ class SummedSteps:
         """Notes the end of a step, which began when it was dispatched or, if that was later, as the last one ended."""
         (key, start_s, held), end_s = step, self.now()
         taken_s, self._last_s = end_s - max(start_s, self._last_s), end_s
-        new = 1, taken_s, *held
-        before = self.sums.get(key)
-        self.sums[key] = StepSums._make(map(add, before, new) if before else new)
+        new_sums = 1, taken_s, *held
+        sums_before = self.sums.get(key)
+        self.sums[key] = StepSums._make(map(add, sums_before, new_sums) if sums_before else new_sums)

@@ -27,32 +27,32 @@ class StopScan:
         the text leaves out, counts for stop strings alone."""
         if not self._matched:
             return "" if hidden else piece, False
-        held = self._held
+        characters = self._held
         for character in piece:
-            held.append("" if hidden else character)
+            characters.append("" if hidden else character)
             if string := self._advance(character):
-                return "".join(held[: -len(string)]) + (string if self.stops.keep else ""), True
-        certain = len(held) - max(self._matched)  # the longest match may still become its string
-        self._held = held[certain:]
-        return "".join(held[:certain]), False
+                return "".join(characters[: -len(string)]) + (string if self.stops.keep else ""), True
+        num_certain = len(characters) - max(self._matched)  # the longest match may still become its string
+        self._held = characters[num_certain:]
+        return "".join(characters[:num_certain]), False
 
     def finish(self) -> str:
         """Returns what was held back."""
-        held, self._held = self._held, []
-        return "".join(held)
+        characters, self._held = self._held, []
+        return "".join(characters)
 
     def _advance(self, character: str) -> str:
         """Returns the longest string that the character completes, else ""."""
-        longest = ""
+        longest_match = ""
         for number, (string, fallbacks) in enumerate(zip(self.stops.strings, self._fallbacks, strict=True)):
-            matched = self._matched[number]
-            while matched and string[matched] != character:
-                matched = fallbacks[matched - 1]
-            matched += string[matched] == character
-            self._matched[number] = matched
-            if matched == len(string):
-                longest = max(longest, string, key=len)
-        return longest
+            num_matched = self._matched[number]
+            while num_matched and string[num_matched] != character:
+                num_matched = fallbacks[num_matched - 1]
+            num_matched += string[num_matched] == character
+            self._matched[number] = num_matched
+            if num_matched == len(string):
+                longest_match = max(longest_match, string, key=len)
+        return longest_match
 
 
 def _fallbacks(string: Sequence[str]) -> list[int]:

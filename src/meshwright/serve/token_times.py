@@ -21,8 +21,8 @@ class TokenTimes(msgspec.Struct):
         if self.first_s is None:
             self.first_s = self.last_s = at_s
             return None
-        gap, self.last_s = at_s - self.last_s, at_s
-        return gap
+        gap_s, self.last_s = at_s - self.last_s, at_s
+        return gap_s
 
     @property
     def ttft_s(self) -> float | None:

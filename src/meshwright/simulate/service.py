@@ -54,19 +54,19 @@ class PricedClock(Clock):
     def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
         """Returns the seconds of steps, see `Clock`; arguments may be arrays that broadcast."""
         arguments = (num_decode, cached_tokens, prefill_tokens, prefill_past)
-        decode, cached, tokens, past = (np.asarray(argument, float) for argument in arguments)
-        shards, requests = sequence_shards(self._strategy), np.maximum(decode, 1)
-        decoding = LikeSequences(np.maximum(requests * self._num_shards, shards), 1.0, cached / requests)
-        length, rows = np.clip(tokens, 1, self._prompt_len), np.maximum(tokens, 1)
+        num_decoding, num_cached, num_prefilled, past = (np.asarray(argument, float) for argument in arguments)
+        seq_shards, num_seqs = sequence_shards(self._strategy), np.maximum(num_decoding, 1)
+        decode_seqs = LikeSequences(np.maximum(num_seqs * self._num_shards, seq_shards), 1.0, num_cached / num_seqs)
+        prompt_len, num_rows = np.clip(num_prefilled, 1, self._prompt_len), np.maximum(num_prefilled, 1)
         # as many on every device as on the one that has most
-        most = np.maximum(shards * np.minimum(rows, self._prompt_len), rows)
-        prompts = LikeSequences(most / length, length, np.maximum(past - (length - 1) / 2, 0.0))
-        alone_s: Any = 0.0
-        both: tuple[LikeSequences, ...] = (prompts,)
+        padded_rows = np.maximum(seq_shards * np.minimum(num_rows, self._prompt_len), num_rows)
+        prompt_seqs = LikeSequences(padded_rows / prompt_len, prompt_len, np.maximum(past - (prompt_len - 1) / 2, 0.0))
+        decode_only_s: Any = 0.0
+        sequences: tuple[LikeSequences, ...] = (prompt_seqs,)
         if self._decodes:
-            alone_s = np.where(decode > 0, self._seconds("decode", decoding), 0.0)
-            both = replace(decoding, count=decoding.count * (decode > 0)), prompts
-        return np.where(tokens > 0, self._seconds("prefill", *both), alone_s)
+            decode_only_s = np.where(num_decoding > 0, self._seconds("decode", decode_seqs), 0.0)
+            sequences = replace(decode_seqs, count=decode_seqs.count * (num_decoding > 0)), prompt_seqs
+        return np.where(num_prefilled > 0, self._seconds("prefill", *sequences), decode_only_s)
 
     def _seconds(self, phase: str, *sequences: LikeSequences) -> Any:
         """Returns the seconds of a step with some sequences, whose numbers may be arrays."""
@@ -95,14 +95,14 @@ def service_traffic(
     """
     if not (duration_s > 0 and requests_per_s > 0):
         raise InputError(f"simulating {duration_s} s at {requests_per_s} requests/s: both must be above 0.")
-    means = (service.prompt_len, service.output_len)
-    prompt, output = (
-        parse_lengths(f"{mean}" if text is None else text) for text, mean in zip(lengths, means, strict=True)
+    mean_lens = (service.prompt_len, service.output_len)
+    prompt_sampler, output_sampler = (
+        parse_lengths(f"{mean}" if text is None else text) for text, mean in zip(lengths, mean_lens, strict=True)
     )
     if at_once:
         count, generator = round(min(max(requests_per_s * duration_s, 1), MOST_REQUESTS)), np.random.default_rng(seed)
-        return traffic_of(np.zeros(count), prompt(generator, count), output(generator, count))
-    return poisson(requests_per_s, duration_s=duration_s, seed=seed, prompt=prompt, output=output)
+        return traffic_of(np.zeros(count), prompt_sampler(generator, count), output_sampler(generator, count))
+    return poisson(requests_per_s, duration_s=duration_s, seed=seed, prompt=prompt_sampler, output=output_sampler)
 
 
 def simulate_service(
@@ -154,31 +154,31 @@ def _replicas(
     """Returns the engines of a pool with their limits and their clock. Raises InputError for a request that is too long
     for one."""
     service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
-    batch, pages = max(pool.batch_seqs, plan.generate.batch_seqs), -(-service.max_len // PAGE_LEN)
-    prompts = pool.batch_seqs * service.prompt_len * (not decodes)
+    max_seqs, pages_per_request = max(pool.batch_seqs, plan.generate.batch_seqs), -(-service.max_len // PAGE_LEN)
+    prompt_tokens = pool.batch_seqs * service.prompt_len * (not decodes)
     shards = sequence_shards(pool.strategy)
     # devices with sequences of their own prefill whole prompts, each its own
     most_tokens = shards * (TOKEN_BUDGET if shards == 1 else max(TOKEN_BUDGET, service.prompt_len))
-    budget = plan.chunk_len + batch if plan.chunk_len else max(most_tokens, prompts, batch + 1)
-    fills = decodes and np.isfinite(plan.free_bytes)
-    room = 1 + plan.free_bytes / pool.memory["kv_cache"] if fills else 1
+    budget = plan.chunk_len + max_seqs if plan.chunk_len else max(most_tokens, prompt_tokens, max_seqs + 1)
+    fills_memory = decodes and np.isfinite(plan.free_bytes)
+    page_factor = 1 + plan.free_bytes / pool.memory["kv_cache"] if fills_memory else 1
     limits = SchedulerLimits(
-        policy=policy, max_requests=batch, token_budget=budget, page_len=PAGE_LEN,
-        num_pages=int(batch * pages * room),
+        policy=policy, max_requests=max_seqs, token_budget=budget, page_len=PAGE_LEN,
+        num_pages=int(max_seqs * pages_per_request * page_factor),
     )  # fmt: skip
-    longest = int((traffic.prompt + traffic.output).max())
-    if limits.pages(longest) > limits.num_pages:
+    longest_len = int((traffic.prompt + traffic.output).max())
+    if limits.pages(longest_len) > limits.num_pages:
         raise InputError(
-            f"the longest request has {longest:,} tokens, but the caches of an engine have room for "
+            f"the longest request has {longest_len:,} tokens, but the caches of an engine have room for "
             f"{limits.num_pages * PAGE_LEN:,}. Simulate shorter requests, or plan for longer ones."
         )
     # a static batch prefills all its prompts in one step, interleaved at least one whole
-    prompt = int(traffic.prompt.max())
-    most_new = {"static": batch * prompt, "interleaved": prompt, "chunked": 0}[policy]
-    most = (batch, limits.num_pages * PAGE_LEN, max(limits.token_budget, most_new), longest)
+    max_prompt = int(traffic.prompt.max())
+    max_prefill = {"static": max_seqs * max_prompt, "interleaved": max_prompt, "chunked": 0}[policy]
+    clock_limits = (max_seqs, limits.num_pages * PAGE_LEN, max(limits.token_budget, max_prefill), longest_len)
     setting = replace(result.setting.on(pool.part), storage=dtypes.storage)
-    priced = PricedClock(setting, pool.strategy, decodes=decodes, prompt_len=service.prompt_len)
-    clock = TabledClock(priced, most)
+    priced_clock = PricedClock(setting, pool.strategy, decodes=decodes, prompt_len=service.prompt_len)
+    clock = TabledClock(priced_clock, clock_limits)
     return ReplicaPool(limits=limits, clock=clock, num_replicas=pool.num_engines, routing="least_loaded")
 
 

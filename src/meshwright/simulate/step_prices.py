@@ -36,8 +36,8 @@ class StepPrices:
 
     def set_rates(self, cluster: Cluster, calibration: Calibration | None, storage: Storage) -> None:
         """Takes the rates of a cluster. Raises InputError if they lack a dtype of the strategy."""
-        alone = replace(storage, adapters=0)
-        setting = Setting(self.model, cluster, Job(kind="decode", batch_seqs=1, seq_len=1), calibration, alone)
+        base_storage = replace(storage, adapters=0)
+        setting = Setting(self.model, cluster, Job(kind="decode", batch_seqs=1, seq_len=1), calibration, base_storage)
         rates = setting.step_rates(self.strategy, strategy_placements(cluster, self.strategy)[:1])
         self.clock, self.peak_flops_per_s = PricedClock(setting, self.strategy), float(rates.peak_flops_per_s)
         self.peak_bytes_per_s = float(cluster.chip.hbm_bytes_per_s or rates.chip.hbm_bytes_per_s)
@@ -57,22 +57,22 @@ class StepPrices:
         rows = decoded + prefilled
         sizes = op_sizes(self.model, seq_len=1, microbatch_seqs=rows, mesh=self.strategy.mesh, strategy=self.strategy)
         prompt_rows, earlier = np.maximum(prefilled, 1), np.maximum(positions - cached - decoded, 1)
-        prompts = LikeSequences.of_sums(prompt_rows, np.maximum(pairs, 1), earlier)
-        decoding = LikeSequences(decoded, 1.0, cached / np.maximum(decoded, 1))
-        prompts = replace(prompts, count=prompts.count * (prefilled > 0))
+        prompt_seqs = LikeSequences.of_sums(prompt_rows, np.maximum(pairs, 1), earlier)
+        decode_seqs = LikeSequences(decoded, 1.0, cached / np.maximum(decoded, 1))
+        prompt_seqs = replace(prompt_seqs, count=prompt_seqs.count * (prefilled > 0))
         dims = {**sizes.dims, "O": outputs, "Q": 0.0, "Pg": 1.0, "Pl": 1.0, "Bp": 0.0}
-        sizes = replace(sizes, dims=dims, sequences=(decoding, prompts), cache={})
-        weights = kv = flops = 0.0
+        sizes = replace(sizes, dims=dims, sequences=(decode_seqs, prompt_seqs), cache={})
+        weight_bytes = kv_bytes = flops = 0.0
         names = {name for name, variable in self.derived.program.variables.items() if variable.role in WEIGHTS}
         for step, count in self.derived.steps():
             if step.is_collective:
                 continue
             if is_attention(step):
-                not_cached = [array for array in (*step.inputs, *step.results) if "Pl" not in array.dims]
-                kv = kv + count * (op_hbm_bytes(step, sizes) - sizes.total(*not_cached))
+                uncached_arrays = [array for array in (*step.inputs, *step.results) if "Pl" not in array.dims]
+                kv_bytes = kv_bytes + count * (op_hbm_bytes(step, sizes) - sizes.total(*uncached_arrays))
             flops = flops + count * op_flops(step, sizes)
             if kind_of(step).group != "embedding":  # which reads a few rows of its table
-                weights = weights + count * (
+                weight_bytes = weight_bytes + count * (
                     sizes.total(*(array for array in step.inputs if array.name in names)) - unread_bytes(step, sizes)
                 )
-        return np.transpose(np.broadcast_arrays(seconds, weights, kv, flops))
+        return np.transpose(np.broadcast_arrays(seconds, weight_bytes, kv_bytes, flops))

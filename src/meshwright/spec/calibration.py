@@ -168,18 +168,18 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def is_datasheet(self) -> bool:
         """True if efficiencies are defaults and no rate is measured but ``host`` and ``peak_flops_per_s``."""
         rates = (self.matmul_flops_per_s, self.attention_flops_per_s, self.memory_bytes_per_s, self.memory_bytes)
-        measured = (*rates, self.collectives, self.hop_s)
-        return not any(measured) and self.efficiency == Efficiency()
+        measured_rates = (*rates, self.collectives, self.hop_s)
+        return not any(measured_rates) and self.efficiency == Efficiency()
 
     def describe(self) -> str:
         """Names the source of the rates in one line of the output."""
         if self.is_datasheet:
             return "datasheet peaks, no calibration"
-        fitted = {"fitted": "training steps", "served": "times per output token"}
-        if self.name in fitted:
-            return f"numbers fitted on published {fitted[self.name]}{f', {self.date}' if self.date else ''}"
-        where = f" on {self.machine}" if self.machine else ""
-        return f"calibration {self.name!r}{where}{f', {self.date}' if self.date else ''}"
+        fitted_on = {"fitted": "training steps", "served": "times per output token"}
+        if self.name in fitted_on:
+            return f"numbers fitted on published {fitted_on[self.name]}{f', {self.date}' if self.date else ''}"
+        machine_text = f" on {self.machine}" if self.machine else ""
+        return f"calibration {self.name!r}{machine_text}{f', {self.date}' if self.date else ''}"
 
 
 def datasheet_calibration(chip: Chip) -> Calibration:
@@ -203,15 +203,15 @@ def host_rates_in(calibration: Calibration, dtype: str) -> HostRates | None:
     host, rates = calibration.host, calibration.matmul_flops_per_s
     if host is None or not {dtype, "fp32"} <= rates.keys():
         return host
-    pace = msgspec.structs.replace(host.product, flop=host.product.flop * rates["fp32"] / rates[dtype])
-    return msgspec.structs.replace(host, product=pace)
+    product_rates = msgspec.structs.replace(host.product, flop=host.product.flop * rates["fp32"] / rates[dtype])
+    return msgspec.structs.replace(host, product=product_rates)
 
 
 def matmul_rate(chip: Chip, calibration: Calibration, dtype: str) -> float:
     """Returns FLOP/s of large matrix products: as measured, else peak x efficiency."""
-    measured = calibration.matmul_flops_per_s.get(dtype)
-    if measured is not None:
-        return measured
+    measured_rate = calibration.matmul_flops_per_s.get(dtype)
+    if measured_rate is not None:
+        return measured_rate
     if not chip.peak_flops and calibration.matmul_flops_per_s:
         have, devices = ", ".join(sorted(calibration.matmul_flops_per_s)), calibration.devices or "N"
         raise InputError(
@@ -230,9 +230,9 @@ def attention_rate(chip: Chip, calibration: Calibration, dtype: str, *, narrow: 
     """
     if not narrow and DTYPE_BYTES[dtype] < DTYPE_BYTES["bf16"] and peak_known(chip, "bf16"):
         dtype = "bf16"
-    measured, share = calibration.attention_flops_per_s.get(dtype), calibration.efficiency.attention
-    if measured or share is None or not chip.peak_flops:
-        return measured or matmul_rate(chip, calibration, dtype)
+    measured_rate, share = calibration.attention_flops_per_s.get(dtype), calibration.efficiency.attention
+    if measured_rate or share is None or not chip.peak_flops:
+        return measured_rate or matmul_rate(chip, calibration, dtype)
     return peak(chip, dtype) * share
 
 
@@ -264,10 +264,10 @@ def memory_bytes(chip: Chip, calibration: Calibration) -> float:
 
 def collective_rate(calibration: Calibration, kind: CollectiveKind, group_size: int) -> CollectiveRate:
     """Returns the measured rate of that kind whose group size is closest by ratio. Raises InputError without any."""
-    same = [rate for rate in calibration.collectives if rate.kind == kind]
-    if not same:
+    rates_of_kind = [rate for rate in calibration.collectives if rate.kind == kind]
+    if not rates_of_kind:
         raise InputError(
             f"calibration {calibration.name!r} of {calibration.chip} holds no {kind} rate."
             " Measure this machine first (make demo does), or name a calibration file."
         )
-    return min(same, key=lambda rate: abs(math.log(rate.group_size / group_size)))
+    return min(rates_of_kind, key=lambda rate: abs(math.log(rate.group_size / group_size)))

@@ -220,9 +220,9 @@ def peak(chip: Chip, dtype: str) -> float:
         return rate
     if not chip.peak_flops:
         raise InputError(f"{chip.name} has no known peak. Measure it, or give peak_flops in a cluster file.")
-    known, fp16 = ", ".join(sorted(chip.peak_flops)), dtype == "bf16" and "fp16" in chip.peak_flops
-    advice = "Choose one of these" + (", in a plan by --set strategy.precision=fp16" if fp16 else "")
-    raise InputError(f"{chip.name} has no {dtype} matrix rate in its table; it has {known}. {advice}.")
+    known_dtypes, has_fp16 = ", ".join(sorted(chip.peak_flops)), dtype == "bf16" and "fp16" in chip.peak_flops
+    advice = "Choose one of these" + (", in a plan by --set strategy.precision=fp16" if has_fp16 else "")
+    raise InputError(f"{chip.name} has no {dtype} matrix rate in its table; it has {known_dtypes}. {advice}.")
 
 
 def require_dtypes(dtypes: Iterable[str], where: str = "") -> None:
@@ -271,13 +271,13 @@ def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -
     base_name = entry.get("base")
     if not base_name:
         return dict(entry)
-    left = _NOT_INHERITED + (() if entry.get("variant") == "book" else PAID_FOR)
-    left += ("usable_hbm_bytes",) if "hbm_bytes" in entry else ()
-    merged = {key: value for key, value in _merge(entries[base_name], entries).items() if key not in left}
+    left_out = _NOT_INHERITED + (() if entry.get("variant") == "book" else PAID_FOR)
+    left_out += ("usable_hbm_bytes",) if "hbm_bytes" in entry else ()
+    merged = {key: value for key, value in _merge(entries[base_name], entries).items() if key not in left_out}
     merged["peak_flops"] = merged.get("peak_flops", {}) | entry.get("peak_flops", {})
     merged["sources"] = merged.get("sources", {}) | entry.get("sources", {})
-    done = ("base", "peak_flops", "sources")
-    return merged | {key: value for key, value in entry.items() if key not in done}
+    merged_keys = ("base", "peak_flops", "sources")
+    return merged | {key: value for key, value in entry.items() if key not in merged_keys}
 
 
 @functools.cache
@@ -326,8 +326,8 @@ def chip_of_kind(device_kind: str) -> Chip:
     """Returns the chip whose pattern matches the longest part of ``device_kind``; raises InputError if none matches."""
     # "A100-SXM4-80GB": separators between the words do not matter.
     words = device_kind.strip().lower().replace("-", " ").replace("_", " ")
-    known = (entry for entry in chips().values() if entry.device_kind)
-    matches = [(match[0], entry) for entry in known if (match := re.search(entry.device_kind, words))]
+    chips_with_kind = (entry for entry in chips().values() if entry.device_kind)
+    matches = [(match[0], entry) for entry in chips_with_kind if (match := re.search(entry.device_kind, words))]
     if matches:
         # "h100 pcie" is longer than "h100", which matches too
         return max(matches, key=lambda pair: len(pair[0]))[1]
@@ -367,19 +367,19 @@ OTHER_NAMES = {"extends": "base", "inherits": "base", "parent": "base", "memory"
 def read_chip(path: Path) -> Chip:
     """Returns the chip of a file: its keys, or those of its table ``[chip]``, which may also be a name."""
     file = read_toml(path)
-    place = ("chip",) if "chip" in file.data else ()
-    if place:
+    key_path = ("chip",) if "chip" in file.data else ()
+    if key_path:
         file.check_keys(("chip", "shape", "levels", "num_slices", "twisted"), at=())
     table = file.data.get("chip", file.data)
     if isinstance(table, str):
-        with file.at(place):
+        with file.at(key_path):
             return chip(table)
     if not isinstance(table, dict):
-        raise file.error(place, "chip is neither a table nor a name. Write one table [chip].")
+        raise file.error(key_path, "chip is neither a table nor a name. Write one table [chip].")
     for key in table.keys() & OTHER_NAMES.keys():
-        raise file.error((*place, key), f"unknown key {key!r}. Did you mean {OTHER_NAMES[key]!r}?")
-    file.check_keys(Chip.__struct_fields__, at=place)
-    with file.at(place):
+        raise file.error((*key_path, key), f"unknown key {key!r}. Did you mean {OTHER_NAMES[key]!r}?")
+    file.check_keys(Chip.__struct_fields__, at=key_path)
+    with file.at(key_path):
         return chip_from_table(table)
 
 

@@ -110,10 +110,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """
         if self.kind == "host":
             return self.num_slices
-        per_host = self.chip.chips_per_host or self.shape[0]
+        chips_per_host = self.chip.chips_per_host or self.shape[0]
         if self.kind == "switched":
-            return self.nodes * -(-self.shape[0] // per_host)
-        return self.num_slices * -(-math.prod(self.shape) // per_host)
+            return self.nodes * -(-self.shape[0] // chips_per_host)
+        return self.num_slices * -(-math.prod(self.shape) // chips_per_host)
 
     @property
     def domain(self) -> int:
@@ -150,10 +150,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def part(self, shape: tuple[int, ...], *, num_slices: int = 1) -> "Cluster":
         """Returns a part of this cluster, with its levels; only the whole of a twisted torus is twisted."""
-        whole = make_cluster(self.chip, shape, num_slices=num_slices).shape
-        padded = whole + (1,) * (len(self.levels) - len(whole))
+        full_shape = make_cluster(self.chip, shape, num_slices=num_slices).shape
+        padded_shape = full_shape + (1,) * (len(self.levels) - len(full_shape))
         return msgspec.structs.replace(
-            self, shape=padded, num_slices=num_slices, twisted=self.twisted and padded == self.shape
+            self, shape=padded_shape, num_slices=num_slices, twisted=self.twisted and padded_shape == self.shape
         )
 
 
@@ -192,8 +192,8 @@ def make_cluster(
     levels: tuple[NetworkLevel, ...] = (),
 ) -> Cluster:
     """Returns a cluster, its shape completed with sizes of 1. Raises InputError for a shape that cannot be wired."""
-    whole = complete_shape(chip, shape, num_slices)
-    return Cluster(chip=chip, shape=whole, num_slices=num_slices, twisted=twisted, levels=levels)
+    full_shape = complete_shape(chip, shape, num_slices)
+    return Cluster(chip=chip, shape=full_shape, num_slices=num_slices, twisted=twisted, levels=levels)
 
 
 def read_cluster(path: Path) -> Cluster:

@@ -25,10 +25,10 @@ def torus_wraps(chip: Chip, shape: ClusterShape) -> tuple[bool, ...]:
     """Returns for each axis whether a slice of this shape has wraparound links on it. See ``Cluster.wraps``."""
     if chip.topology != "torus" or chip.wrap_multiple is None:
         return (False,) * len(shape)
-    full = [size > 1 and size % chip.wrap_multiple == 0 for size in shape]
-    if chip.num_ici_axes == 3 and not all(full):
+    is_wrapped = [size > 1 and size % chip.wrap_multiple == 0 for size in shape]
+    if chip.num_ici_axes == 3 and not all(is_wrapped):
         return (False,) * len(shape)
-    return tuple(full)
+    return tuple(is_wrapped)
 
 
 def can_twist(chip: Chip, shape: ClusterShape) -> bool:
@@ -45,8 +45,8 @@ def can_twist(chip: Chip, shape: ClusterShape) -> bool:
 def is_offered(chip: Chip, shape: ClusterShape) -> bool:
     """True if slices of this shape, in any order of its axes, are offered, or if it is not known which are."""
     target = catalogued(chip, "libtpu")
-    cubes = chip.num_ici_axes == 3 and all(torus_wraps(chip, shape))
-    return not target or not target.slices or cubes or times(tuple(sorted(shape))) in target.slices
+    is_cubes = chip.num_ici_axes == 3 and all(torus_wraps(chip, shape))
+    return not target or not target.slices or is_cubes or times(tuple(sorted(shape))) in target.slices
 
 
 def complete_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
@@ -68,29 +68,29 @@ def _torus_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterSha
     if len(shape) == 1 and shape[0] > 1 and axes > 1:
         raise InputError(f"{name} names one of the {axes} torus axes of {chip.name}. {_advice(chip, shape, axes)}")
     if not _in_pod(chip, shape) or math.prod(shape) > (chip.max_chips or MAX_CHIPS):
-        pod = f"{chip.max_chips or MAX_CHIPS:,} chips{f', {times(chip.pod_shape)}' if chip.pod_shape else ''}"
-        raise InputError(f"{name} is larger than a pod of {chip.name}, {pod}. {_advice(chip, shape, axes)}")
+        pod_text = f"{chip.max_chips or MAX_CHIPS:,} chips{f', {times(chip.pod_shape)}' if chip.pod_shape else ''}"
+        raise InputError(f"{name} is larger than a pod of {chip.name}, {pod_text}. {_advice(chip, shape, axes)}")
     if num_slices > 1 and chip.dcn_bytes_per_s is None:
         raise CannotRunError(f"{chip.name} has no known data-centre network between slices. Use one slice.")
     return shape + (1,) * (axes - len(shape))
 
 
 def _switched_shape(chip: Chip, shape: ClusterShape, num_slices: int) -> ClusterShape:
-    name, eight = f"{chip.name}:{times(shape)}", min(8, chip.domain_chips or 8)
+    name, chips = f"{chip.name}:{times(shape)}", min(8, chip.domain_chips or 8)
     if num_slices > 1:
-        raise InputError(f"{num_slices}*{name}: slices are for TPUs. Write domain x nodes: {chip.name}:{eight}x256.")
+        raise InputError(f"{num_slices}*{name}: slices are for TPUs. Write domain x nodes: {chip.name}:{chips}x256.")
     if len(shape) > len(LEVEL_NAMES):
         raise InputError(
             f"{name} has {len(shape)} sizes; at most {len(LEVEL_NAMES)} are read."
-            f" Write domain x nodes of a rack x racks of a pod x pods, such as {chip.name}:{eight}x2x192x8."
+            f" Write domain x nodes of a rack x racks of a pod x pods, such as {chip.name}:{chips}x2x192x8."
         )
     domain, nodes = shape[0], math.prod(shape[1:])
-    limit = chip.domain_chips
-    if limit is not None and domain > limit:
-        whole = min(-(-domain * nodes // limit), MAX_CHIPS // limit)
+    max_domain = chip.domain_chips
+    if max_domain is not None and domain > max_domain:
+        num_nodes = min(-(-domain * nodes // max_domain), MAX_CHIPS // max_domain)
         raise InputError(
-            f"{name} asks for {domain} chips in one domain; a domain of {chip.name} has at most {limit}."
-            f" Write domain x nodes: {chip.name}:{limit}x{whole}."
+            f"{name} asks for {domain} chips in one domain; a domain of {chip.name} has at most {max_domain}."
+            f" Write domain x nodes: {chip.name}:{max_domain}x{num_nodes}."
         )
     return shape if len(shape) > 1 else (domain, 1)
 
@@ -113,20 +113,20 @@ def times(shape: ClusterShape) -> str:
 
 def _advice(chip: Chip, shape: ClusterShape, axes: int) -> str:
     """Names a cluster of as many chips as ``shape`` has or, where none can be wired, of nearly as many."""
-    wanted, most = math.prod(shape), chip.max_chips or MAX_CHIPS
-    cube = 4 if axes == 3 and most % 64 == 0 else 1
-    pod = chip.pod_shape or tuple(cube * size for size in balanced_shape(most // cube**axes, axes))
-    if wanted <= most:
-        side = cube if wanted > cube**axes else 1
-        boxes = (balanced_shape(n, axes) for n in range(-(-wanted // side**axes), most // side**axes + 1))
+    num_chips, max_chips = math.prod(shape), chip.max_chips or MAX_CHIPS
+    cube = 4 if axes == 3 and max_chips % 64 == 0 else 1
+    pod = chip.pod_shape or tuple(cube * size for size in balanced_shape(max_chips // cube**axes, axes))
+    if num_chips <= max_chips:
+        side = cube if num_chips > cube**axes else 1
+        boxes = (balanced_shape(n, axes) for n in range(-(-num_chips // side**axes), max_chips // side**axes + 1))
         shapes = (tuple(side * size for size in box) for box in boxes)
-        near = next((option for option in shapes if _in_pod(chip, option) and is_offered(chip, option)), pod)
-        return f"{math.prod(near):,} chips are for example {chip.name}:{times(near)}."
+        nearest_shape = next((option for option in shapes if _in_pod(chip, option) and is_offered(chip, option)), pod)
+        return f"{math.prod(nearest_shape):,} chips are for example {chip.name}:{times(nearest_shape)}."
     if chip.dcn_bytes_per_s is None:
         return f"The largest slice is {chip.name}:{times(pod)}."
-    slices = max(2, round(wanted / math.prod(pod)))
-    count = f"{slices * math.prod(pod):,} chips"
-    return f"Join slices over the data-centre network: {count} are {slices}*{chip.name}:{times(pod)}."
+    num_slices = max(2, round(num_chips / math.prod(pod)))
+    chips_text = f"{num_slices * math.prod(pod):,} chips"
+    return f"Join slices over the data-centre network: {chips_text} are {num_slices}*{chip.name}:{times(pod)}."
 
 
 def _in_pod(chip: Chip, shape: ClusterShape) -> bool:
@@ -138,5 +138,5 @@ def balanced_shape(num_chips: int, num_axes: int) -> ClusterShape:
     """Returns factors of ``num_chips`` that are as equal as possible, smallest first."""
     if num_axes == 1:
         return (num_chips,)
-    first = max(size for size in range(1, round(num_chips ** (1 / num_axes)) + 1) if num_chips % size == 0)
-    return (first, *balanced_shape(num_chips // first, num_axes - 1))
+    smallest = max(size for size in range(1, round(num_chips ** (1 / num_axes)) + 1) if num_chips % size == 0)
+    return (smallest, *balanced_shape(num_chips // smallest, num_axes - 1))

@@ -68,8 +68,8 @@ SHARED = ("ici", "nvlink", "network", "dcn", "hop_s", "host_kernel_s")
 def generation_numbers() -> FittedNumbers:
     """Returns the numbers of steps of generation: their own, and those of links that training was fitted with."""
     served, trained = fitted_numbers(GENERATION_NUMBERS), fitted_numbers().numbers
-    shared = {name: value for name, value in trained.items() if name.split(".")[0] in SHARED}
-    return msgspec.structs.replace(served, numbers=shared | served.numbers)
+    shared_numbers = {name: value for name, value in trained.items() if name.split(".")[0] in SHARED}
+    return msgspec.structs.replace(served, numbers=shared_numbers | served.numbers)
 
 
 SERVED_FAMILIES = ("h100", "blackwell")
@@ -92,8 +92,8 @@ def family(chip: Chip) -> str | None:
 
 def power_notes(chip: Chip, rates: Calibration | None) -> list[str]:
     """Returns a note if a chip has a power of its own that changes none of the times at these rates; else []."""
-    slows = family(chip) == "blackwell" and rates is not None and rates.name == "fitted"
-    if chip.variant != "custom" or chip.power_w is None or slows:
+    changes_times = family(chip) == "blackwell" and rates is not None and rates.name == "fitted"
+    if chip.variant != "custom" or chip.power_w is None or changes_times:
         return []
     return [f"power_w = {chip.power_w:g} changes energy, not times: its effect is fitted for Blackwell alone"]
 
@@ -107,11 +107,11 @@ def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficie
         if key:
             figures[name] = values[key]
     watts = catalogued(chip, "power_w", name=catalogue_name(chip)) if base == "blackwell" else None
-    limit = watts / chip.peak_flops["bf16"] / BLACKWELL_WATTS_PER_FLOPS if watts is not None else 1.0
-    figures["compute"] = figures.get("compute", 1.0) * limit
+    power_share = watts / chip.peak_flops["bf16"] / BLACKWELL_WATTS_PER_FLOPS if watts is not None else 1.0
+    figures["compute"] = figures.get("compute", 1.0) * power_share
     figures.setdefault("attention", figures["compute"])
     figures |= {name: min(1.0, figures[name]) for name in SHARES if name in figures}
-    ends = (f".{base}", f".{kind}")
-    narrow = {key.split(".")[1]: v for key, v in values.items() if key.startswith("narrow.") and key.endswith(ends)}
+    suffixes = (f".{base}", f".{kind}")
+    narrow = {key.split(".")[1]: v for key, v in values.items() if key.startswith("narrow.") and key.endswith(suffixes)}
     engines = {key.split(".", 1)[1]: value for key, value in values.items() if key.startswith("engine_s.")}
     return Efficiency(**figures, narrow=narrow, engine_s=engines)

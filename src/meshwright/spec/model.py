@@ -126,12 +126,12 @@ class Lora(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise InputError(f"lora.rank={shown(self.rank)} must be at least 1 and at most 2^40.")
         if not self.alpha > 0:
             raise InputError(f"lora.alpha={self.alpha:g} must be above 0.")
-        known = (*LORA_TARGETS, *_TARGET_GROUPS)
+        names = (*LORA_TARGETS, *_TARGET_GROUPS)
         for name in self._named:
-            if name not in known:
-                raise InputError(f"lora.targets has {name!r}.{nearest(name, known)} Use some of {', '.join(known)}.")
+            if name not in names:
+                raise InputError(f"lora.targets has {name!r}.{nearest(name, names)} Use some of {', '.join(names)}.")
         if not self._named:
-            raise InputError(f"lora.targets is empty. Use some of {', '.join(known)}.")
+            raise InputError(f"lora.targets is empty. Use some of {', '.join(names)}.")
 
     @property
     def _named(self) -> tuple[str, ...]:
@@ -141,9 +141,9 @@ class Lora(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def weights(self) -> dict[str, bool]:
         """Maps the weights of a layer that get adapters to whether they were named one by one."""
-        groups = {w: False for name in self._named for w in _TARGET_GROUPS.get(name, ())}
-        named = dict.fromkeys((name for name in self._named if name in LORA_TARGETS), True)
-        adapters = groups | named
+        from_groups = {w: False for name in self._named for w in _TARGET_GROUPS.get(name, ())}
+        from_names = dict.fromkeys((name for name in self._named if name in LORA_TARGETS), True)
+        adapters = from_groups | from_names
         return {weight: adapters[name] for name, weight in LORA_TARGETS.items() if name in adapters}
 
     @property
@@ -261,8 +261,8 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         """Raises InputError for impossible sizes and figures."""
-        counts = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
-        may_be_zero = {*counts, "norm_eps", "mscale", "mscale_all_dim", "mtp_weight"}
+        count_fields = {name for name in self.__struct_fields__ if isinstance(getattr(self, name), int | tuple)}
+        may_be_zero = {*count_fields, "norm_eps", "mscale", "mscale_all_dim", "mtp_weight"}
         check_figures(self, f"{self.name}:", may_be_zero=may_be_zero, shares=("rope_fraction",))
         super().__post_init__()
         positive = ["num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim", "vocab_size"]
@@ -278,9 +278,9 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         if self.num_layers > MAX_LAYERS:
             raise InputError(f"{self.name}: num_layers={self.num_layers} must be at most {MAX_LAYERS}.")
         for field in ("sliding_layers", "dense_layers", "unrotated_layers"):
-            beyond = [layer for layer in getattr(self, field) if not 0 <= layer < self.num_layers]
-            if beyond:
-                raise InputError(f"{self.name}: {field} has layer {beyond[0]} of {self.num_layers}, counted from 0.")
+            outside = [layer for layer in getattr(self, field) if not 0 <= layer < self.num_layers]
+            if outside:
+                raise InputError(f"{self.name}: {field} has layer {outside[0]} of {self.num_layers}, counted from 0.")
         if self.num_heads % self.num_kv_heads:
             raise InputError(
                 f"{self.name}: num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}. "
@@ -288,9 +288,9 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
         if self.rotated_width % 2 and len(set(self.unrotated_layers)) < self.num_layers:
             size = "qk_rope_head_dim" if self.latent_attention else "head_dim"
-            share = f" times rope_fraction={self.rope_fraction:g}" if self.rope_fraction < 1 else ""
+            factor = f" times rope_fraction={self.rope_fraction:g}" if self.rope_fraction < 1 else ""
             raise InputError(
-                f"{self.name}: rope rotates pairs, and {size}={getattr(self, size)}{share} is odd. Use an even number."
+                f"{self.name}: rope rotates pairs, and {size}={getattr(self, size)}{factor} is odd. Use an even number."
             )
         if self.encoder and (self.latent_attention or min(self.encoder.num_layers, self.encoder.length) < 1):
             raise InputError(f"{self.name}: an encoder needs at least 1 layer and 1 position, and kv_lora_rank=0.")
@@ -309,12 +309,12 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 f"{self.name}: mtp_weight={self.mtp_weight:g} needs a deepseek_v3 with num_mtp_layers=1, and this is a "
                 f"{self.family} with {self.num_mtp_layers}. Leave mtp_weight out."
             )
-        groups, chosen = self.expert_groups, self.groups_per_token
-        in_group = self.num_experts // max(groups, 1)
-        whole = groups and self.num_experts % groups == 0 and 1 <= chosen <= groups
-        if groups and not (whole and chosen * in_group >= self.experts_per_token):
+        groups, num_chosen = self.expert_groups, self.groups_per_token
+        group_size = self.num_experts // max(groups, 1)
+        is_whole = groups and self.num_experts % groups == 0 and 1 <= num_chosen <= groups
+        if groups and not (is_whole and num_chosen * group_size >= self.experts_per_token):
             raise InputError(
-                f"{self.name}: expert_groups={groups} and groups_per_token={chosen} do not suit "
+                f"{self.name}: expert_groups={groups} and groups_per_token={num_chosen} do not suit "
                 f"num_experts={self.num_experts} and experts_per_token={self.experts_per_token}. Use equal groups, and "
                 f"enough of them for the experts of a token."
             )
@@ -325,9 +325,9 @@ class Model(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         # not at the top: few models have a rule, and NumPy takes longer to load than a model to read
         from meshwright.masks.names import mask_named, score_named
 
-        for field, named, able in (("mask", mask_named, MASK_DATA), ("score", score_named, ("slopes",))):
+        for field, rule_of, available in (("mask", mask_named, MASK_DATA), ("score", score_named, ("slopes",))):
             text = getattr(self, f"attention_{field}")
-            unknown = [name for name in named(text).data if name not in able] if text else []
+            unknown = [name for name in rule_of(text).data if name not in available] if text else []
             if unknown:
                 raise InputError(
                     f"{self.name}: attention_{field}={text!r} reads {unknown[0]}, which no batch has. Use another."

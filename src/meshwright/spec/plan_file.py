@@ -122,10 +122,10 @@ def require_version(file: TomlFile) -> None:
 
 def _move_bound(file: TomlFile) -> None:
     """Sets the strategy's bound on the slots of experts, which older files give as an imbalance."""
-    strategy, assumed = file.data.get("strategy"), file.data.get("assumptions")
-    load = assumed.get("imbalance") if isinstance(assumed, dict) else None
-    if isinstance(strategy, dict) and isinstance(load, int | float) and load > 1:
-        strategy.setdefault("capacity_factor", load)
+    strategy, assumptions = file.data.get("strategy"), file.data.get("assumptions")
+    imbalance = assumptions.get("imbalance") if isinstance(assumptions, dict) else None
+    if isinstance(strategy, dict) and isinstance(imbalance, int | float) and imbalance > 1:
+        strategy.setdefault("capacity_factor", imbalance)
 
 
 def _move_assumptions(file: TomlFile) -> None:

@@ -34,12 +34,12 @@ def slice_shapes(chip: Chip, num_chips: int) -> tuple[Cluster, ...]:
     if chip.topology == "switched":
         domain = math.gcd(num_chips, chip.domain_chips or num_chips)
         return (make_cluster(chip, (domain, num_chips // domain)),)
-    fewest = -(-num_chips // (chip.max_chips or num_chips))
+    min_slices = -(-num_chips // (chip.max_chips or num_chips))
     # several slices only where a pod is too small, as few as possible
-    most = 1 if fewest == 1 or chip.dcn_bytes_per_s is None else num_chips
-    for num_slices in (count for count in range(min(fewest, most), most + 1) if num_chips % count == 0):
-        every = _tori(chip, num_chips // num_slices)
-        shapes = [shape for shape in every if is_offered(chip, shape)] or every
+    max_slices = 1 if min_slices == 1 or chip.dcn_bytes_per_s is None else num_chips
+    for num_slices in (count for count in range(min(min_slices, max_slices), max_slices + 1) if num_chips % count == 0):
+        all_shapes = _tori(chip, num_chips // num_slices)
+        shapes = [shape for shape in all_shapes if is_offered(chip, shape)] or all_shapes
         clusters = [make_cluster(chip, shape, num_slices=num_slices) for shape in shapes]
         if clusters:
             twists = [cluster.shape for cluster in clusters if can_twist(chip, cluster.shape)]
@@ -56,8 +56,8 @@ def slice_note(cluster: Cluster) -> list[str]:
     if is_offered(cluster.chip, cluster.shape):
         return []
     slices = ", ".join(catalogued(cluster.chip, "libtpu").slices) + ", cubes of 4x4x4" * (len(cluster.shape) == 3)
-    odd = "" if compiles(cluster.shape) else ", and no program can be compiled for it: libtpu takes hosts of 2x2 chips"
-    return [f"{cluster.short_name} is not a slice that is offered ({slices}){odd}"]
+    tail = "" if compiles(cluster.shape) else ", and no program can be compiled for it: libtpu takes hosts of 2x2 chips"
+    return [f"{cluster.short_name} is not a slice that is offered ({slices}){tail}"]
 
 
 def compiles(shape: ClusterShape) -> bool:
@@ -67,9 +67,9 @@ def compiles(shape: ClusterShape) -> bool:
 
 def bisection_links(cluster: Cluster) -> int:
     """Counts the links cut when the longest axis of a slice is halved, which bounds an AllToAll. Ignores twists."""
-    longest = max(range(len(cluster.shape)), key=lambda axis: cluster.shape[axis])
-    across = math.prod(cluster.shape) // cluster.shape[longest]
-    return across * (1 + cluster.wraps[longest])
+    longest_axis = max(range(len(cluster.shape)), key=lambda axis: cluster.shape[axis])
+    num_rings = math.prod(cluster.shape) // cluster.shape[longest_axis]
+    return num_rings * (1 + cluster.wraps[longest_axis])
 
 
 def _tori(chip: Chip, num_chips: int) -> list[ClusterShape]:
@@ -88,10 +88,10 @@ def _boxes(volume: int, num_axes: int, least: int = 1) -> list[ClusterShape]:
     """Lists the factorings of a volume into ascending sizes."""
     if num_axes == 1:
         return [(volume,)] if volume >= least else []
-    most = round(volume ** (1 / num_axes)) + 1
+    max_first = round(volume ** (1 / num_axes)) + 1
     return [
         (first, *rest)
-        for first in range(least, most + 1)
+        for first in range(least, max_first + 1)
         if volume % first == 0
         for rest in _boxes(volume // first, num_axes - 1, first)
     ]
@@ -101,7 +101,7 @@ def _advice(chip: Chip, num_chips: int) -> str:
     """Names the nearest numbers of chips that have a shape."""
     cube = (chip.wrap_multiple or 1) ** 3 if chip.num_ici_axes == 3 else 0
     if cube and num_chips > cube:
-        below = num_chips // cube * cube
-        return f"Slices are whole cubes of {cube}: take {below:,} or {below + cube:,}."
-    below = 1 << (num_chips.bit_length() - 1)
-    return f"Slices below a {'cube' if cube else 'pod'} are powers of two: take {below:,} or {2 * below:,}."
+        fewer_chips = num_chips // cube * cube
+        return f"Slices are whole cubes of {cube}: take {fewer_chips:,} or {fewer_chips + cube:,}."
+    fewer_chips = 1 << (num_chips.bit_length() - 1)
+    return f"Slices below a {'cube' if cube else 'pod'} are powers of two: take {fewer_chips:,} or {2 * fewer_chips:,}."

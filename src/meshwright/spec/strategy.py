@@ -96,7 +96,7 @@ def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dic
     """
     if zero not in (0, 1, 2, 3):
         raise InputError(f"zero={zero} is not a stage. Use 0, 1, 2 or 3.")
-    split = _weight_rules(("fsdp", "expert", "context"))
+    split_rules = _weight_rules(("fsdp", "expert", "context"))
     by_role: dict[str, Rules] = {
         "activation": {
             **dict.fromkeys(_TENSOR_DIMS, ("tensor",)),
@@ -105,15 +105,15 @@ def standard_assignment(*, zero: int = 3, sequence_parallel: bool = True) -> dic
             "C": ("data", "fsdp", "context", "tensor") if sequence_parallel else ("data", "fsdp", "context"),
             "T": ("context", "tensor") if sequence_parallel else ("context",),
         },
-        "weight": split if zero == 3 else _weight_rules(()),
+        "weight": split_rules if zero == 3 else _weight_rules(()),
         "vector": {},
         "input": {"B": BATCH_AXES, "T": ("context",)},
         "position": {"B": BATCH_AXES},
     }
     if zero == 2:
-        by_role |= {"grad": split}
+        by_role |= {"grad": split_rules}
     if zero in (1, 2):
-        by_role |= {"optimizer": split}
+        by_role |= {"optimizer": split_rules}
     return by_role
 
 
@@ -144,9 +144,9 @@ def cache_assignment(split: CacheSplit) -> dict[str, Rules]:
     """
     by_role = standard_assignment(zero=0)
     heads: Rules = {**dict.fromkeys(_TENSOR_DIMS, ("tensor", "context")), "K": ("tensor",)}
-    rows = (*BATCH_AXES, "context") if split == "sequences" else BATCH_AXES
+    row_axes = (*BATCH_AXES, "context") if split == "sequences" else BATCH_AXES
     positions: Rules = {"S": ("context",)} if split == "positions" else {}
-    cache: Rules = {"B": rows, **positions, "K": ("tensor",)}
+    cache: Rules = {"B": row_axes, **positions, "K": ("tensor",)}
     # a device needs all tokens for its part of the vocabulary
     by_role |= {"input": {"B": BATCH_AXES}, "cache": cache}
     return by_role | {role: {**by_role[role], **heads} for role in ("activation", "weight")}
@@ -160,18 +160,18 @@ def stationary_assignment() -> dict[str, Rules]:
     al. (2022), section 3.2.2.
     """
     by_role = standard_assignment(zero=0)
-    rows, wide = (*BATCH_AXES, "context"), ("F", "Fe", "Fs")
+    row_axes, wide_dims = (*BATCH_AXES, "context"), ("F", "Fe", "Fs")
     activation: Rules = {
         "D": ("context", "tensor"),
         **dict.fromkeys(_TENSOR_DIMS, ("tensor",)),
-        **dict.fromkeys(wide, ("tensor", "context")),
+        **dict.fromkeys(wide_dims, ("tensor", "context")),
         "E": ("expert",),
-        "B": rows,
+        "B": row_axes,
         "C": ("data", "fsdp"),
     }
     weight: Rules = {**_weight_rules(()), "D": ("context",)}
     by_role |= {"activation": activation, "weight": weight, "input": {"B": BATCH_AXES}}
-    return by_role | {"cache": {"B": rows, "K": ("tensor",)}}
+    return by_role | {"cache": {"B": row_axes, "K": ("tensor",)}}
 
 
 DEFAULT_ASSIGNMENT: dict[str, Rules] = standard_assignment()
@@ -410,13 +410,13 @@ def require_runnable_strategy(strategy: Strategy, *, trains: bool = True) -> Non
     if strategy.precision not in ("", strategy.state_dtype):
         _refuse("precision", strategy.precision, f"{strategy.state_dtype!r}, the state's own")
     if strategy.zero is None and (trains or strategy.assignment not in LAYOUTS.values()):
-        differing = next(
+        differing_role = next(
             role
             for role in (*strategy.assignment, *DEFAULT_ASSIGNMENT)
             if strategy.assignment.get(role) != DEFAULT_ASSIGNMENT.get(role)
         )
         raise CannotRunError(
-            f"strategy.assignment.{differing} differs from the standard one; other assignments are derived and "
+            f"strategy.assignment.{differing_role} differs from the standard one; other assignments are derived and "
             f"counted but not executed in this version. Leave it out."
         )
 
@@ -463,12 +463,12 @@ def held_dims(dims: Mapping[str, Any], mesh: Mapping[str, Any]) -> dict[str, Any
     """
     import numpy as np  # start-up does without it
 
-    parts = mesh.get("tensor", 1)
-    sizes = {**dims, "V": -(-dims["V"] // parts) * parts}
+    num_parts = mesh.get("tensor", 1)
+    sizes = {**dims, "V": -(-dims["V"] // num_parts) * num_parts}
     for dim, axes in REPEATED_HEADS.items() if "K" in dims else ():
-        devices = math.prod(mesh.get(axis, 1) for axis in axes)
-        heads = np.lcm(int(dims["K"]), np.asarray(devices, dtype=np.int64))
-        sizes[dim] = heads if heads.ndim else int(heads)
+        num_devices = math.prod(mesh.get(axis, 1) for axis in axes)
+        num_heads = np.lcm(int(dims["K"]), np.asarray(num_devices, dtype=np.int64))
+        sizes[dim] = num_heads if num_heads.ndim else int(num_heads)
     return sizes
 
 
@@ -481,13 +481,13 @@ def require_mesh(mesh: Mapping[str, int]) -> None:
 
 def assign(rules: Rules, dims: tuple[str, ...], *, keep: Iterable[str] | None = None) -> tuple[Any, ...]:
     """Returns the mesh axes of each dim of an array under ``rules``; only axes in ``keep`` when that is given."""
-    allowed = None if keep is None else set(keep)
-    spent: set[str] = set()
+    kept_axes = None if keep is None else set(keep)
+    used_axes: set[str] = set()
     axes_by_dim: dict[str, tuple[str, ...]] = {}
     for dim, axes in rules.items():
         if dim not in dims:
             continue
-        free = tuple(a for a in axes if a not in spent and (allowed is None or a in allowed))
-        spent.update(free)
-        axes_by_dim[dim] = free
+        free_axes = tuple(a for a in axes if a not in used_axes and (kept_axes is None or a in kept_axes))
+        used_axes.update(free_axes)
+        axes_by_dim[dim] = free_axes
     return tuple(axes_by_dim.get(dim, ()) for dim in dims)

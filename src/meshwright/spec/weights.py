@@ -103,9 +103,9 @@ def weight_table(model: Model) -> tuple[Weight, ...]:
     Extra parts (a vision tower; without ``mtp_weight`` the layers of `mtp_params`) are left out.
     """
     if model.lora:
-        base = weight_table(frozen_base(model))
-        frozen = (part for row in base for part in _frozen(model, row))
-        return (*frozen, *_adapters(model, base))
+        base_weights = weight_table(frozen_base(model))
+        frozen_weights = (part for row in base_weights for part in _frozen(model, row))
+        return (*frozen_weights, *_adapters(model, base_weights))
     encoder = _encoder(model) if model.encoder else ()
     return (*_rows(model, "first"), *encoder, *_layers(model), *_rows(model, "last"))
 
@@ -117,8 +117,8 @@ def without_mtp(model: Model) -> Model:
 
 def without_mtp_words(model: Model) -> str:
     """Returns a clause which says that the weights of that layer are not read; "" if they are, or there are none."""
-    left_out = model.num_mtp_layers and not model.mtp_weight
-    return "; without the layer for the token after the next (model.mtp_weight)" if left_out else ""
+    is_left_out = model.num_mtp_layers and not model.mtp_weight
+    return "; without the layer for the token after the next (model.mtp_weight)" if is_left_out else ""
 
 
 def frozen_base(model: Model) -> Model:
@@ -137,17 +137,17 @@ def adapted(model: Model) -> dict[str, str]:
     if model.lora is None:
         return {}
     table = {row.name.removeprefix("layers."): row for row in weight_table(frozen_base(model)) if row.layers}
-    first: dict[str, str] = {}
+    first_name_of: dict[str, str] = {}
     for name, one_by_one in model.lora.weights.items():
         if name in table:
-            first.setdefault(table[name].hf_name, name)
+            first_name_of.setdefault(table[name].hf_name, name)
         elif one_by_one:
             raise InputError(f"lora.targets: {model.name} has no {name}. Leave it out.")
-    for name in (name for name, row in table.items() if row.hf_name in first and row.kind == "matrix"):
+    for name in (name for name, row in table.items() if row.hf_name in first_name_of and row.kind == "matrix"):
         if name not in model.lora.weights:
-            joined = ", ".join(n for n, row in table.items() if row.hf_name == table[name].hf_name)
-            raise InputError(f"lora.targets: {model.name} stores {joined} as one. Target all of them.")
-    return {name: f"{first[table[name].hf_name]}_lora_a" for name in model.lora.weights if name in table}
+            joined_names = ", ".join(n for n, row in table.items() if row.hf_name == table[name].hf_name)
+            raise InputError(f"lora.targets: {model.name} stores {joined_names} as one. Target all of them.")
+    return {name: f"{first_name_of[table[name].hf_name]}_lora_a" for name in model.lora.weights if name in table}
 
 
 def group_dims(dims: tuple[str, ...], inputs: tuple[str, ...]) -> tuple[str, ...]:
@@ -180,11 +180,11 @@ def _adapters(model: Model, base: tuple[Weight, ...]) -> list[Weight]:
     the rank and the output dims."""
     table = {row.name.removeprefix("layers."): row for row in base if row.layers}
     adapters: dict[str, Weight] = {}
-    for name, of_inputs in adapted(model).items():
+    for name, a_name in adapted(model).items():
         row = table[name]
         outputs = tuple(dim for dim in row.dims if dim not in row.inputs)
         for adapter, dims, letter in (
-            (of_inputs, (*row.inputs, "Ra"), "A"),
+            (a_name, (*row.inputs, "Ra"), "A"),
             (f"{name}_lora_b", ("Ra", *outputs), "B"),
         ):
             adapters[adapter] = Weight(
@@ -240,19 +240,19 @@ def _layers(model: Model) -> list[Weight]:
     rows += _rows(model, "mtp", layers=dict.fromkeys(layers, model.mtp_layers))
     if model.encoder is None:
         return rows
-    attention = {"attn_norm", "attn_norm_bias", "wq", "wk", "wv", "bq", "bk", "bv", "bo", "wo"}
+    attention_names = {"attn_norm", "attn_norm_bias", "wq", "wk", "wv", "bq", "bk", "bv", "bo", "wo"}
     # keys and values of cross-attention come from the encoder
-    crossed = [
+    cross_rows = [
         replace(
             row,
             name=f"layers.cross_{name.removeprefix('attn_')}",
             hf_name=row.hf_name.replace("{layer}.", "{layer}.cross."),
         )
         for row in rows
-        if (name := row.name.removeprefix("layers.")) in attention
+        if (name := row.name.removeprefix("layers.")) in attention_names
     ]
-    first = next(number for number, row in enumerate(rows) if row.name == "layers.mlp_norm")
-    return [*rows[:first], *crossed, *rows[first:]]
+    mlp_index = next(number for number, row in enumerate(rows) if row.name == "layers.mlp_norm")
+    return [*rows[:mlp_index], *cross_rows, *rows[mlp_index:]]
 
 
 def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {}) -> list[Weight]:
@@ -265,7 +265,7 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
         "latent": model.latent_attention,
         "latent_queries": model.latent_attention and model.q_lora_rank > 0,
     }
-    met = {name if holds else f"!{name}" for name, holds in facts.items()}
+    facts_met = {name if is_true else f"!{name}" for name, is_true in facts.items()}
     names = formats()[model.family].weights
     block = f"{{prefix}}{'h' if model.family == 'gpt2' else 'layers'}.{{layer}}." if layers else ""
     return [
@@ -283,14 +283,14 @@ def _rows(model: Model, table: str, *, layers: Mapping[str, tuple[int, ...]] = {
             dtype="fp32" if part == "buffer" else "",
         )
         for name, dims, llama_name, part, needs in _tables()[table]
-        if met.issuperset(needs.split()) and (not layers or layers[part])
+        if facts_met.issuperset(needs.split()) and (not layers or layers[part])
     ]
 
 
 def _encoder(model: Model) -> list[Weight]:
     """Returns the encoder's position table, the weights of its layers (as in a dense decoder) and its last norm."""
     assert model.encoder is not None
-    plain = replace(
+    decoder = replace(
         model,
         encoder=None,
         num_layers=model.encoder.num_layers,
@@ -300,9 +300,9 @@ def _encoder(model: Model) -> list[Weight]:
         dense_layers=(),
     )
     outside = _rows(model, "encoder")
-    first = 1 if model.learned_positions else 0
+    num_before = 1 if model.learned_positions else 0
     layers = [
         replace(row, name=row.name.replace("layers.", "encoder."), hf_name=f"encoder.{row.hf_name}")
-        for row in _layers(plain)
+        for row in _layers(decoder)
     ]
-    return [*outside[:first], *layers, *outside[first:]]
+    return [*outside[:num_before], *layers, *outside[num_before:]]

@@ -100,8 +100,8 @@ class Checkpoints:
         self.folder = run.absolute() / CHECKPOINTS
         if is_first():
             # Orbax ignores checkpoints that were killed while being written, and cannot write those steps again.
-            for left in self.folder.glob(f"*{UNFINISHED}*"):
-                shutil.rmtree(left)
+            for leftover in self.folder.glob(f"*{UNFINISHED}*"):
+                shutil.rmtree(leftover)
         wait_for_all("old checkpoints are cleared")
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
@@ -141,9 +141,9 @@ class Checkpoints:
         except (OSError, ValueError) as error:  # Orbax raises these where a disk is full, ValueError for arrays
             message = first_line(error)
             # The reason stands last, behind the names of files.
-            why = getattr(error, "strerror", None) or message.rpartition(": ")[2].rstrip(".")
+            reason = getattr(error, "strerror", None) or message.rpartition(": ")[2].rstrip(".")
             raise CannotRunError(
-                f"no checkpoint can be written in {self.folder}: {why}. Make room there, and resume."
+                f"no checkpoint can be written in {self.folder}: {reason}. Make room there, and resume."
             ) from None
 
     def position(self) -> Position | None:
@@ -159,21 +159,21 @@ class Checkpoints:
         """
         stored = self._stored()
         assert stored is not None, "nothing to restore"
-        needed = describe_arrays(shapes)
-        for name in sorted(stored.arrays.keys() | needed.keys()):
-            here, there = needed.get(name, "nothing"), stored.arrays.get(name, "nothing")
-            if here != there:
+        needed_arrays = describe_arrays(shapes)
+        for name in sorted(stored.arrays.keys() | needed_arrays.keys()):
+            want, kept = needed_arrays.get(name, "nothing"), stored.arrays.get(name, "nothing")
+            if want != kept:
                 raise InputError(
-                    f"{self.folder / str(stored.position.step)} has {there} as {name.lstrip('.')} and this run needs "
-                    f"{here}. Resume with the model, state and optimizer that the run was started with, or start a new "
+                    f"{self.folder / str(stored.position.step)} has {kept} as {name.lstrip('.')} and this run needs "
+                    f"{want}. Resume with the model, state and optimizer that the run was started with, or start a new "
                     f"run."
                 )
 
         def abstract(shape: jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-        wanted = jax.tree.map(abstract, shapes, shardings)
-        state = self._read(stored.position.step, STATE, ocp.args.StandardRestore(wanted))
+        array_specs = jax.tree.map(abstract, shapes, shardings)
+        state = self._read(stored.position.step, STATE, ocp.args.StandardRestore(array_specs))
         return _reordered(state, from_canonical)
 
     def close(self) -> None:
@@ -183,39 +183,39 @@ class Checkpoints:
     def _stored(self) -> Stored | None:
         if not self.steps():
             return None
-        newest = self._newest_step = self._newest_step or self._newest_whole()
-        table = self._read(newest, POSITION, ocp.args.JsonRestore())
+        step = self._newest_step = self._newest_step or self._newest_whole()
+        table = self._read(step, POSITION, ocp.args.JsonRestore())
         try:
             stored = msgspec.convert(table, Stored)
         except msgspec.ValidationError as error:
-            raise self._damaged(newest, error) from None
-        if stored.position.step != newest:
+            raise self._damaged(step, error) from None
+        if stored.position.step != step:
             raise CannotRunError(
-                f"{self.folder / str(newest)} holds the checkpoint of step {stored.position.step}. Give each folder "
+                f"{self.folder / str(step)} holds the checkpoint of step {stored.position.step}. Give each folder "
                 f"the name of its step."
             )
         return stored
 
     def _newest_whole(self) -> int:
         """Returns the newest step whose files are as they were written, and moves newer checkpoints aside."""
-        damaged: dict[int, str] = {}
+        fault_of_step: dict[int, str] = {}
         for step in reversed(self.steps()):
             # each process checks its share of the files
             share = (jax.process_index(), jax.process_count())
-            wrong = first_error(partial(require_intact, self.folder / str(step), share=share))
-            if not wrong:
+            fault = first_error(partial(require_intact, self.folder / str(step), share=share))
+            if not fault:
                 break
-            damaged[step] = wrong
+            fault_of_step[step] = fault
         else:
             raise CannotRunError(
-                f"no checkpoint in {self.folder} is whole: {' '.join(damaged.values())} Start a new run, "
+                f"no checkpoint in {self.folder} is whole: {' '.join(fault_of_step.values())} Start a new run, "
                 f"or put a copy of these files back."
             )
-        for newer, wrong in damaged.items():
-            self.passed_over.append(f"checkpoint {newer} is damaged and kept as {newer}{DAMAGED}: {wrong}")
+        for newer, fault in fault_of_step.items():
+            self.passed_over.append(f"checkpoint {newer} is damaged and kept as {newer}{DAMAGED}: {fault}")
             if is_first():
                 (self.folder / str(newer)).rename(self.folder / f"{newer}{DAMAGED}")
-        if damaged:
+        if fault_of_step:
             self.passed_over.append(f"going on from checkpoint {step}")
             wait_for_all("damaged checkpoints are moved")
             self._manager.reload()
@@ -230,11 +230,11 @@ class Checkpoints:
             raise self._damaged(step, error) from None
 
     def _damaged(self, step: int, error: Exception) -> CannotRunError:
-        why = first_line(error).rstrip(":.")
-        before = [earlier for earlier in self.steps() if earlier < step]
-        then = f"step {before[-1]}" if before else "the start"
+        reason = first_line(error).rstrip(":.")
+        earlier_steps = [earlier for earlier in self.steps() if earlier < step]
+        origin = f"step {earlier_steps[-1]}" if earlier_steps else "the start"
         return CannotRunError(
-            f"the checkpoint {self.folder / str(step)} is damaged: {why}. Remove that folder to go on from {then}."
+            f"the checkpoint {self.folder / str(step)} is damaged: {reason}. Remove that folder to go on from {origin}."
         )
 
 

@@ -48,16 +48,16 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
         request.ask()
 
     # With several processes JAX handles SIGTERM. A signal that is ignored, as nohup does with SIGHUP, stays so.
-    wanted = {signal.SIGINT, signal.SIGHUP} | ({signal.SIGTERM} if jax.process_count() == 1 else set())
-    before = {}
+    signals = {signal.SIGINT, signal.SIGHUP} | ({signal.SIGTERM} if jax.process_count() == 1 else set())
+    old_handlers = {}
     try:
-        for number in wanted:
+        for number in signals:
             if signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, on_signal)
+                old_handlers[number] = signal.signal(number, on_signal)
     except ValueError:  # only the main thread may set handlers; elsewhere the caller handles Ctrl-C
         pass
     try:
         yield request
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)

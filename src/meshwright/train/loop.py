@@ -123,8 +123,8 @@ class Run:
                 self.state, metrics = compiled(self.state, batch)
                 self.flying.append(_Flight(number, start, batch, metrics))
                 # what needs the state of this step, before the next consumes it; `finish` does the last
-                timed = ((self.settings.checkpoint_every, self._save), (self.settings.evaluate_every, self._evaluate))
-                due = [act for every, act in timed if every and number % every == 0 and number < self.settings.steps]
+                tasks = ((self.settings.checkpoint_every, self._save), (self.settings.evaluate_every, self._evaluate))
+                due = [act for every, act in tasks if every and number % every == 0 and number < self.settings.steps]
                 self._land(0 if due else steps_ahead())
                 if self.request.stops_after(number):
                     break
@@ -140,9 +140,9 @@ class Run:
             if self.setup.held_out and self.settings.evaluate_every:
                 self.setup.held_out.compile(self._evaluated_weights())
         self.memory = measured_memory(self.state, batch, compiled)
-        start = f"goes on after step {self.position.step}, " if self.position.step else ""
-        seconds = format_seconds(self.watch.seconds("compile"))
-        self.live.say(f"{self.folder.path}: {start}compiled in {seconds}")
+        resume_text = f"goes on after step {self.position.step}, " if self.position.step else ""
+        compile_text = format_seconds(self.watch.seconds("compile"))
+        self.live.say(f"{self.folder.path}: {resume_text}compiled in {compile_text}")
         return compiled
 
     def _read(self, reader: Ahead) -> Batch:
@@ -150,11 +150,11 @@ class Run:
         while self.flying and not reader.is_ready and not self.flying[-1].metrics.loss.is_ready():
             time.sleep(POLL_S)
         start = time.perf_counter()
-        idle = not self.flying or self.flying[-1].metrics.loss.is_ready()
-        if self.flying and idle:
+        is_idle = not self.flying or self.flying[-1].metrics.loss.is_ready()
+        if self.flying and is_idle:
             self.flying[-1] = self.flying[-1]._replace(end=start)
         _, batch = next(reader)
-        if idle:
+        if is_idle:
             self.watch.add("data", time.perf_counter() - start)
         return batch
 
@@ -190,7 +190,7 @@ class Run:
             samples=self.position.samples + self.job.batch_seqs,
             tokens=self.position.tokens + tokens,
         )
-        reached = self.predicted.measured(step_s) if self.predicted else {}
+        shares = self.predicted.measured(step_s) if self.predicted else {}
         extras = over_layers(metrics.extras)
         self.loads += [extras[name] for name in ("load_max_over_mean",) if name in extras]
         return StepRecord(
@@ -201,7 +201,7 @@ class Run:
             learning_rate=float(self.rates[flight.number - 1]),
             step_s=step_s,
             tokens_per_s=tokens / step_s,
-            **reached,
+            **shares,
             predicted_step_s=self.predicted.step_s if self.predicted else None,
             extras=extras,
         )
@@ -232,8 +232,8 @@ class Run:
 
     def finish(self) -> TrainResult:
         """Makes the last evaluation, checkpoint and weights, then the summary; returns the result."""
-        stopped = self.position.step < self.settings.steps
-        if not stopped and self.position.step:
+        is_stopped = self.position.step < self.settings.steps
+        if not is_stopped and self.position.step:
             # A request to stop does not wait for the evaluation.
             self._evaluate()
         if self.position.step:
@@ -248,21 +248,21 @@ class Run:
         return result
 
     def _result(self) -> TrainResult:
-        lost_s, done, typical = self.folder.lost_s, self.position.step, typical_step_s(self.step_s)
-        reached = self.predicted.measured(typical) if self.predicted and typical else {}
+        lost_s, num_steps, typical_s = self.folder.lost_s, self.position.step, typical_step_s(self.step_s)
+        shares = self.predicted.measured(typical_s) if self.predicted and typical_s else {}
         goodput = self.watch.goodput(steps_s=sum(self.step_s), lost_steps=len(lost_s), lost_s=float(sum(lost_s)))
-        evaluated = bool(self.evaluations) and self.evaluations[-1].step == done
+        is_evaluated = bool(self.evaluations) and self.evaluations[-1].step == num_steps
         peak = peak_bytes()
         return TrainResult(
             run=str(self.folder.path),
-            steps=done,
-            stopped=done < self.settings.steps,
+            steps=num_steps,
+            stopped=num_steps < self.settings.steps,
             losses=list(self.losses),
-            validation_loss=self.evaluations[-1].loss if evaluated else None,
-            step_s=typical,
+            validation_loss=self.evaluations[-1].loss if is_evaluated else None,
+            step_s=typical_s,
             step_s_predicted=self.predicted.step_s if self.predicted else None,
-            tokens_per_s=self.job.tokens_per_step / typical if typical else None,
-            **reached,
+            tokens_per_s=self.job.tokens_per_step / typical_s if typical_s else None,
+            **shares,
             compile_s=goodput.compile_s,
             memory=msgspec.structs.replace(self.memory, peak_bytes=peak) if self.memory and peak else self.memory,
             goodput=goodput,
@@ -277,18 +277,18 @@ class Run:
     def _give_up(self, flight: _Flight, record: StepRecord) -> None:
         """Ends a run without a finite loss or gradient; the error names the array."""
         self.folder.summarise({**msgspec.to_builtins(self._result()), "diverged": True})
-        what = f"the loss is {record.loss}"
+        fault = f"the loss is {record.loss}"
         if math.isfinite(record.loss):
-            what = f"the loss is {record.loss:.4g} and the norm of the gradient {record.grad_norm}"
-        where = where_not_finite(self.setup.step, self.state, flight.batch)
+            fault = f"the loss is {record.loss:.4g} and the norm of the gradient {record.grad_norm}"
+        place = where_not_finite(self.setup.step, self.state, flight.batch)
         settings, steps = self.settings, self.checkpoints.steps()
         weights = {"mtp_weight": self.setup.step.model.mtp_weight, **msgspec.structs.asdict(settings)}
-        large = "".join(f", or a lower {name}={weights[name]:g}" for name in LOSS_WEIGHTS if weights[name] > 1)
-        saved = f"the checkpoint of step {steps[-1]} and the metrics are" if steps else "the metrics are"
+        weights_text = "".join(f", or a lower {name}={weights[name]:g}" for name in LOSS_WEIGHTS if weights[name] > 1)
+        saved_text = f"the checkpoint of step {steps[-1]} and the metrics are" if steps else "the metrics are"
         raise CannotRunError(
-            f"{what} at step {record.step} with learning_rate={settings.learning_rate:g} and "
-            f"warmup_steps={settings.warmup_steps}: {where}. Use a lower rate or a longer warmup{large}; "
-            f"{saved} in {self.folder.path}."
+            f"{fault} at step {record.step} with learning_rate={settings.learning_rate:g} and "
+            f"warmup_steps={settings.warmup_steps}: {place}. Use a lower rate or a longer warmup{weights_text}; "
+            f"{saved_text} in {self.folder.path}."
         )
 
 
@@ -333,13 +333,13 @@ def train(
         step = position.step if resume else None
         folder = stack.enter_context(RunFolder(path, texts, step=step, writes=is_first()))
         live = stack.enter_context(LiveLine(steps=settings.steps, every=settings.log_every, shown=is_first()))
-        tracked = settings.track if is_first() else ()
-        tracking = stack.enter_context(Tracking(tracked, path, msgspec.to_builtins(resolved)))
+        trackers = settings.track if is_first() else ()
+        tracking = stack.enter_context(Tracking(trackers, path, msgspec.to_builtins(resolved)))
         request = stack.enter_context(stop_on_signals(live.say))
         few = f"no held-out loss: train.held_out={settings.held_out:g} gives too few rows for the mesh. Change it"
-        unused = [few] if setup.data.held_out and not setup.held_out else []
-        begun = [] if position.step else [start_words(settings, model)]
-        for line in [*store.passed_over, *folder.notes, *begun, *setup.batches.notes, *compiler.notes, *unused]:
+        notes = [few] if setup.data.held_out and not setup.held_out else []
+        starts = [] if position.step else [start_words(settings, model)]
+        for line in [*store.passed_over, *folder.notes, *starts, *setup.batches.notes, *compiler.notes, *notes]:
             live.say(line)
         if is_first() and setup.data.tokenizer:
             _keep_tokenizer(setup.data.tokenizer, settings.tokenizer, path)

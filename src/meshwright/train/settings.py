@@ -110,12 +110,12 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     track: tuple[TrackerKind, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, known in _WORDS.items():
-            _require_words(name, getattr(self, name), known)
-        for names, is_allowed, what in _BOUNDS:
+        for name, words in _WORDS.items():
+            _require_words(name, getattr(self, name), words)
+        for names, is_allowed, demand in _BOUNDS:
             for name in names:
                 if not is_allowed(getattr(self, name)):
-                    raise InputError(f"train.{name}={getattr(self, name)} must {what}.")
+                    raise InputError(f"train.{name}={getattr(self, name)} must {demand}.")
 
 
 FULL_RATE, ADAPTER_RATE = 2e-5, 2e-4
@@ -193,9 +193,9 @@ def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
     values = dict(table)
     for key in values:
         if key not in TrainSettings.__struct_fields__:
-            of_strategy = f" It is strategy.{key}." if key in Strategy.__struct_fields__ else ""
-            known = TrainSettings.__struct_fields__
-            raise InputError(f"train.{key} is not a setting.{of_strategy or nearest(key, known)}")
+            hint = f" It is strategy.{key}." if key in Strategy.__struct_fields__ else ""
+            names = TrainSettings.__struct_fields__
+            raise InputError(f"train.{key} is not a setting.{hint or nearest(key, names)}")
     for place, fault in figure_faults(values):
         raise InputError(f"train.{place[0]} is {fault}")
     if isinstance(values.get("track"), str):
@@ -215,9 +215,9 @@ def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
 
 def program_options(settings: TrainSettings, strategy: Strategy, *, several_documents: bool) -> ProgramOptions:
     """Returns the options of the model's program. With one document per row attention needs no document numbers."""
-    same = ("z_loss", "balance_loss", "router_z_loss", "correction_rate")
+    setting_names = ("z_loss", "balance_loss", "router_z_loss", "correction_rate")
     return ProgramOptions(
         documents=settings.packing and several_documents,
         capacity_factor=strategy.capacity_factor,
-        **{name: getattr(settings, name) for name in same},
+        **{name: getattr(settings, name) for name in setting_names},
     )

@@ -69,13 +69,13 @@ def held_out(step: TrainStep, sources: Sequence[Source], job: Job, *, max_batche
     rows = ((source, len(source.rows(job.seq_len))) for source in sources)
     filled = [source._replace(share=count) for source, count in rows if count]
     num_rows = int(sum(source.share for source in filled))
-    _, parts = batch_parts(step, "B")
-    size = min(job.batch_seqs, num_rows) // parts * parts
-    if size == 0:
+    _, num_parts = batch_parts(step, "B")
+    batch_seqs = min(job.batch_seqs, num_rows) // num_parts * num_parts
+    if batch_seqs == 0:
         return None
     order = step.token_order(job.seq_len)
-    batches = Batches(filled, batch_seqs=size, seq_len=job.seq_len, seed=0, order=order)
-    return HeldOut(step, batches, min(max_batches, num_rows // size))
+    batches = Batches(filled, batch_seqs=batch_seqs, seq_len=job.seq_len, seed=0, order=order)
+    return HeldOut(step, batches, min(max_batches, num_rows // batch_seqs))
 
 
 class Setup(NamedTuple):
@@ -113,27 +113,27 @@ def start_state(setup: Setup, checkpoints: Checkpoints) -> tuple[Position, State
     """
     step, position = setup.step, checkpoints.position()
     tables = {"model": msgspec.to_builtins(step.model), "settings": msgspec.to_builtins(setup.settings)}
-    of_base = step.param_shapes.keys() - step.saved(step.param_shapes).keys()
-    first = loaded = None
-    if position is None or of_base:
+    base_names = step.param_shapes.keys() - step.saved(step.param_shapes).keys()
+    fresh = loaded = None
+    if position is None or base_names:
         if folder := setup.settings.weights:
-            model, places = frozen_base(step.model), step.canonical[1].params
-            loaded = load_params(model, folder, {name: places[name] for name in rows(model)}, step.dtype)
-        first = step.init(setup.settings.seed, loaded)
-    base = fingerprint(step.to_canonical({name: first.params[name] for name in sorted(of_base)})) if first else ""
+            model, shardings = frozen_base(step.model), step.canonical[1].params
+            loaded = load_params(model, folder, {name: shardings[name] for name in rows(model)}, step.dtype)
+        fresh = step.init(setup.settings.seed, loaded)
+    base = fingerprint(step.to_canonical({name: fresh.params[name] for name in sorted(base_names)})) if fresh else ""
     if position is None:
-        assert first is not None
-        begun = Position(step=0, samples=0, tokens=0, phase=setup.batches.phase, base=base, **tables)
-        return begun, first
-    if of_base and base != position.base:
+        assert fresh is not None
+        start = Position(step=0, samples=0, tokens=0, phase=setup.batches.phase, base=base, **tables)
+        return start, fresh
+    if base_names and base != position.base:
         raise InputError(
             f"{checkpoints.folder.parent} trains an adapter of other weights than {setup.settings.weights or 'these'} "
             f"({base} is not {position.base}). Give its own: --set train.weights=FOLDER."
         )
-    shapes, places = (state._replace(params=step.saved(state.params)) for state in step.canonical)
-    state = checkpoints.restore(shapes, places, from_canonical=step.from_canonical)
-    if first is not None:
-        state = state._replace(params=first.params | state.params)
+    shapes, shardings = (state._replace(params=step.saved(state.params)) for state in step.canonical)
+    state = checkpoints.restore(shapes, shardings, from_canonical=step.from_canonical)
+    if fresh is not None:
+        state = state._replace(params=fresh.params | state.params)
     setup.batches.go_on(position.phase, position.samples)
     return msgspec.structs.replace(position, phase=setup.batches.phase, **tables), state
 
@@ -142,9 +142,9 @@ def start_words(settings: TrainSettings, model: Model) -> str:
     """Returns which weights a new run starts from, and at which learning rate."""
     if not settings.weights:
         return "starts from random weights"
-    rate, usual = settings.learning_rate, fine_tuning_rate(model)
-    what = "adapters" if usual == ADAPTER_RATE else "all weights"
-    words = f", the default to fine-tune {what}" if rate == usual else ""
+    rate, default_rate = settings.learning_rate, fine_tuning_rate(model)
+    target = "adapters" if default_rate == ADAPTER_RATE else "all weights"
+    words = f", the default to fine-tune {target}" if rate == default_rate else ""
     return f"starts from the weights in {settings.weights}, at learning_rate {rate:g}{words}{without_mtp_words(model)}"
 
 

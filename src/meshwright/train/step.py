@@ -17,8 +17,8 @@ from meshwright.train.settings import TrainSettings, program_options
 def batch_parts(step: TrainStep, letter: str) -> tuple[tuple[str, ...], int]:
     """Returns the axes that shard a dim of a batch, and the parts of the dim: devices, for B times microbatches."""
     axes = step.declared.declared["tokens"].axes_of(letter)
-    parts = math.prod(step.strategy.mesh[axis] for axis in axes)
-    return axes, parts * (step.strategy.num_microbatches if letter == "B" else 1)
+    num_parts = math.prod(step.strategy.mesh[axis] for axis in axes)
+    return axes, num_parts * (step.strategy.num_microbatches if letter == "B" else 1)
 
 
 def make_step(
@@ -51,9 +51,9 @@ def make_step(
 def require_divides(step: TrainStep, job: Job) -> None:
     """Raises InputError unless every device gets an equal part of the batch; `plan.legal` checks the weights."""
     for name, letter, size in (("batch_seqs", "B", job.batch_seqs), ("seq_len", "T", job.seq_len)):
-        axes, parts = batch_parts(step, letter)
-        if size % parts:
+        axes, num_parts = batch_parts(step, letter)
+        if size % num_parts:
             raise InputError(
-                f"{name}={size} does not divide into {parts} parts "
-                f"({' x '.join(axes)}{' x microbatches' if letter == 'B' else ''}). Use a multiple of {parts}."
+                f"{name}={size} does not divide into {num_parts} parts "
+                f"({' x '.join(axes)}{' x microbatches' if letter == 'B' else ''}). Use a multiple of {num_parts}."
             )

@@ -64,15 +64,15 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
     steps = checkpoint_steps(run)
     if not steps:
         raise InputError(f"{run} has no checkpoint. Give the folder of a run that wrote one.")
-    chosen = steps[-1] if step is None else step
-    if chosen not in steps:
+    chosen_step = steps[-1] if step is None else step
+    if chosen_step not in steps:
         raise InputError(f"{run} has no checkpoint of step {step}. It has: {', '.join(map(str, steps))}.")
-    damaged = f"the checkpoint {run / CHECKPOINTS / str(chosen)} is damaged"
-    other_steps = ", ".join(str(number) for number in steps if number != chosen)
+    damaged = f"the checkpoint {run / CHECKPOINTS / str(chosen_step)} is damaged"
+    other_steps = ", ".join(str(number) for number in steps if number != chosen_step)
     remedy = f"There are checkpoints of steps {other_steps}." if other_steps else "There is no other checkpoint."
     try:
-        if not require_intact(run / CHECKPOINTS / str(chosen)):
-            warnings.warn(f"checkpoint {chosen} of {run} {UNCHECKED}.", FileWarning, stacklevel=3)
+        if not require_intact(run / CHECKPOINTS / str(chosen_step)):
+            warnings.warn(f"checkpoint {chosen_step} of {run} {UNCHECKED}.", FileWarning, stacklevel=3)
     except CannotRunError as error:
         raise CannotRunError(f"{damaged}: {error} {remedy}") from None
     # Orbax warns about default options when a folder is opened for reading only.
@@ -82,7 +82,7 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
 
         def restore(**parts: Any) -> Any:
             try:
-                return manager.restore(chosen, args=ocp.args.Composite(**parts))
+                return manager.restore(chosen_step, args=ocp.args.Composite(**parts))
             except Exception as error:  # Orbax and its storage raise many kinds
                 raise CannotRunError(f"{damaged}: {first_line(error)[:200]}. {remedy}") from None
 
@@ -98,15 +98,15 @@ def open_run_checkpoint(run: Path, step: int | None = None) -> Iterator[Checkpoi
 
         @lru_cache(_ARRAYS_AT_ONCE)
         def read(name: str) -> np.ndarray:
-            here = SingleDeviceSharding(jax.devices()[0])
-            item = {"params": {name: jax.ShapeDtypeStruct(shapes[name].shape, dtypes[name], sharding=here)}}
+            sharding = SingleDeviceSharding(jax.devices()[0])
+            item = {"params": {name: jax.ShapeDtypeStruct(shapes[name].shape, dtypes[name], sharding=sharding)}}
             arguments = ocp.args.PyTreeRestore(
                 item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
             )
             return np.asarray(restore(**{STATE: arguments})[STATE]["params"][name])
 
         base = Path(stored.position.settings.get("weights") or run / BASE)
-        yield CheckpointWeights(model, chosen, lambda name, index: read(name)[index], dtypes, base)
+        yield CheckpointWeights(model, chosen_step, lambda name, index: read(name)[index], dtypes, base)
 
 
 def save_weights(model: Model, params: Params, folder: Path, *, base: str = "") -> None:
@@ -134,8 +134,8 @@ def end_of_text(model: Model, folder: Path) -> dict[str, int | list[int]]:
     if not (folder / TOKENIZER).is_file():
         require_intact(folder, [TOKENIZER])
         return {}
-    tokenizer, end = open_tokenizer(folder, vocab_size=model.vocab_size)
-    known = read_table(folder / GENERATION, remedy="remove it")
-    ends = end_tokens(folder, tokenizer) if known else [end]
-    numbers = {key: known[key] for key in TOKEN_KEYS if key in known}
-    return {**numbers, "eos_token_id": ends if len(ends) > 1 else ends[0] if ends else end}
+    tokenizer, end_id = open_tokenizer(folder, vocab_size=model.vocab_size)
+    table = read_table(folder / GENERATION, remedy="remove it")
+    end_ids = end_tokens(folder, tokenizer) if table else [end_id]
+    token_ids = {key: table[key] for key in TOKEN_KEYS if key in table}
+    return {**token_ids, "eos_token_id": end_ids if len(end_ids) > 1 else end_ids[0] if end_ids else end_id}

@@ -55,8 +55,8 @@ def compare_traffic(
     ``remarks`` are the partitioner's messages about arrays that it replicated.
     """
     shapes = [match[1] for remark in remarks if (match := _COPIED.search(remark))]
-    copied = max((math.prod(parse_shapes(shape)[0].dims) for shape in shapes), default=0)
-    table = TrafficTable(expected, found, mesh, copied * math.prod(mesh.values()))
+    num_copied = max((math.prod(parse_shapes(shape)[0].dims) for shape in shapes), default=0)
+    table = TrafficTable(expected, found, mesh, num_copied * math.prod(mesh.values()))
     for rule in RULES:
         rule(table)
     return table.result()
@@ -70,30 +70,30 @@ def _tied_weights(table: TrafficTable) -> None:
     for label, sides in table.labels.items():
         if label is None or sides.compiled or label.block.startswith("layer"):
             continue
-        ends = [
+        end_sides = [
             end
             for step, end in table.labels.items()
             if step is not None and (step.result, step.op) == (label.result, label.op) and step.block != label.block
         ]
-        if any(end.derived == sides.derived and end.compiled for end in ends):
+        if any(end.derived == sides.derived and end.compiled for end in end_sides):
             table.taken.add(label)
             table.name("shared", str(label), sides.derived, {})
 
 
 def _name_joined(table: TrafficTable, key: TrafficKey) -> None:
     """Names the common difference of several steps that the compiler combined under the label of one."""
-    of_row = [
+    steps_of_row = [
         (label, sides)
         for label, sides in table.labels.items()
         if {*sides.derived, *sides.compiled} == {key}
         and sides.derived.get(key, NOTHING).arrays != sides.compiled.get(key, NOTHING).arrays
     ]
-    derived = sum((sides.derived.get(key, NOTHING) for _, sides in of_row), NOTHING)
-    compiled = sum((sides.compiled.get(key, NOTHING) for _, sides in of_row), NOTHING)
+    derived = sum((sides.derived.get(key, NOTHING) for _, sides in steps_of_row), NOTHING)
+    compiled = sum((sides.compiled.get(key, NOTHING) for _, sides in steps_of_row), NOTHING)
     if table.is_even(key) or derived.arrays != compiled.arrays or not same(derived.elements, compiled.elements):
         return
-    if len(of_row) > 1 and (name := _of_size(derived, compiled, {key[0]})):
-        table.taken |= {label for label, _ in of_row}
+    if len(steps_of_row) > 1 and (name := _of_size(derived, compiled, {key[0]})):
+        table.taken |= {label for label, _ in steps_of_row}
         table.name(name, _words(key), {key: derived}, {key: compiled})
 
 
@@ -112,26 +112,26 @@ def _name_unlabelled(table: TrafficTable, label: StepLabel | None, sides: Sides)
     """Names a step's scatter that is not there, where a sum without a label has all of its elements."""
     if label is None or sides.compiled or len(sides.derived) != 1:
         return
-    ((kind, axes), derived), nobody = *sides.derived.items(), table.labels[None].compiled
-    whole = nobody.get(("all_reduce", axes), NOTHING)
-    if kind == "reduce_scatter" and same(whole.elements, derived.elements) and not table.is_even((kind, axes)):
+    ((kind, axes), derived), unlabelled = *sides.derived.items(), table.labels[None].compiled
+    full_sum = unlabelled.get(("all_reduce", axes), NOTHING)
+    if kind == "reduce_scatter" and same(full_sum.elements, derived.elements) and not table.is_even((kind, axes)):
         table.taken.add(label)
-        table.name("full all-reduce", str(label), sides.derived, {("all_reduce", axes): whole})
-        nobody.pop(("all_reduce", axes))
+        table.name("full all-reduce", str(label), sides.derived, {("all_reduce", axes): full_sum})
+        unlabelled.pop(("all_reduce", axes))
 
 
 def _name_label(table: TrafficTable, label: StepLabel | None, sides: Sides) -> None:
     """Names a step's difference, unless its rows are even already."""
     if label in table.taken or all(table.is_even(key) for key in (*sides.derived, *sides.compiled)):
         return
-    most = table.most_padding[label]
-    if name := _name_of(label, sides, most):
+    limit = table.most_padding[label]
+    if name := _name_of(label, sides, limit):
         table.name(name, str(label), sides.derived, sides.compiled)
         return
     for key in sides.derived.keys() & sides.compiled.keys() if label else ():
         # a leg of several
         derived, compiled = {key: sides.derived[key]}, {key: sides.compiled[key]}
-        if not table.is_even(key) and (name := _of_size(derived[key], compiled[key], {key[0]}, most_padding=most)):
+        if not table.is_even(key) and (name := _of_size(derived[key], compiled[key], {key[0]}, most_padding=limit)):
             table.name(name, str(label), derived, compiled)
 
 
@@ -145,9 +145,9 @@ def _scattered_rows(table: TrafficTable) -> None:
         if kind != "reduce_scatter" or table.left[key].elements >= 0 or table.is_even(key):
             continue
         # all-reduces over the same axes, or also over those that sum the replicas afterwards
-        whole = [row for row in table.left if row[0] == "all_reduce" and set(axes) <= set(row[1])]
-        alike = (row for row in whole if same(table.left[row].elements, -table.left[key].elements))
-        if partner := next(alike, None):
+        sums = [row for row in table.left if row[0] == "all_reduce" and set(axes) <= set(row[1])]
+        equal_sums = (row for row in sums if same(table.left[row].elements, -table.left[key].elements))
+        if partner := next(equal_sums, None):
             _name_pair(table, key, partner)
 
 
@@ -159,22 +159,22 @@ def _summed_rows(table: TrafficTable) -> None:
 def _name_sums(table: TrafficTable, key: TrafficKey) -> None:
     """Names sums over the axes of a row that were sent in another form: as a scatter and a gather, or together with
     the sums over further axes that follow."""
-    left = table.left[key]
-    if left.wire >= 0 or table.is_even(key):
+    amount = table.left[key]
+    if amount.wire >= 0 or table.is_even(key):
         return
-    parts = [(kind, key[1]) for kind in ("reduce_scatter", "all_gather")]
-    if all(table.left.get(part, NOTHING).wire > 0 for part in parts):
-        sent = {part: table.left[part] for part in parts}
+    part_keys = [(kind, key[1]) for kind in ("reduce_scatter", "all_gather")]
+    if all(table.left.get(part, NOTHING).wire > 0 for part in part_keys):
+        sent_of = {part: table.left[part] for part in part_keys}
         # parts of small arrays are padded
-        if (sum(sent.values(), NOTHING) + left).wire <= MOST_PADDING * -left.wire:
-            table.name("scattered all-reduce", _words(key), {key: -left}, sent)
+        if (sum(sent_of.values(), NOTHING) + amount).wire <= MOST_PADDING * -amount.wire:
+            table.name("scattered all-reduce", _words(key), {key: -amount}, sent_of)
         return
-    for whole in [row for row in table.left if row[0] == "all_reduce" and set(key[1]) < set(row[1])]:
-        rest = "all_reduce", tuple(axis for axis in whole[1] if axis not in key[1])
-        alike = all(same(-table.left.get(row, NOTHING).elements, table.left[whole].elements) for row in (key, rest))
-        if alike and table.left[whole].wire > 0:
+    for joint in [row for row in table.left if row[0] == "all_reduce" and set(key[1]) < set(row[1])]:
+        rest = "all_reduce", tuple(axis for axis in joint[1] if axis not in key[1])
+        equal = all(same(-table.left.get(row, NOTHING).elements, table.left[joint].elements) for row in (key, rest))
+        if equal and table.left[joint].wire > 0:
             table.name(
-                "joined", _words(whole), {row: -table.left[row] for row in (key, rest)}, {whole: table.left[whole]}
+                "joined", _words(joint), {row: -table.left[row] for row in (key, rest)}, {joint: table.left[joint]}
             )
             return
 
@@ -182,52 +182,52 @@ def _name_sums(table: TrafficTable, key: TrafficKey) -> None:
 def _name_pair(table: TrafficTable, scattered: TrafficKey, whole: TrafficKey) -> None:
     """Names a reduce-scatter compiled as an all-reduce, which may also include the sum over replicas."""
     derived = {scattered: -table.left[scattered]}
-    rest = "all_reduce", tuple(axis for axis in whole[1] if axis not in scattered[1])
-    replicas = table.left.get(rest, NOTHING)
-    if rest[1] and replicas.wire < 0:
-        derived[rest] = -replicas
+    rest_key = "all_reduce", tuple(axis for axis in whole[1] if axis not in scattered[1])
+    replicas = table.left.get(rest_key, NOTHING)
+    if rest_key[1] and replicas.wire < 0:
+        derived[rest_key] = -replicas
     table.name("full all-reduce", _words(scattered), derived, {whole: table.left[whole]})
 
 
 def _left_rows(table: TrafficTable) -> None:
     """Names what is left of rows: more than was derived, done again, copied or padded, or less, shared or dropped."""
-    for key, left in list(table.left.items()):
+    for key, amount in list(table.left.items()):
         if table.is_even(key):
             continue
-        if left.wire > 0:
-            again = table.repeated_bytes[key] >= (1 - TOLERANCE) * left.wire
-            if again or 0 < left.elements <= left.arrays * table.copied:
-                name = "repeated" if again else "involuntary rematerialisation"
-                table.name(name, _words(key), {}, {key: left})
-        elif key[0] == "permute" and left.arrays < 0 and _is_one_round(table, key, left):
-            table.name("dropped", _words(key), {key: -left}, {})
-        elif _is_of_a_tied_weight(table, key, left):
-            table.name("shared", _words(key), {key: -left}, {})
+        if amount.wire > 0:
+            is_repeat = table.repeated_bytes[key] >= (1 - TOLERANCE) * amount.wire
+            if is_repeat or 0 < amount.elements <= amount.arrays * table.copied:
+                name = "repeated" if is_repeat else "involuntary rematerialisation"
+                table.name(name, _words(key), {}, {key: amount})
+        elif key[0] == "permute" and amount.arrays < 0 and _is_one_round(table, key, amount):
+            table.name("dropped", _words(key), {key: -amount}, {})
+        elif _is_of_a_tied_weight(table, key, amount):
+            table.name("shared", _words(key), {key: -amount}, {})
         # as many arrays as derived, of up to half as many more elements
-        left, most = table.left[key], MOST_PADDING * table.rows.derived[key].elements
-        if left.arrays == 0 and 0 < left.elements < most and not table.is_even(key):
-            table.name("padding", _words(key), {}, {key: left})
+        amount, most_elements = table.left[key], MOST_PADDING * table.rows.derived[key].elements
+        if amount.arrays == 0 and 0 < amount.elements < most_elements and not table.is_even(key):
+            table.name("padding", _words(key), {}, {key: amount})
 
 
 def _is_of_a_tied_weight(table: TrafficTable, key: TrafficKey, left: Amount) -> bool:
     """True if a row lacks what one end of the program sends of an array that embedding and head both gather or
     sum."""
-    sent = {
+    amount_of = {
         label: sides.derived[key]
         for label, sides in table.labels.items()
         if label is not None and key in sides.derived and not label.block.startswith("layer")
     }
-    alike = [label for label, amount in sent.items() if same(amount.elements, -left.elements)]
-    blocks = {(label.result, label.block) for label in alike if sent[label].arrays == -left.arrays}
+    equal_labels = [label for label, amount in amount_of.items() if same(amount.elements, -left.elements)]
+    blocks = {(label.result, label.block) for label in equal_labels if amount_of[label].arrays == -left.arrays}
     return len(blocks) > len({result for result, _ in blocks})
 
 
 def _is_one_round(table: TrafficTable, key: TrafficKey, left: Amount) -> bool:
     """True if a row lacks whole arrays of its own size, at most one of a ring's n - 1 rounds."""
     derived, compiled = table.rows.derived[key], table.rows.compiled[key]
-    rounds = math.prod(table.mesh[axis] for axis in key[1]) - 1
-    whole = same(left.elements / left.arrays, derived.elements / derived.arrays)
-    return whole and compiled.arrays > 0 and -left.arrays * rounds <= derived.arrays
+    num_rounds = math.prod(table.mesh[axis] for axis in key[1]) - 1
+    is_whole = same(left.elements / left.arrays, derived.elements / derived.arrays)
+    return is_whole and compiled.arrays > 0 and -left.arrays * num_rounds <= derived.arrays
 
 
 RULES: tuple[Callable[[TrafficTable], None], ...] = (
@@ -272,9 +272,9 @@ def _of_size(derived: Amount, compiled: Amount, kinds: set[str], *, most_padding
         return "float32" if same(compiled.wire, 2 * derived.wire) else ""
     if derived.arrays == compiled.arrays:
         # rows of one number, such as weights of slots, are sent as rows that fill the lanes
-        of_numbers = same(compiled.elements, LANES * derived.elements)
+        is_lane_padded = same(compiled.elements, LANES * derived.elements)
         extra = compiled.elements - derived.elements
-        return "padding" if of_numbers or 0 < extra < most_padding * derived.elements else ""
+        return "padding" if is_lane_padded or 0 < extra < most_padding * derived.elements else ""
     # combined arrays carry one label: their mean size then differs from that of the step's own
     if not same(compiled.elements / max(compiled.arrays, 1), derived.elements / max(derived.arrays, 1)):
         return ""

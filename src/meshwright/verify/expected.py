@@ -75,15 +75,15 @@ def expected_collectives(
                 yield step, pieces.get(step.result.name, int(times)) if step.op == "all_gather" else 1, int(times)
             elif step.is_collective:
                 runs = int(times) * (int(num_moves(step, sizes)) if step.op == "permute" else 1)
-                stacked = step.scope == "step" and not layer_by_layer
-                yield step, 1 if stacked else runs * int(num_ways(step, sizes)), runs
+                is_stacked = step.scope == "step" and not layer_by_layer
+                yield step, 1 if is_stacked else runs * int(num_ways(step, sizes)), runs
 
     return _expected(counted(), sizes, num_microbatches=num_microbatches, width=width)
 
 
 def _pieces(derived: Derived, sizes: OpSizes) -> dict[str, int]:
     """Maps each weight outside the layers to the number of pieces in which it is gathered after an update."""
-    ends = {name for block in derived.blocks if not block.is_layer for name in weights_of(derived, block)}
+    end_names = {name for block in derived.blocks if not block.is_layer for name in weights_of(derived, block)}
 
     def shape(array: ShardedArray) -> list[int]:
         return [int(sizes.local(array)[dim]) for dim in array.dims]
@@ -91,7 +91,7 @@ def _pieces(derived: Derived, sizes: OpSizes) -> dict[str, int]:
     return {
         name: cut(shape(weight.shard), shape(derived.declared[name]))[1]
         for name, weight in derived.weights.items()
-        if name in ends
+        if name in end_names
     }
 
 
@@ -112,27 +112,27 @@ def _expected(
     for step, arrays, times in counted:
         if not times:
             continue
-        with_slots = slot_sizes(step, sizes)
-        element = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
-        whole = round(float(with_slots.elements(step.full) * element * padding_factor(step, sizes)))
+        step_sizes = slot_sizes(step, sizes)
+        element_bytes = int(sent_element_bytes(step, width=width, num_microbatches=num_microbatches))
+        full_bytes = round(float(step_sizes.elements(step.full) * element_bytes * padding_factor(step, sizes)))
         axes = active_axes(step.axes, sizes.mesh)
-        at_once = CrossedLeg(math.prod(sizes.mesh[axis] for axis in axes), axes, 1)
-        for leg in crossed_legs(step, whole * times // arrays) or (at_once,):
+        one_leg = CrossedLeg(math.prod(sizes.mesh[axis] for axis in axes), axes, 1)
+        for leg in crossed_legs(step, full_bytes * times // arrays) or (one_leg,):
             yield Expected(
                 label=step.label,
                 kind=step.op,
                 axes=active_axes(leg.axes, sizes.mesh),
                 num_arrays=arrays,
-                full_bytes=times * whole // leg.divided,
-                element_bytes=element,
+                full_bytes=times * full_bytes // leg.divided,
+                element_bytes=element_bytes,
                 group_size=leg.size,
             )
 
 
 def active_axes(axes: Iterable[str], mesh: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the axes of more than one device, in the mesh's order."""
-    wanted = set(axes)
-    return tuple(axis for axis in mesh if axis in wanted and mesh[axis] > 1)
+    names = set(axes)
+    return tuple(axis for axis in mesh if axis in names and mesh[axis] > 1)
 
 
 # -- pipelines ------------------------------------------------------------------------------------------
@@ -154,23 +154,23 @@ def expected_of_pipeline(
 
 def _counted_in_text(derived: Derived, tables: TickTables, sizes: SlotSizes) -> Iterator[_Counted]:
     pieces = _pieces(derived, sizes)
-    used = ((block, name) for block in derived.blocks for name in block.block.reads)
-    counted = ((block, name) for block in derived.blocks for name in counts_of(block))
-    rows = {name: _rows(derived, block, tables) for block, name in (*used, *counted)}
+    block_weights = ((block, name) for block in derived.blocks for name in block.block.reads)
+    block_counts = ((block, name) for block in derived.blocks for name in counts_of(block))
+    rows_of = {name: _rows(derived, block, tables) for block, name in (*block_weights, *block_counts)}
     for block, step, runs in steps_in_text(derived, tables):
         if step.is_collective:
             times = runs * (int(num_moves(step, sizes)) if step.op == "permute" else 1)
             yield (step, 1, _rows(derived, block, tables)) if step.scope == "step" else (step, times, times)
-    ways = {"forward": tables.x_channels, "backward": tables.dx_channels}
+    channels_of = {"forward": tables.x_channels, "backward": tables.dx_channels}
     for step in derived.boundary:
-        sends = sum(channel.offset != 0 for channel in ways[step.phase]) if step.op == "permute" else 1
-        times = tables.num_ticks * sends
+        num_sends = sum(channel.offset != 0 for channel in channels_of[step.phase]) if step.op == "permute" else 1
+        times = tables.num_ticks * num_sends
         yield step, times, times
     if tables.schedule.weight_copies > 1:
-        yield from ((step, 1, rows[step.result.name.removeprefix("d")]) for step in meetings(derived))
+        yield from ((step, 1, rows_of[step.result.name.removeprefix("d")]) for step in meetings(derived))
     for step in (*derived.ends, *derived.update):
         if step.is_collective:
-            times = rows.get(step.result.name, 1)
+            times = rows_of.get(step.result.name, 1)
             yield step, pieces.get(step.result.name, times) if step.op == "all_gather" else 1, times
 
 
@@ -178,15 +178,15 @@ def steps_in_text(derived: Derived, tables: TickTables) -> Iterator[tuple[BlockS
     """Yields each step of the blocks with how often the text of a pipeline contains it: once per tick and layer, in the
     backward pass twice if the schedule has both split and whole ones. Layers that run again count as often as they do.
     """
-    twice, stages = tables.has_whole and tables.has_split, tables.schedule.num_virtual_stages
+    runs_twice, num_stages = tables.has_whole and tables.has_split, tables.schedule.num_virtual_stages
     for block in derived.blocks:
-        layers = _layers(derived, block, tables)
-        again = layers if block.rerun is None else round(block.rerun.times(layers, stages))
+        num_layers = _layers(derived, block, tables)
+        times_again = num_layers if block.rerun is None else round(block.rerun.times(num_layers, num_stages))
         for step in block.forward:
-            yield block, step, tables.num_ticks * layers
+            yield block, step, tables.num_ticks * num_layers
         for number, step in enumerate(block.backward):
-            ticks = tables.num_ticks * (2 if twice and block.is_layer else 1)
-            yield block, step, ticks * (again if number < block.num_again else layers)
+            ticks = tables.num_ticks * (2 if runs_twice and block.is_layer else 1)
+            yield block, step, ticks * (times_again if number < block.num_again else num_layers)
 
 
 def _layers(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
@@ -199,8 +199,8 @@ def _layers(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
 def _rows(derived: Derived, block: BlockSteps, tables: TickTables) -> int:
     """Returns the number of layers of a block that one device stores."""
     schedule = tables.schedule
-    stages = schedule.num_virtual_stages // schedule.num_devices if block.block.carry else 1
-    return _layers(derived, block, tables) * stages
+    stages_per_device = schedule.num_virtual_stages // schedule.num_devices if block.block.carry else 1
+    return _layers(derived, block, tables) * stages_per_device
 
 
 class StepDerivation:
@@ -238,10 +238,10 @@ class StepDerivation:
             )
         if model.num_experts:
             num_tokens = job.tokens_per_step // self.strategy.num_microbatches
-            bound = self.strategy.capacity_factor
-            filled = num_tokens * model.experts_per_token // model.num_experts
-            slots = expert_capacity(model, num_tokens, bound) if bound else filled
-            sizes |= {"C": slots, "Er": len(ROUTING_ROWS)}
+            capacity_factor = self.strategy.capacity_factor
+            even_slots = num_tokens * model.experts_per_token // model.num_experts
+            num_slots = expert_capacity(model, num_tokens, capacity_factor) if capacity_factor else even_slots
+            sizes |= {"C": num_slots, "Er": len(ROUTING_ROWS)}
         return sizes
 
     def expected(self) -> list[Expected]:
@@ -250,9 +250,9 @@ class StepDerivation:
         width = int(DTYPE_BYTES[strategy.state_dtype])
         if self._tables is not None:
             return list(expected_of_pipeline(self.derived, self._tables, self.dims, mesh, width=width))
-        count, overlapped = strategy.num_microbatches, strategy.gradient_sync == "overlapped"
+        num_microbatches, is_overlapped = strategy.num_microbatches, strategy.gradient_sync == "overlapped"
         rows = expected_collectives(
-            self.derived, self.dims, mesh, num_microbatches=count, width=width, layer_by_layer=overlapped
+            self.derived, self.dims, mesh, num_microbatches=num_microbatches, width=width, layer_by_layer=is_overlapped
         )
         return list(rows)
 
@@ -266,8 +266,8 @@ class StepDerivation:
         else:
             steps = [(step, times) for _, step, times in steps_in_text(self.derived, self._tables)]
         for step, times in steps:
-            counted = not (step.is_collective or is_attention(step))
-            flops = float(np.asarray(op_flops(step, slot_sizes(step, sizes)))) if counted else 0.0
+            is_product = not (step.is_collective or is_attention(step))
+            flops = float(np.asarray(op_flops(step, slot_sizes(step, sizes)))) if is_product else 0.0
             if flops:
                 by_label[step.label] += flops * times
         return dict(by_label)

@@ -57,15 +57,15 @@ def compare_products(program: str, derived: Mapping[StepLabel, float]) -> Produc
     left_out = {label for label in (*count.flops, *derived) if label in count.by_data or _attends(label)}
     labels = [label for label in dict.fromkeys((*derived, *count.flops)) if label not in left_out]
     pairs = {label: (derived.get(label, 0.0), count.flops.get(label, 0.0)) for label in labels}  # type: ignore[arg-type]
-    total_d, total_c = (sum(pair[side] for pair in pairs.values()) for side in (0, 1))
+    total_derived, total_compiled = (sum(pair[side] for pair in pairs.values()) for side in (0, 1))
     differing = [
         StepProducts(where=str(label or "no step"), derived=d, compiled=c)
         for label, (d, c) in pairs.items()
         if abs(c - d) > TOLERANCE * max(c, d)
     ]
     return Products(
-        derived=total_d,
-        compiled=total_c,
+        derived=total_derived,
+        compiled=total_compiled,
         differences=tuple(sorted(differing, key=lambda row: -abs(row.compiled - row.derived))),
         by_data=tuple(sorted(str(label) for label in count.by_data)),
     )
@@ -100,12 +100,12 @@ def count_products(program: str) -> ProductCount:
             for role, called in instruction.called:
                 if role == "condition" or called not in module.computations or runs_further_rounds(module, instruction):
                     continue
-                inside = products(called)
-                loops = bool(inside) and instruction.opcode == "while" and not runs_at_most_once(module, instruction)
-                times = trip_count(module, instruction) if loops else 1
-                for (label, depends), flops in inside.items():
+                by_label = products(called)
+                loops = bool(by_label) and instruction.opcode == "while" and not runs_at_most_once(module, instruction)
+                num_trips = trip_count(module, instruction) if loops else 1
+                for (label, depends), flops in by_label.items():
                     # A function shared by several steps has no label and takes its caller's.
-                    totals[label or instruction.label, depends or times is None] += (times or 1) * flops
+                    totals[label or instruction.label, depends or num_trips is None] += (num_trips or 1) * flops
         return totals
 
     flops: dict[_Label, float] = defaultdict(float)

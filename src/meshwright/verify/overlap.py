@@ -50,8 +50,8 @@ def compare_overlap(
     compiled: dict[tuple[str, tuple[str, ...]], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for sent in found:
         if axes := active_axes(sent.axes, mesh):
-            size = math.prod(mesh[axis] for axis in axes)
-            group = sent.group_size if 1 < sent.group_size < size else size
+            axes_size = math.prod(mesh[axis] for axis in axes)
+            group = sent.group_size if 1 < sent.group_size < axes_size else axes_size
             compiled[sent.kind, axes][sent.overlap] += sent.total_bytes * received_share(sent.kind, group)
     derived = {(traffic.op, active_axes(traffic.axes, mesh)): traffic for traffic in priced.traffic}
     rows = [
@@ -78,8 +78,8 @@ def _exposed_share(rows: Sequence[OverlapRow], kind: str, axes: tuple[str, ...])
 
     Where the compiler made another kind of it, or joined axes, all collectives that share an axis count.
     """
-    sent = [row for row in rows if row.exposed_bytes or row.overlapped]
-    same = [row for row in sent if (row.kind, row.axes) == (kind, axes)]
-    near = same or [row for row in sent if set(row.axes) & set(axes)]
-    exposed = sum(row.exposed_bytes for row in near)
-    return exposed / (exposed + sum(row.overlapped_bytes for row in near)) if near else 1.0
+    sent_rows = [row for row in rows if row.exposed_bytes or row.overlapped]
+    exact_rows = [row for row in sent_rows if (row.kind, row.axes) == (kind, axes)]
+    near_rows = exact_rows or [row for row in sent_rows if set(row.axes) & set(axes)]
+    exposed_bytes = sum(row.exposed_bytes for row in near_rows)
+    return exposed_bytes / (exposed_bytes + sum(row.overlapped_bytes for row in near_rows)) if near_rows else 1.0

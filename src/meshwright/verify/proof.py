@@ -88,7 +88,7 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
     derivation = StepDerivation(request)
     # constraints leave the products of the whole mesh in the text before partitioning
     counts_products = bool(outcome.program) and request.form == "shard_map"
-    memory, offered = None, available_bytes(outcome.out_of_memory)
+    memory, offered_bytes = None, available_bytes(outcome.out_of_memory)
     if request.target.platform != "cpu":
         measured = outcome.memory
         memory = MemoryComparison(
@@ -97,10 +97,10 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
             temporaries=measured.temporaries + measured.outputs,
             needed=measured.needed,
             peak=measured.peak,
-            available=min((offered or 0) * _devices(request) or math.inf, request.setting.memory_limit),
+            available=min((offered_bytes or 0) * _devices(request) or math.inf, request.setting.memory_limit),
         )
         refusal = refusal or _does_not_fit(request, memory)
-    traffic, trouble, overlap = None, "", None
+    traffic, traffic_error, overlap = None, "", None
     mesh = request.strategy.mesh
     try:
         expected, compiled = derivation.expected(), collectives(outcome.hlo, mesh)
@@ -109,14 +109,14 @@ def prove(request: Request, *, program: Sequence[str], timeout_s: float, keep: P
             priced = price_strategy(request.setting, request.strategy)
             overlap = compare_overlap(compiled, Breakdown(priced), mesh)
     except ValueError as error:
-        trouble = str(error)
+        traffic_error = str(error)
     return Proof(
         request=request,
         outcome=outcome,
         refusal=refusal,
         memory=memory,
         traffic=traffic,
-        traffic_error=trouble,
+        traffic_error=traffic_error,
         overlap=overlap,
         products=compare_products(outcome.program, derivation.products()) if counts_products else None,
     )
@@ -134,22 +134,22 @@ def _refusal(request: Request, outcome: CompileOutcome) -> str:
     """Returns in one line why nothing was compiled."""
     if outcome.ended in ("done", "stopped"):
         return ""
-    where = "compiled" if outcome.lowered else "lowered"
-    how = {"crash": "the compiler died", "timeout": "the time was up"}.get(outcome.ended)
-    message = f"{how}: {outcome.message}" if how else outcome.message
+    stage = "compiled" if outcome.lowered else "lowered"
+    cause = {"crash": "the compiler died", "timeout": "the time was up"}.get(outcome.ended)
+    message = f"{cause}: {outcome.message}" if cause else outcome.message
     if "Mosaic kernels cannot be automatically partitioned" in message:
         message = "XLA partitions no kernels of TPUs by itself. Leave --gspmd out, or take it with --for cpu or on GPUs"
     hint = " Give more time with --timeout." if outcome.ended == "timeout" else ""
-    return f"the {request.step} step of {request.setting.model.name} could not be {where}: {message.rstrip('.')}.{hint}"
+    return f"the {request.step} step of {request.setting.model.name} could not be {stage}: {message.rstrip('.')}.{hint}"
 
 
 def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
     if memory.fits:
         return ""
-    needed, has = memory.needed / 1e9, memory.available / 1e9
+    needed_gb, has = memory.needed / 1e9, memory.available / 1e9
     return (
-        f"the {request.step} step of {request.setting.model.name} needs {needed:.1f} GB on each chip of "
-        f"{request.setting.cluster.short_name}, {needed / has:.2g} times the {has:.1f} GB that a chip has for it. "
+        f"the {request.step} step of {request.setting.model.name} needs {needed_gb:.1f} GB on each chip of "
+        f"{request.setting.cluster.short_name}, {needed_gb / has:.2g} times the {has:.1f} GB that a chip has for it. "
         f"Use more chips, {'more remat' if request.setting.job.trains else 'int8'}, or fewer sequences at a time."
     )
 

@@ -89,9 +89,9 @@ def _take_folder(folder: Path) -> None:
             raise InputError(f"{folder} holds other files, which could be lost. Name a new or an empty folder.")
         for name in (LOWERED, MEMORY, MODULE, OPTIONS, ERROR):
             (folder / name).unlink(missing_ok=True)
-        for old in (folder / DUMP).glob("*"):
-            if old.is_file():
-                old.unlink()
+        for old_file in (folder / DUMP).glob("*"):
+            if old_file.is_file():
+                old_file.unlink()
         (folder / REQUEST).touch()
     except OSError as error:
         raise InputError(f"nothing can be kept in {folder}: {error.strerror}. Name a folder to write to.") from None
@@ -110,9 +110,9 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
             env=_environment(request, dumps),
             start_new_session=True,
         )
-        stop_early = dumps if request.target.platform != "cpu" and request.depth == "partition" else None
+        dumps_to_watch = dumps if request.target.platform != "cpu" and request.depth == "partition" else None
         try:
-            ended, status, usage, seen_kb = _wait(process, started + timeout_s, stop_early)
+            ended, status, usage, seen_kb = _wait(process, started + timeout_s, dumps_to_watch)
         except BaseException:
             # the process runs in a session of its own, which Ctrl-C does not reach
             os.killpg(process.pid, signal.SIGKILL)
@@ -120,13 +120,13 @@ def _run(request: Request, folder: Path, program: Sequence[str], timeout_s: floa
             raise
     text = log.read_text(errors="replace")
     # Linux starts a program's ru_maxrss at the peak of the process that started it: up to there it says nothing.
-    inherited = usage.ru_maxrss <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    spent = {
+    is_inherited = usage.ru_maxrss <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    costs = {
         "wall_s": time.monotonic() - started,
         "cpu_s": usage.ru_utime + usage.ru_stime,
-        "max_rss_bytes": (seen_kb if inherited and seen_kb else usage.ru_maxrss) * 1024,
+        "max_rss_bytes": (seen_kb if is_inherited and seen_kb else usage.ru_maxrss) * 1024,
     }
-    return _outcome(folder, ended, status, text, spent, on_cpu=request.target.platform == "cpu")
+    return _outcome(folder, ended, status, text, costs, on_cpu=request.target.platform == "cpu")
 
 
 def _environment(request: Request, dumps: Path) -> dict[str, str]:
@@ -147,7 +147,7 @@ def _wait(process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | Non
     Returns how it ended, its exit status, its resource usage, and the last peak of its memory seen in KiB (0: none).
     """
     sizes: tuple[int, ...] = ()
-    steady = 0
+    num_steady = 0
     peak_kb = 0
     ended = "exit"
     while True:
@@ -161,10 +161,10 @@ def _wait(process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | Non
             os.killpg(process.pid, signal.SIGKILL)
         files = dump_files(dumps) if dumps is not None and ended == "exit" else None
         if files is not None:
-            now = tuple(path.stat().st_size for path in files.values())
-            steady = steady + 1 if now == sizes else 0
-            sizes = now
-            if steady >= _STABLE_POLLS:
+            new_sizes = tuple(path.stat().st_size for path in files.values())
+            num_steady = num_steady + 1 if new_sizes == sizes else 0
+            sizes = new_sizes
+            if num_steady >= _STABLE_POLLS:
                 ended = "stopped"
                 os.killpg(process.pid, signal.SIGKILL)
         time.sleep(POLL_S)
@@ -188,17 +188,17 @@ def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, A
     options = _read(folder / OPTIONS, GivenOptions) or GivenOptions()
     outcome = partial(CompileOutcome, lowered=lowered, remarks=remarks, program=program, compiler=options, **spent)
     if files is not None:
-        assigned, hlo = read_memory(files[BUFFERS_END].read_text()), files[MODULE_END].read_text()
+        assigned_memory, hlo = read_memory(files[BUFFERS_END].read_text()), files[MODULE_END].read_text()
         if memory is not None and ended == "exit":
             # the compiler's own summary counts aliased buffers twice, the dumped assignment does not
-            return outcome(ended="done", memory=msgspec.structs.replace(assigned, peak=memory.peak), hlo=hlo)
+            return outcome(ended="done", memory=msgspec.structs.replace(assigned_memory, peak=memory.peak), hlo=hlo)
         message = error["message"] if error else ""
         out_of_memory = message if "RESOURCE_EXHAUSTED" in message else ""
         if out_of_memory or (ended == "stopped" and not error):
-            return outcome(ended="stopped", memory=assigned, out_of_memory=out_of_memory, hlo=hlo)
+            return outcome(ended="stopped", memory=assigned_memory, out_of_memory=out_of_memory, hlo=hlo)
     if error is not None:
-        first = error["message"].strip().splitlines() or ["no message"]
-        return outcome(ended="error", message=first[0])
+        lines = error["message"].strip().splitlines() or ["no message"]
+        return outcome(ended="error", message=lines[0])
     if ended == "timeout":
         return outcome(ended="timeout", message=f"stopped after {spent['wall_s']:.0f} s")
     if status != 0:
@@ -217,12 +217,12 @@ def _read(path: Path, kind: Any) -> Any:
 def dump_files(folder: Path) -> dict[str, Path] | None:
     """Returns the files of the step's module by suffix; None until all of them exist and are not empty."""
     files = {}
-    for end in _ENDS:
-        paths = sorted(p for p in folder.glob(f"*.jit_*{end}") if p.stat().st_size)
+    for suffix in _ENDS:
+        paths = sorted(p for p in folder.glob(f"*.jit_*{suffix}") if p.stat().st_size)
         if not paths:
             return None
         # small modules, such as those of constants, come before the step and are smaller
-        files[end] = max(paths, key=lambda path: path.stat().st_size)
+        files[suffix] = max(paths, key=lambda path: path.stat().st_size)
     return files
 
 
@@ -257,9 +257,9 @@ def available_bytes(message: str) -> int | None:
 
 
 def _last_words(status: int, log: str) -> str:
-    how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    exit_text = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     lines = [line for line in log.splitlines() if line.strip()]
-    return f"{how}: {lines[-1].strip()[:300]}" if lines else how
+    return f"{exit_text}: {lines[-1].strip()[:300]}" if lines else exit_text
 
 
 def python_program(module: str) -> tuple[str, ...]:

@@ -73,8 +73,8 @@ def target_of(cluster: Cluster, *, only_lower: bool = False) -> Target:
         if real.memory_bytes != chip.memory_bytes and chip.memory_bytes:
             note += f", except that libtpu plans with {format_bytes(chip.memory_bytes)} of memory"
         if not (only_lower or compiles(cluster.shape)):
-            odd = "; ".join(slice_note(cluster)) or cluster.short_name
-            raise CannotRunError(f"{odd}. Name another slice. {WITHOUT_COMPILER}")
+            shape_text = "; ".join(slice_note(cluster)) or cluster.short_name
+            raise CannotRunError(f"{shape_text}. Name another slice. {WITHOUT_COMPILER}")
         target = _tpu(cluster, libtpu)
         return msgspec.structs.replace(target, note="; ".join(filter(None, (target.note, note))))
     gpu = catalogued(chip, "xla_gpu")
@@ -87,11 +87,11 @@ def target_of(cluster: Cluster, *, only_lower: bool = False) -> Target:
     if cluster.kind == "host":
         return Target(platform="cpu", num_devices=cluster.num_chips)
     if only_lower:
-        why = f"the compiler for cuda is not installed ({_how('cuda')})" if gpu else "no compiler is known"
-        return Target(platform="cpu", num_devices=cluster.num_chips, note=f"lowered for CPUs: {why}")
-    known = ", ".join(name for name, entry in chips().items() if entry.libtpu or entry.xla_gpu)
+        reason = f"the compiler for cuda is not installed ({_how('cuda')})" if gpu else "no compiler is known"
+        return Target(platform="cpu", num_devices=cluster.num_chips, note=f"lowered for CPUs: {reason}")
+    chip_names = ", ".join(name for name, entry in chips().items() if entry.libtpu or entry.xla_gpu)
     raise CannotRunError(
-        f"no compiler is known for {real.full_name or real.name}. Programs are compiled for {known} "
+        f"no compiler is known for {real.full_name or real.name}. Programs are compiled for {chip_names} "
         f"and cpu. {WITHOUT_COMPILER}"
     )
 
@@ -108,10 +108,10 @@ def usable_target(cluster: Cluster, *, wanted: CompilerPlatform | None = None) -
         raise CannotRunError(f"{cluster.short_name} is compiled for {target.platform}, not {wanted}. Leave --for out.")
     if is_installed(target.platform):
         return target
-    how = _how(target.platform)
+    install_hint = _how(target.platform)
     if wanted is not None:
-        raise CannotRunError(f"the compiler for {target.platform} is not installed. Install it: {how}.")
-    return _stand_in(cluster, f"the compiler for {target.platform} is not installed ({how})")
+        raise CannotRunError(f"the compiler for {target.platform} is not installed. Install it: {install_hint}.")
+    return _stand_in(cluster, f"the compiler for {target.platform} is not installed ({install_hint})")
 
 
 def _how(platform: str) -> str:
@@ -132,25 +132,25 @@ def _stand_in(cluster: Cluster, why: str) -> Target:
 
 
 def _tpu(cluster: Cluster, libtpu: LibtpuTarget) -> Target:
-    note = slice_note(cluster)
-    sizes = times(cluster.shape)
-    hosts = tuple(2 - size % 2 for size in cluster.shape[:2])  # of 2x2 chips where they divide the slice
-    options: dict[str, Any] = {} if hosts == (2, 2) else {"chips_per_host_bounds": (*hosts, 1)}
+    notes = slice_note(cluster)
+    shape_text = times(cluster.shape)
+    host_bounds = tuple(2 - size % 2 for size in cluster.shape[:2])  # of 2x2 chips where they divide the slice
+    options: dict[str, Any] = {} if host_bounds == (2, 2) else {"chips_per_host_bounds": (*host_bounds, 1)}
     if cluster.num_slices > 1:
         options["num_slices"] = cluster.num_slices
     if libtpu.chip_config_name:
         options["chip_config_name"] = libtpu.chip_config_name
     if cluster.twisted:
-        sizes, options["wrap"] = f"{sizes}_twisted", (True, True, True)
+        shape_text, options["wrap"] = f"{shape_text}_twisted", (True, True, True)
     elif any(cluster.wraps):
         # libtpu takes three axes, also for chips with a two-dimensional torus
         options["wrap"] = (*cluster.wraps, *(False,) * (3 - len(cluster.wraps)))
     return Target(
         platform="tpu",
-        topology=f"{libtpu.name}:{sizes}",
+        topology=f"{libtpu.name}:{shape_text}",
         options=options,
         num_devices=cluster.num_chips,
-        note="; ".join(filter(None, (libtpu.note, *note))),
+        note="; ".join(filter(None, (libtpu.note, *notes))),
     )
 
 
@@ -170,8 +170,8 @@ def target_config(gpu: XlaGpuTarget) -> str:
     capability, dnn = gpu.capability, gpu.dnn.split(".")
     major, minor = capability.rstrip("a").split(".")
     feature = " feature_extension: ACCELERATED_FEATURES" if capability.endswith("a") else ""
-    texts = ("description", "capability", "dnn")
-    counted = " ".join(f"{name}: {value}" for name, value in msgspec.structs.asdict(gpu).items() if name not in texts)
+    quoted = ("description", "capability", "dnn")
+    counted = " ".join(f"{name}: {value}" for name, value in msgspec.structs.asdict(gpu).items() if name not in quoted)
     return (
         f"gpu_device_info {{\n{SHARED}  {counted}\n"
         f"  cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}\n"

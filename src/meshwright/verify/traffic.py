@@ -113,9 +113,9 @@ def _amount_of(found: CompiledCollective, size: int) -> Amount:
     A collective over axes that span slices is compiled as one inside and one between them. The one between them adds
     its bytes; elements and arrays count once, with the one inside.
     """
-    group = found.group_size if 1 < found.group_size < size else size
-    wire = found.total_bytes * received_share(found.kind, group)
-    if found.dcn and group < size:
+    group_size = found.group_size if 1 < found.group_size < size else size
+    wire = found.total_bytes * received_share(found.kind, group_size)
+    if found.dcn and group_size < size:
         return Amount(wire=wire)
     return Amount(found.total_bytes * 8 / ELEMENT_BITS.get(found.dtype, 32), wire, found.trips * found.num_arrays)
 

@@ -46,21 +46,21 @@ def update(weight: Updated) -> tuple[Step, ...]:
 
     gradient, values = stacked(weight, f"d{name}").replace(dtype=""), stacked(weight, name).replace(dtype="")
     decay = ShardedArray("decay", (), (), dtype="fp32")
-    counted = tuple(dim for dim in (weight.layers, *weight.batch) if dim)
+    counted_dims = tuple(dim for dim in (weight.layers, *weight.batch) if dim)
     scaled = stacked(weight, f"{name}.scaled")
-    squares, weights = (_mean(scaled, f"{name}.{part}", counted) for part in ("squares", "weights"))
+    squares, weights = (_mean(scaled, f"{name}.{part}", counted_dims) for part in ("squares", "weights"))
     if weight.inputs:
-        rows = _mean(scaled, f"{name}.rows", (*counted, *weight.inputs))
-        columns = _mean(scaled, f"{name}.columns", (*counted, *outputs(weight)))
+        rows = _mean(scaled, f"{name}.rows", (*counted_dims, *weight.inputs))
+        columns = _mean(scaled, f"{name}.columns", (*counted_dims, *outputs(weight)))
         run("adafactor_sums", (gradient,), rows, columns)
         sums = (summed(rows), summed(columns))
-        before, after = (tuple(named(array, when) for array in sums) for when in ("before", "after"))
-        level = _mean(sums[0], f"{name}.level", counted)
-        run("adafactor_moments", (*sums, *before, decay), level, *after)
-        run("adafactor_scale", (gradient, *after, summed(level)), scaled, squares)
+        old_moments, new_moments = (tuple(named(array, when) for array in sums) for when in ("before", "after"))
+        level = _mean(sums[0], f"{name}.level", counted_dims)
+        run("adafactor_moments", (*sums, *old_moments, decay), level, *new_moments)
+        run("adafactor_scale", (gradient, *new_moments, summed(level)), scaled, squares)
     else:
-        old, new = (stacked(weight, f"{name}.whole.{when}") for when in ("before", "after"))
-        run("adafactor_vector", (gradient, old, decay), scaled, squares, new)
+        old_moment, new_moment = (stacked(weight, f"{name}.whole.{when}") for when in ("before", "after"))
+        run("adafactor_vector", (gradient, old_moment, decay), scaled, squares, new_moment)
     run("adafactor_weights", (values,), weights)
     change = stacked(weight, f"{name}.update")
     run("adafactor", (scaled, summed(squares), summed(weights)), change)
@@ -71,8 +71,8 @@ def update(weight: Updated) -> tuple[Step, ...]:
 def _mean(array: ShardedArray, name: str, dims: Iterable[str]) -> ShardedArray:
     """Returns the mean of an array over all dims but ``dims``: unreduced where the averaged dims are split."""
     remaining = [dim for dim in array.dims if dim in tuple(dims)]
-    missing = tuple(axis for dim in array.dims if dim not in remaining for axis in array.axes_of(dim))
-    return ShardedArray(name, tuple(remaining), tuple(array.axes_of(dim) for dim in remaining), missing, "fp32")
+    averaged_axes = tuple(axis for dim in array.dims if dim not in remaining for axis in array.axes_of(dim))
+    return ShardedArray(name, tuple(remaining), tuple(array.axes_of(dim) for dim in remaining), averaged_axes, "fp32")
 
 
 def moments(weight: Updated) -> tuple[ShardedArray, ...]:
@@ -111,5 +111,5 @@ COUNTS: dict[str, CountRule] = {
 OP = OpKind(
     update=update,
     moments=moments,
-    steps={name: StepKind(hbm_bytes=count, group="optimizer") for name, count in COUNTS.items()},
+    steps={name: StepKind(hbm_bytes=rule, group="optimizer") for name, rule in COUNTS.items()},
 )

@@ -29,11 +29,11 @@ def gradient_bytes(gradient: ShardedArray, sizes: OpSizes) -> Number:
 
 def elementwise_optimizer(name: str, *, num_moments: int) -> OpKind:
     """Returns the kind of an elementwise optimizer that keeps ``num_moments`` running means."""
-    count = partial(update_bytes, num_moments=num_moments)
+    hbm_bytes = partial(update_bytes, num_moments=num_moments)
     return OpKind(
         update=partial(elementwise_update, name),
         moments=lambda weight: (weight.shard,) * num_moments,
-        steps={name: StepKind(hbm_bytes=count, group="optimizer")},
+        steps={name: StepKind(hbm_bytes=hbm_bytes, group="optimizer")},
     )
 
 

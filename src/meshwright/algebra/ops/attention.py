@@ -59,19 +59,19 @@ class AttentionArrays(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, step: Step, values: Any = None) -> "AttentionArrays":
         """Returns the operands of a step, or the values given for them in the order of its inputs."""
-        held = step.inputs if values is None else tuple(values)
+        arrays = step.inputs if values is None else tuple(values)
         num_given = 3 if step.op.endswith("_backward") else 0
-        begin = num_given + (2 if step.details.ring else 0)
-        q, k, v, *operands = held[begin:]
-        of_rows = ["B" in array.dims for array in step.inputs[begin + 3 :]]
+        q_index = num_given + (2 if step.details.ring else 0)
+        q, k, v, *operands = arrays[q_index:]
+        per_row = ["B" in array.dims for array in step.inputs[q_index + 3 :]]
         return cls(
-            given=held[:num_given],
-            passing=held[num_given:begin],
+            given=arrays[:num_given],
+            passing=arrays[num_given:q_index],
             q=q,
             k=k,
             v=v,
-            data=tuple(compress(operands, of_rows)),
-            per_head=next((operand for operand, of_row in zip(operands, of_rows, strict=True) if not of_row), None),
+            data=tuple(compress(operands, per_row)),
+            per_head=next((operand for operand, is_row in zip(operands, per_row, strict=True) if not is_row), None),
         )
 
 
@@ -84,22 +84,22 @@ def _layout(tape: Tape) -> tuple[Attention, tuple[ShardedArray, ...]]:
     """Returns the details, and the op's inputs resharded so that attention is local."""
     details = tape.details(Attention)
     q, k, v, *operands = tape.inputs
-    heads = k.axes_of(k.dims[2])
-    if q.axes_of(q.dims[2])[: len(heads)] == heads:
+    head_axes = k.axes_of(k.dims[2])
+    if q.axes_of(q.dims[2])[: len(head_axes)] == head_axes:
         # devices beyond those that split kv heads have queries of other positions instead of other heads
-        q = q.resharded({q.dims[1]: q.axes[1] + q.axes[2][len(heads) :], q.dims[2]: heads})
+        q = q.resharded({q.dims[1]: q.axes[1] + q.axes[2][len(head_axes) :], q.dims[2]: head_axes})
     for key in (k, v):
         if key.axes_of(key.dims[2]) != q.axes_of(q.dims[2]) or key.axes_of("B") != q.axes_of("B"):
             raise InputError(f"attention of {q} with {key}: heads and sequences must be split alike. Split N as K.")
-    axes = q.axes_of(positions_of(q))
-    way = tape.shardings.strategy.context_attention if axes else "gather"
-    if way == "ring" and not (details.sees_all or details.distance):  # blocks of a bias would each need a part
+    position_axes = q.axes_of(positions_of(q))
+    method = tape.shardings.strategy.context_attention if position_axes else "gather"
+    if method == "ring" and not (details.sees_all or details.distance):  # blocks of a bias would each need a part
         if any(key.axes_of("T") != q.axes_of("T") for key in (k, v)):
             raise InputError(f"ring attention of {q} with {k}: positions must be split alike. Give T the same axes.")
-        details = replace(details, ring=axes)
-    elif way == "ulysses":
+        details = replace(details, ring=position_axes)
+    elif method == "ulysses":
         # heads take the axes of positions
-        q, k, v = (a.resharded({a.dims[1]: (), a.dims[2]: a.axes[2] + axes}) for a in (q, k, v))
+        q, k, v = (a.resharded({a.dims[1]: (), a.dims[2]: a.axes[2] + position_axes}) for a in (q, k, v))
     else:
         k, v = (key.resharded({positions_of(key): ()}) for key in (k, v))
     # what a mask reads is whole along positions
@@ -108,38 +108,38 @@ def _layout(tape: Tape) -> tuple[Attention, tuple[ShardedArray, ...]]:
 
 def _statistics(out: ShardedArray, q: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
     """Returns the result, and the logarithm of each query's sum of exponentials, sharded as the queries are."""
-    rows = out.dims[:3]
-    axes = tuple(q.axes_of(dim) for dim in rows)
-    return out.like(q), ShardedArray(f"{out.name.removesuffix('o')}lse", rows, axes, dtype="fp32")
+    row_dims = out.dims[:3]
+    axes = tuple(q.axes_of(dim) for dim in row_dims)
+    return out.like(q), ShardedArray(f"{out.name.removesuffix('o')}lse", row_dims, axes, dtype="fp32")
 
 
 def forward(tape: Tape) -> None:
     """Reshards queries, keys and values so that attention is local, then its result."""
-    details, needed = _layout(tape)
-    for array, target in zip(tape.inputs, needed, strict=True):
+    details, operands = _layout(tape)
+    for array, target in zip(tape.inputs, operands, strict=True):
         tape.move(array, target)
-    result, lse = _statistics(tape.out, needed[0])
-    step = Step(op=tape.op.kind, inputs=needed, result=result, more=(lse,), details=details)
-    tape.add(*in_ring(step, needed[1:3]))
+    result, lse = _statistics(tape.out, operands[0])
+    step = Step(op=tape.op.kind, inputs=operands, result=result, more=(lse,), details=details)
+    tape.add(*in_ring(step, operands[1:3]))
     tape.move(result, tape.out)
 
 
 def backward(tape: Tape) -> None:
     """Makes the cotangents of queries, keys and values; those of keys and values are unreduced if queries are split."""
-    details, needed = _layout(tape)
-    q, *keys = needed[:3]
+    details, operands = _layout(tape)
+    q, *keys = operands[:3]
     dout = tape.move(tape.dout, tape.dout.like(q))
     o, lse = _statistics(tape.out, q)
-    tape.need(*needed, lse)
+    tape.need(*operands, lse)
     # where the result is kept, it is kept in the sharding of the product after it
     tape.move(tape.out, o)
-    partial = tuple(a for a in q.axes_of(positions_of(q)) if a not in keys[0].axes_of(positions_of(keys[0])))
-    names = [*tape.op.inputs[:3], *(array.name for array in needed[3:] if "B" not in array.dims)]
+    unsummed_axes = tuple(a for a in q.axes_of(positions_of(q)) if a not in keys[0].axes_of(positions_of(keys[0])))
+    names = [*tape.op.inputs[:3], *(array.name for array in operands[3:] if "B" not in array.dims)]
     dq, *cotangents = (tape.cotangent(name) for name in names)
     dq = dq.like(q)
-    results = [d.like(key).replace(unreduced=partial) for d, key in zip(cotangents[:2], keys, strict=True)]
+    results = [d.like(key).replace(unreduced=unsummed_axes) for d, key in zip(cotangents[:2], keys, strict=True)]
     results += [d.like(dq).replace(unreduced=axes_beside(dq, d)) for d in cotangents[2:]]
-    inputs = (dout, o, lse, *needed)
+    inputs = (dout, o, lse, *operands)
     step = Step(op=f"{tape.op.kind}_backward", inputs=inputs, result=dq, more=tuple(results), details=details)
     tape.add(*in_ring(step, keys))
     for name, array in zip(names, (dq, *results), strict=True):
@@ -161,8 +161,8 @@ def block_share(mask: str, window: int | None, length: float) -> float:
     positions = max(1, round(length))
     sizes: dict[str, Any] = {"q_len": positions, "kv_len": positions, "block": max(128, -(-positions // MOST_BLOCKS))}
     if is_users(mask):
-        limit = None if window is None else mods.window(window)
-        kinds = table_of_user(mask, **sizes).table.kinds * block_table(limit, **sizes).kinds
+        window_mask = None if window is None else mods.window(window)
+        kinds = table_of_user(mask, **sizes).table.kinds * block_table(window_mask, **sizes).kinds
         return float((kinds != NOTHING).mean())
     rule = mask_named(mask)
     predicate = rule.make(*example_data(rule, length=positions))
@@ -187,15 +187,15 @@ def num_ring_blocks(step: Step, sizes: OpSizes) -> Number:
 def score_elements(step: Step, sizes: OpSizes) -> Number:
     """Returns the local B x N x T x S, S the keys of a query: all or the window, masked ones too unless causal."""
     arrays, window = AttentionArrays.of(step), step.details.window
-    rows = sizes.local(arrays.q)
-    length = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)
+    q_sizes = sizes.local(arrays.q)
+    num_keys = sizes.local(arrays.k)[positions_of(arrays.k)] * num_ring_blocks(step, sizes)
     causal = sizes.causal and not step.details.sees_all
     if step.details.mask:
-        shares = np.vectorize(partial(block_share, step.details.mask, window))(length)
-        length = length * (shares if isinstance(length, np.ndarray) else float(shares))
+        shares = np.vectorize(partial(block_share, step.details.mask, window))(num_keys)
+        num_keys = num_keys * (shares if isinstance(num_keys, np.ndarray) else float(shares))
     elif window is not None or causal:
-        length = keys_per_query(length, window=window, causal=causal)
-    return rows["B"] * rows["N"] * rows[positions_of(arrays.q)] * length
+        num_keys = keys_per_query(num_keys, window=window, causal=causal)
+    return q_sizes["B"] * q_sizes["N"] * q_sizes[positions_of(arrays.q)] * num_keys
 
 
 def _counted(step: Step, sizes: OpSizes) -> OpSizes:
@@ -222,12 +222,12 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts inputs and results, once for every block of keys; if scores are in memory, these (written, read twice) and
     weights (written, read). Backward counts scores again; dP is written and read twice, dS written and read twice."""
     arrays, sizes = AttentionArrays.of(step), _counted(step, sizes)
-    moved = (stream(step, sizes) - sizes.total(*arrays.passing)) * num_ring_blocks(step, sizes)
+    moved_bytes = (stream(step, sizes) - sizes.total(*arrays.passing)) * num_ring_blocks(step, sizes)
     if sizes.scores == "on_chip":
-        return moved
-    wide, narrow = (6, 5) if arrays.given else (3, 2)
-    score = 2 if sizes.scores == "in_memory_16" else 4
-    return moved + score_elements(step, sizes) * (wide * score + narrow * sizes.width)
+        return moved_bytes
+    score_passes, weight_passes = (6, 5) if arrays.given else (3, 2)
+    score_bytes = 2 if sizes.scores == "in_memory_16" else 4
+    return moved_bytes + score_elements(step, sizes) * (score_passes * score_bytes + weight_passes * sizes.width)
 
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
@@ -235,10 +235,10 @@ def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
     if _counted(step, sizes).scores == "on_chip":
         return 0.0
     arrays = AttentionArrays.of(step)
-    rows = sizes.local(arrays.q)
-    wide = 8 if arrays.given else 4
-    length = sizes.local(arrays.k)[positions_of(arrays.k)]
-    return rows["B"] * rows["N"] * rows[positions_of(arrays.q)] * length * (wide + sizes.width)
+    q_sizes = sizes.local(arrays.q)
+    wide_bytes = 8 if arrays.given else 4
+    num_keys = sizes.local(arrays.k)[positions_of(arrays.k)]
+    return q_sizes["B"] * q_sizes["N"] * q_sizes[positions_of(arrays.q)] * num_keys * (wide_bytes + sizes.width)
 
 
 COUNTS = StepKind(flops=flops, hbm_bytes=hbm_bytes, group="attention", scratch_bytes=scratch_bytes)

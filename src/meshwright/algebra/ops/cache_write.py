@@ -8,10 +8,10 @@ from meshwright.algebra.tape import Tape
 
 def forward(tape: Tape) -> None:
     """Writes ``cache_write(cache[Pg,Pl,..], values[B,T,..], slots[B,T])`` on the cache's devices."""
-    cache, values, where = tape.inputs
-    rows = {"B": cache.axes[0]}
-    here = tape.move(values, values.resharded({"T": ()}).like(cache).resharded(rows))
-    tape.run("cache_write", (cache, here, tape.move(where, where.resharded(rows))), tape.out)
+    cache, values, slots = tape.inputs
+    row_split = {"B": cache.axes[0]}
+    local_values = tape.move(values, values.resharded({"T": ()}).like(cache).resharded(row_split))
+    tape.run("cache_write", (cache, local_values, tape.move(slots, slots.resharded(row_split))), tape.out)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:

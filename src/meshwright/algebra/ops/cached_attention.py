@@ -18,8 +18,8 @@ def reads_cache(step: Step) -> bool:
 
 def queries_of(step: Step) -> ShardedArray:
     """Returns the queries of any attention step; those on a cache have them first."""
-    of_rows = step.details is None or reads_cache(step)
-    return step.inputs[0] if of_rows else AttentionArrays.of(step).q
+    has_queries_first = step.details is None or reads_cache(step)
+    return step.inputs[0] if has_queries_first else AttentionArrays.of(step).q
 
 
 def forward(tape: Tape) -> None:
@@ -30,46 +30,46 @@ def forward(tape: Tape) -> None:
     and each attends to its own positions: results are scaled by each device's share of the sum of exponentials, and
     summed.
     """
-    (first, *operands), details = tape.inputs, tape.details(Attention)
+    (q, *operands), details = tape.inputs, tape.details(Attention)
     cache = next(array for array in operands if array.dims[1:2] == ("Pl",))
-    rows, apart = cache.axes[0], cache.axes[1]
+    row_axes, slot_axes = cache.axes[0], cache.axes[1]
     # a latent (Pg Pl Rkv) has no heads: every device has all of it
-    heads = tuple(axis for axis in first.axes_of("N") if axis not in (*rows, *apart))
+    head_axes = tuple(axis for axis in q.axes_of("N") if axis not in (*row_axes, *slot_axes))
     for array in operands:
-        if len(array.dims) == 4 and array.dims[:2] == cache.dims[:2] and array.axes[2] != heads:
-            raise InputError(f"attention of {first} with {array}: heads must be split alike. Give N and K equal axes.")
-    further = tuple(axis for axis in first.axes_of("B") if axis not in (*rows, *apart))
-    queries = first.resharded({"B": rows + further, "N": heads})
+        if len(array.dims) == 4 and array.dims[:2] == cache.dims[:2] and array.axes[2] != head_axes:
+            raise InputError(f"attention of {q} with {array}: heads must be split alike. Give N and K equal axes.")
+    further_axes = tuple(axis for axis in q.axes_of("B") if axis not in (*row_axes, *slot_axes))
+    queries = q.resharded({"B": row_axes + further_axes, "N": head_axes})
     inputs = tuple(tape.move(array, array.like(queries)) for array in tape.inputs)
     result = tape.out.like(queries)
-    if not apart:
+    if not slot_axes:
         tape.run(tape.op.kind, inputs, result, details=details)
         tape.move(result, tape.out)
         return
-    local = result.replace(name=f"{result.name}_own", unreduced=apart)
-    peak, total = (array.replace(unreduced=apart) for array in statistics(result))
+    local = result.replace(name=f"{result.name}_own", unreduced=slot_axes)
+    peak, total = (array.replace(unreduced=slot_axes) for array in statistics(result))
     whole_peak, share = peak.replace(unreduced=()), total.replace(name=f"{tape.out.name}_share")
     tape.run(tape.op.kind, inputs, local, peak, total, details=details)
-    tape.add(Step(op="all_reduce", inputs=(peak,), result=whole_peak, axes=apart, reduction="max"))
+    tape.add(Step(op="all_reduce", inputs=(peak,), result=whole_peak, axes=slot_axes, reduction="max"))
     tape.run("rescale", (total, peak, whole_peak), share)
-    whole = tape.move(share, share.replace(unreduced=()))
-    part = result.replace(unreduced=apart)
-    tape.run("scale_by_share", (local, share, whole), part)
-    tape.move(part, tape.out)
+    whole_share = tape.move(share, share.replace(unreduced=()))
+    weighted = result.replace(unreduced=slot_axes)
+    tape.run("scale_by_share", (local, share, whole_share), weighted)
+    tape.move(weighted, tape.out)
 
 
 def slots_met(step: Step, sizes: OpSizes) -> Number:
     """Returns the slots that a query meets on a device in the mean: the positions that it sees."""
-    rows = sum(part.count * part.rows for part in sizes.sequences)
-    pairs = sum(part.pairs(step.details.window) for part in sizes.sequences)
-    return pairs / rows / product(sizes.mesh[axis] for axis in split_slots(step))
+    num_rows = sum(part.count * part.rows for part in sizes.sequences)
+    num_pairs = sum(part.pairs(step.details.window) for part in sizes.sequences)
+    return num_pairs / num_rows / product(sizes.mesh[axis] for axis in split_slots(step))
 
 
 def slots_read(step: Step, sizes: OpSizes) -> Number:
     """Returns the slots that a device reads: those that any row of its sequences sees."""
-    seen = sum(part.positions(step.details.window) for part in sizes.sequences)
-    owners = next(array.axes[0] for array in step.inputs if array.dims == ("Q",))
-    return seen / product(sizes.mesh[axis] for axis in (*owners, *split_slots(step)))
+    num_seen = sum(part.positions(step.details.window) for part in sizes.sequences)
+    owner_axes = next(array.axes[0] for array in step.inputs if array.dims == ("Q",))
+    return num_seen / product(sizes.mesh[axis] for axis in (*owner_axes, *split_slots(step)))
 
 
 def split_slots(step: Step) -> Axes:
@@ -80,17 +80,17 @@ def split_slots(step: Step) -> Axes:
 def flops(step: Step, sizes: OpSizes) -> Number:
     """Returns 2 B T N S (H + Hv), with the S slots that a query meets."""
     queries, _, values = step.inputs[:3]
-    rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
-    return 2.0 * rows * slots_met(step, sizes) * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
+    num_rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
+    return 2.0 * num_rows * slots_met(step, sizes) * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts every input, read, and the result, written once; of a cache the slots that rows see. No page is copied."""
     caches = [array for array in step.inputs if array.dims[1:2] == ("Pl",)]
-    slots = slots_read(step, sizes)
+    num_slots = slots_read(step, sizes)
     # bytes of one slot: the bytes of a cache over the elements of its first two dims
     slot_bytes = sum(sizes.bytes(a) / sizes.elements(a.replace(dims=a.dims[:2], axes=a.axes[:2])) for a in caches)
-    return stream(step, sizes) - sizes.total(*caches) + slots * slot_bytes
+    return stream(step, sizes) - sizes.total(*caches) + num_slots * slot_bytes
 
 
 OP = OpKind(

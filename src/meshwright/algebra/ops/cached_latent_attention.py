@@ -10,8 +10,8 @@ from meshwright.algebra.steps import Step
 def flops(step: Step, sizes: OpSizes) -> Number:
     """Returns 2 B T N S (Rkv + Hr + Rkv): scores of both parts, and the weighted sum of latents."""
     queries, _, latents, shared = step.inputs[:4]
-    rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
-    return 2.0 * rows * slots_met(step, sizes) * (2 * sizes.dims[latents.dims[-1]] + sizes.dims[shared.dims[-1]])
+    num_rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
+    return 2.0 * num_rows * slots_met(step, sizes) * (2 * sizes.dims[latents.dims[-1]] + sizes.dims[shared.dims[-1]])
 
 
 OP = OpKind(

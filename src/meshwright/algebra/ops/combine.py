@@ -9,9 +9,9 @@ from meshwright.algebra.tape import Tape
 def forward(tape: Tape) -> None:
     """Moves results back to their tokens' devices and sums them per token."""
     slots, gates, _ = tape.inputs
-    moved, here = tape.move(slots, own_slots(slots, gates)), tape.out.like(gates)
-    tape.run("combine", (moved, chosen_of(gates)), here)
-    tape.move(here, tape.out)
+    moved_slots, local_out = tape.move(slots, own_slots(slots, gates)), tape.out.like(gates)
+    tape.run("combine", (moved_slots, chosen_of(gates)), local_out)
+    tape.move(local_out, tape.out)
 
 
 def backward(tape: Tape) -> None:

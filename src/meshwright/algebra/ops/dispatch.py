@@ -52,9 +52,9 @@ def is_at_experts(step: Step) -> bool:
 def rounds_begin_with(backward: Iterable[Step]) -> tuple[ShardedArray, ...]:
     """Returns the arrays from which further rounds of an exchange compute gradients: tokens, their slots and weights,
     and the cotangents of their results; () if slots have a bound or are not exchanged."""
-    steps = {step.op: step for step in backward}
-    tokens, gates = (steps[op].inputs[1:] for op in ("dispatch_backward", "dispatch_gates_backward"))
-    return (*tokens, *gates[1:], steps["combine_backward"].result) if tokens[1:] else ()
+    step_by_op = {step.op: step for step in backward}
+    tokens, gates = (step_by_op[op].inputs[1:] for op in ("dispatch_backward", "dispatch_gates_backward"))
+    return (*tokens, *gates[1:], step_by_op["combine_backward"].result) if tokens[1:] else ()
 
 
 def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
@@ -63,10 +63,10 @@ def own_slots(slots: ShardedArray, tokens: ShardedArray) -> ShardedArray:
     The axes that the declared sharding has on E are minor in C, so that a single AllToAll moves them.
     """
     axes = token_axes(tokens)
-    experts = tuple(axis for axis in slots.axes_of("E") if axis in axes)
+    expert_axes = tuple(axis for axis in slots.axes_of("E") if axis in axes)
     slot_axes = tuple(axis for axis in slots.axes_of("C") if axis in axes)
-    further = tuple(axis for axis in axes if axis not in (*experts, *slot_axes))
-    return slots.resharded({"E": (), "C": slot_axes + further + experts} | dict.fromkeys(slots.dims[2:], ()))
+    further_axes = tuple(axis for axis in axes if axis not in (*expert_axes, *slot_axes))
+    return slots.resharded({"E": (), "C": slot_axes + further_axes + expert_axes} | dict.fromkeys(slots.dims[2:], ()))
 
 
 def has_slots(array: ShardedArray) -> bool:
@@ -91,8 +91,8 @@ def moves_of_slots(steps: Iterable[Step]) -> tuple[Step, ...]:
 
 def packs(moves: Iterable[Step]) -> bool:
     """True if packed tokens can be moved so: exchanged between the devices of experts, gathered, or summed."""
-    known = {("all_to_all", "C", "E"), ("all_to_all", "E", "C"), ("all_gather", "C", ""), ("reduce_scatter", "C", "")}
-    return all(step.op == "all_reduce" or (step.op, step.dim, step.to_dim) in known for step in moves)
+    forms = {("all_to_all", "C", "E"), ("all_to_all", "E", "C"), ("all_gather", "C", ""), ("reduce_scatter", "C", "")}
+    return all(step.op == "all_reduce" or (step.op, step.dim, step.to_dim) in forms for step in moves)
 
 
 def forward(tape: Tape) -> None:
@@ -119,8 +119,8 @@ def slots_backward(tape: Tape, given: ShardedArray, chosen: ShardedArray) -> Non
     """Moves cotangents of the slots of ``given`` back and makes its cotangent, with the array itself if slots are
     exchanged in rounds."""
     dslots = tape.move(tape.dout, own_slots(tape.dout, given))
-    rounds = dslots != tape.dout and not tape.details(Routing).capacity
-    inputs = (chosen, given) if rounds else (chosen,)
+    has_rounds = dslots != tape.dout and not tape.details(Routing).capacity
+    inputs = (chosen, given) if has_rounds else (chosen,)
     tape.run_backward(inputs, [(tape.op.inputs[0], tape.dinputs[0])], dout=dslots)
 
 

@@ -13,8 +13,8 @@ from meshwright.core.dims import DTYPE_BYTES
 
 def one_hot(numbers: ShardedArray, table: ShardedArray) -> ShardedArray:
     """Returns row numbers as one-hot rows over the table's first dim, split as that dim is."""
-    rows = table.dims[0]
-    return ShardedArray(numbers.name, (*numbers.dims, rows), (*numbers.axes, table.axes_of(rows)))
+    row_dim = table.dims[0]
+    return ShardedArray(numbers.name, (*numbers.dims, row_dim), (*numbers.axes, table.axes_of(row_dim)))
 
 
 def forward(tape: Tape) -> None:
@@ -33,9 +33,9 @@ def backward(tape: Tape) -> None:
     numbers, table = tape.inputs
     dtable = tape.dinputs[1]
     left, right = align(one_hot(numbers, table), tape.dout, dtable)
-    here, dout = tape.move(numbers, numbers.like(left)), tape.move(tape.dout, right)
+    local_numbers, dout = tape.move(numbers, numbers.like(left)), tape.move(tape.dout, right)
     result = local_product(left, right, dtable)
-    tape.run("embed_backward", (here, dout), result)
+    tape.run("embed_backward", (local_numbers, dout), result)
     tape.contribute(tape.op.inputs[1], result)
 
 

@@ -28,23 +28,23 @@ def backward_flops(step: Step, sizes: OpSizes) -> Number:
 
 def local_logits(step: Step, sizes: OpSizes) -> Number:
     """Returns the number of local logits of a step, which exist one chunk at a time."""
-    local = sizes.local(*step.inputs[:2])
-    return local["B"] * local["T"] * local["V"]
+    local_sizes = sizes.local(*step.inputs[:2])
+    return local_sizes["B"] * local_sizes["T"] * local_sizes["V"]
 
 
 def num_chunks(step: Step, sizes: OpSizes) -> Number:
     """Returns the number of chunks of a loss head on one device, at least 1, not rounded up."""
-    local = sizes.local(*step.inputs[:2])
-    chunks = local["B"] * local["T"] / CHUNK_TOKENS
+    local_sizes = sizes.local(*step.inputs[:2])
+    chunks = local_sizes["B"] * local_sizes["T"] / CHUNK_TOKENS
     return (chunks + 1 + abs(chunks - 1)) / 2  # the larger of chunks and 1
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts inputs and results (the table and its gradient or slope once for every chunk) and passes over logits."""
-    count = num_cotangents(step)
-    tables = (step.inputs[1], *(step.more[-1:] if count == 2 else ()))
-    again = (num_chunks(step, sizes) - 1) * sizes.total(*tables)
-    return stream(step, sizes) + again + (PASSES[step.op] + count) * DTYPE_BYTES["fp32"] * local_logits(step, sizes)
+    num_out = num_cotangents(step)
+    tables = (step.inputs[1], *(step.more[-1:] if num_out == 2 else ()))
+    reread = (num_chunks(step, sizes) - 1) * sizes.total(*tables)
+    return stream(step, sizes) + reread + (PASSES[step.op] + num_out) * DTYPE_BYTES["fp32"] * local_logits(step, sizes)
 
 
 def chunk_bytes(step: Step, sizes: OpSizes) -> Number:

@@ -33,14 +33,14 @@ class _Head:
         self.left, self.right = align(self.x, self.table, declared)
         self.logits = local_product(self.left, self.right, declared).replace(dtype="fp32")
         if self.logits.unreduced:
-            over = ", ".join(self.logits.unreduced)
-            raise InputError(f"D is split over {over}; the loss head needs it whole. Assign {over} to another dim.")
+            names = ", ".join(self.logits.unreduced)
+            raise InputError(f"D is split over {names}; the loss head needs it whole. Assign {names} to another dim.")
         self.labels_of_logits, self.labels_of_stream = self.labels.like(self.logits), self.labels.like(self.x)
         self.vocabulary_axes = self.logits.axes_of("V")
-        rows = ("B", "T")
-        axes = tuple(self.logits.axes_of(d) for d in rows)
+        row_dims = ("B", "T")
+        axes = tuple(self.logits.axes_of(d) for d in row_dims)
         self.peak, self.total, self.picked = (
-            ShardedArray(n, rows, axes, self.vocabulary_axes, "fp32") for n in ("peak", "total", "picked")
+            ShardedArray(n, row_dims, axes, self.vocabulary_axes, "fp32") for n in ("peak", "total", "picked")
         )
         self.whole_peak = self.peak.replace(unreduced=())
         self.scaled = self.total.replace(name="scaled")
@@ -55,25 +55,25 @@ class _Head:
 def forward(tape: Tape) -> None:
     """Makes the loss from statistics of the logits, each reduced over the parts of V."""
     head = _Head(tape)
-    x, table, here = (
+    x, table, local_labels = (
         tape.move(*pair)
         for pair in ((head.x, head.left), (head.table, head.right), (head.labels, head.labels_of_logits))
     )
     statistics = (head.peak, head.total, head.picked)
     if head.in_chunks:
-        tape.run("chunked_logits_statistics", (x, table, here), *statistics, details=head.details)
+        tape.run("chunked_logits_statistics", (x, table, local_labels), *statistics, details=head.details)
     else:
         tape.run("einsum", (x, table), head.logits)
-        tape.run("logits_statistics", (head.logits, here), *statistics, details=head.details)
+        tape.run("logits_statistics", (head.logits, local_labels), *statistics, details=head.details)
     if head.vocabulary_axes:
         largest = Step(
             op="all_reduce", inputs=(head.peak,), result=head.whole_peak, axes=head.vocabulary_axes, reduction="max"
         )
         tape.add(largest)
     tape.run("rescale", (head.total, head.peak, head.whole_peak), head.scaled)
-    final = [tape.move(array, head.per_token(array)) for array in (head.whole_peak, head.scaled, head.picked)]
+    per_token = [tape.move(array, head.per_token(array)) for array in (head.whole_peak, head.scaled, head.picked)]
     labels = tape.move(head.labels, head.labels_of_stream)
-    tape.run("sum_loss", (*final, labels), tape.out.replace(unreduced=head.x.spread), details=head.details)
+    tape.run("sum_loss", (*per_token, labels), tape.out.replace(unreduced=head.x.spread), details=head.details)
 
 
 def backward(tape: Tape) -> None:
@@ -83,11 +83,11 @@ def backward(tape: Tape) -> None:
     dscaled, dpicked = (head.per_token(a).replace(name=f"d{a.name}") for a in (head.scaled, head.picked))
     inputs = (tape.dout, peak, scaled, head.labels_of_stream)
     tape.run("sum_loss_backward", inputs, dscaled, dpicked, details=head.details)
-    rows = [tape.move(a, head.whole_peak.replace(name=a.name)) for a in (dscaled, dpicked)]
+    row_cotangents = [tape.move(a, head.whole_peak.replace(name=a.name)) for a in (dscaled, dpicked)]
     dx, dtable = tape.dinputs[0].like(head.left), tape.dinputs[1].like(head.right)
     dx, dtable = dx.replace(unreduced=head.vocabulary_axes), dtable.replace(unreduced=head.peak.spread)
     tape.need(head.whole_peak)
-    operands = (head.labels_of_logits, head.whole_peak, *rows)
+    operands = (head.labels_of_logits, head.whole_peak, *row_cotangents)
     if head.in_chunks:
         tape.need(head.labels_of_logits)
         results = (dx, dtable) if tape.op.inputs[1] in tape.shardings.differentiated else (dx,)

@@ -35,12 +35,12 @@ class Dealt(msgspec.Struct, frozen=True, kw_only=True):
 
 def padding_factor(step: Step, sizes: OpSizes) -> Number:
     """Returns the number of matrices with padding over the number without; 1 for steps without `Dealt`."""
-    dealt = step.details
-    if not isinstance(dealt, Dealt):
+    details = step.details
+    if not isinstance(details, Dealt):
         return 1
-    count = sizes.dims[dealt.over] / product(sizes.mesh[axis] for axis in dealt.among)
-    devices = product(sizes.mesh[axis] for axis in dealt.axes)
-    return np.ceil(count / devices) * devices / count
+    num_matrices = sizes.dims[details.over] / product(sizes.mesh[axis] for axis in details.among)
+    num_devices = product(sizes.mesh[axis] for axis in details.axes)
+    return np.ceil(num_matrices / num_devices) * num_devices / num_matrices
 
 
 def orthogonalises(weight: Updated) -> bool:
@@ -58,19 +58,19 @@ def update(weight: Updated) -> tuple[Step, ...]:
     shard, name = weight.shard, weight.shard.name
     gradient = stacked(weight, f"d{name}").replace(dtype="")
     mixed = _joined(weight, f"{name}.momentum")
-    over, *matrix_dims = mixed.dims
+    count_dim, *matrix_dims = mixed.dims
     axes = tuple(axis for dim in matrix_dims for axis in mixed.axes_of(dim))
-    details = Dealt(over=over, among=mixed.axes_of(over), axes=axes, num_inputs=len(weight.inputs))
-    whole = mixed.resharded({**dict.fromkeys(matrix_dims, ()), over: (*mixed.axes_of(over), *axes)})
-    update, change = f"{name}.update", shard.replace(name=f"{name}.update", dtype="fp32")
-    dealt = (
-        *reshard(mixed, whole),
-        Step(op="muon", inputs=(whole,), result=whole.replace(name=update)),
-        *reshard(whole.replace(name=update), mixed.replace(name=update)),
+    details = Dealt(over=count_dim, among=mixed.axes_of(count_dim), axes=axes, num_inputs=len(weight.inputs))
+    gathered = mixed.resharded({**dict.fromkeys(matrix_dims, ()), count_dim: (*mixed.axes_of(count_dim), *axes)})
+    update_name, change = f"{name}.update", shard.replace(name=f"{name}.update", dtype="fp32")
+    dealt_steps = (
+        *reshard(mixed, gathered),
+        Step(op="muon", inputs=(gathered,), result=gathered.replace(name=update_name)),
+        *reshard(gathered.replace(name=update_name), mixed.replace(name=update_name)),
     )
     return (
         Step(op="muon_momentum", inputs=(gradient,), result=mixed),
-        *(msgspec.structs.replace(step, details=details) for step in dealt),
+        *(msgspec.structs.replace(step, details=details) for step in dealt_steps),
         Step(op="muon_apply", inputs=(change, shard), result=shard),
     )
 
@@ -80,8 +80,8 @@ def _joined(weight: Updated, name: str) -> ShardedArray:
     array = stacked(weight, name)
     counted = (weight.layers, *weight.batch)
     axes = tuple(axis for dim in counted for axis in array.axes_of(dim))
-    rest = [dim for dim in array.dims if dim not in counted]
-    return ShardedArray(name, ("".join(counted), *rest), (axes, *(array.axes_of(dim) for dim in rest)), dtype="fp32")
+    dims = [dim for dim in array.dims if dim not in counted]
+    return ShardedArray(name, ("".join(counted), *dims), (axes, *(array.axes_of(dim) for dim in dims)), dtype="fp32")
 
 
 def moments(weight: Updated) -> tuple[ShardedArray, ...]:
@@ -95,23 +95,23 @@ def moments(weight: Updated) -> tuple[ShardedArray, ...]:
 def _matrices(step: Step, sizes: OpSizes) -> tuple[Number, Number, Number]:
     """Returns the number of matrices on a device, padding included, and their smaller and larger side."""
     array = step.inputs[0]
-    local, inputs = sizes.local(array), array.dims[1 : 1 + step.details.num_inputs]
-    rows, columns = (product(local[dim] for dim in dims) for dims in (inputs, array.dims[1 + len(inputs) :]))
-    count = local[array.dims[0]] * padding_factor(step, sizes)
-    return count, np.minimum(rows, columns), np.maximum(rows, columns)
+    local, input_dims = sizes.local(array), array.dims[1 : 1 + step.details.num_inputs]
+    rows, columns = (product(local[dim] for dim in dims) for dims in (input_dims, array.dims[1 + len(input_dims) :]))
+    num_matrices = local[array.dims[0]] * padding_factor(step, sizes)
+    return num_matrices, np.minimum(rows, columns), np.maximum(rows, columns)
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
     """Counts X X^T, its square, and the product of their mix with X: 4 n^2 m + 2 n^3 for n x m matrices, n <= m."""
-    count, small, large = _matrices(step, sizes)
-    return ITERATIONS * count * (4 * small**2 * large + 2 * small**3)
+    num_matrices, small, large = _matrices(step, sizes)
+    return ITERATIONS * num_matrices * (4 * small**2 * large + 2 * small**3)
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts for each iteration, in float32: X read three times and written, X X^T written and read three times, and
     its mix with its square written and read."""
-    count, small, large = _matrices(step, sizes)
-    return DTYPE_BYTES["fp32"] * ITERATIONS * count * (4 * small * large + 6 * small**2)
+    num_matrices, small, large = _matrices(step, sizes)
+    return DTYPE_BYTES["fp32"] * ITERATIONS * num_matrices * (4 * small * large + 6 * small**2)
 
 
 OP = OpKind(

@@ -26,55 +26,55 @@ def forward(tape: Tape) -> None:
     """Attends with ``past_latent_attention(q[B,T,N,H], latents[Pg,Pl,Rkv], shared[Pg,Pl,Hr], .., wk, wv)`` where the
     sequences are, and leaves statistics (`prompt_attention`); rows that further axes split stay so."""
     q, latents, *operands = tape.inputs
-    owners = latents.axes[0]
-    heads = tuple(axis for axis in q.axes_of("N") if axis not in owners)
-    further = tuple(axis for axis in q.axes_of("B") if axis not in owners)
-    queries = tape.move(q, q.resharded({"B": owners + further, "N": heads}))
-    placed = [
+    owner_axes = latents.axes[0]
+    head_axes = tuple(axis for axis in q.axes_of("N") if axis not in owner_axes)
+    further_axes = tuple(axis for axis in q.axes_of("B") if axis not in owner_axes)
+    queries = tape.move(q, q.resharded({"B": owner_axes + further_axes, "N": head_axes}))
+    moved = [
         array
         if {"Pl", "Q"} & {*array.dims}
-        else tape.move(array, array.resharded({dim: heads if dim == "N" else () for dim in array.dims}))
+        else tape.move(array, array.resharded({dim: head_axes if dim == "N" else () for dim in array.dims}))
         for array in operands
     ]
     result = tape.out.like(queries)
-    tape.run(tape.op.kind, (queries, latents, *placed), result, *statistics(result), details=tape.details(Attention))
+    tape.run(tape.op.kind, (queries, latents, *moved), result, *statistics(result), details=tape.details(Attention))
     for array, declared in zip((result, *statistics(result)), (tape.out, *statistics(tape.out)), strict=True):
         tape.move(array, declared)
 
 
 def _share(sizes: OpSizes) -> Number:
     """Returns the share of rows with something before them."""
-    rows = sum(part.count * part.rows for part in sizes.sequences)
-    return sum(part.count * part.rows * (np.asarray(part.before) > 0) for part in sizes.sequences) / rows
+    num_rows = sum(part.count * part.rows for part in sizes.sequences)
+    return sum(part.count * part.rows * (np.asarray(part.before) > 0) for part in sizes.sequences) / num_rows
 
 
 def flops(step: Step, sizes: OpSizes) -> Number:
     """Returns 2 B T N (Hn Rkv + Rkv Hv), of rows with something before them, + 2 B T N S (Rkv + Hr + Rkv)."""
     queries, latents, shared = step.inputs[:3]
-    rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
-    width, rotated, whole = (sizes.dims[array.dims[-1]] for array in (latents, shared, queries))
+    num_rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
+    latent_width, rotated_width, query_width = (sizes.dims[array.dims[-1]] for array in (latents, shared, queries))
     met = sum(part.past_pairs for part in sizes.sequences) / sum(part.count * part.rows for part in sizes.sequences)
-    projected = _share(sizes) * width * (whole - rotated + sizes.dims[step.result.dims[-1]])
-    return 2.0 * rows * (projected + met * (2 * width + rotated))
+    projected_width = _share(sizes) * latent_width * (query_width - rotated_width + sizes.dims[step.result.dims[-1]])
+    return 2.0 * num_rows * (projected_width + met * (2 * latent_width + rotated_width))
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts the results, written once; of rows with something before them the queries, the latents and the weights."""
     caches = [array for array in step.inputs if "Pl" in array.dims]
-    seen = sum(part.count * part.before for part in sizes.sequences)
-    seen = seen / product(sizes.mesh[axis] for axis in caches[0].axes[0])
+    num_seen = sum(part.count * part.before for part in sizes.sequences)
+    num_seen = num_seen / product(sizes.mesh[axis] for axis in caches[0].axes[0])
     slot_bytes = sum(sizes.bytes(a) / sizes.elements(a.replace(dims=a.dims[:2], axes=a.axes[:2])) for a in caches)
     operands = [array for array in step.inputs if array not in caches]
     share = _share(sizes)
-    read = share * sizes.bytes(operands[0]) + (share > 0) * sizes.total(*operands[1:])
-    return sizes.total(*step.results) + read + seen * slot_bytes
+    read_bytes = share * sizes.bytes(operands[0]) + (share > 0) * sizes.total(*operands[1:])
+    return sizes.total(*step.results) + read_bytes + num_seen * slot_bytes
 
 
 def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
     """Returns the bytes of the rows at work: absorbed queries, running sums of tiles and of blocks, in float32."""
-    local = sizes.local(step.inputs[0])
-    elements = local["N"] * sizes.dims[step.inputs[1].dims[-1]]
-    return 5 * 4 * elements * chunk_rows(local["B"] * local["T"], elements)
+    local_sizes = sizes.local(step.inputs[0])
+    row_elements = local_sizes["N"] * sizes.dims[step.inputs[1].dims[-1]]
+    return 5 * 4 * row_elements * chunk_rows(local_sizes["B"] * local_sizes["T"], row_elements)
 
 
 OP = OpKind(

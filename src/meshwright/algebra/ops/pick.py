@@ -11,10 +11,10 @@ def forward(tape: Tape) -> None:
     """
     (x, number), out = tape.inputs, tape.out
     if number.dims == ("O",):
-        rows = tuple(axis for axis in x.axes_of("B") if axis in out.axes_of("O"))
-        apart = tuple(axis for axis in x.axes_of("B") if axis not in rows)
-        result = out.replace(axes=(rows, x.axes_of("D")), unreduced=apart)
-        tape.run("pick", (x, tape.move(number, number.resharded({"O": rows}))), result)
+        row_axes = tuple(axis for axis in x.axes_of("B") if axis in out.axes_of("O"))
+        summed_axes = tuple(axis for axis in x.axes_of("B") if axis not in row_axes)
+        result = out.replace(axes=(row_axes, x.axes_of("D")), unreduced=summed_axes)
+        tape.run("pick", (x, tape.move(number, number.resharded({"O": row_axes}))), result)
     else:
         result = out.replace(axes=tuple(x.axes_of(dim) for dim in out.dims), unreduced=x.axes_of("T"))
         tape.run("pick", (x, tape.move(number, number.like(x))), result)

@@ -12,8 +12,8 @@ from meshwright.algebra.tape import Tape
 
 def statistics(out: ShardedArray) -> tuple[ShardedArray, ShardedArray]:
     """Returns the largest score and the sum of exponentials of each query of an attention's result."""
-    rows = out.dims[:3], out.axes[:3]
-    peak, total = (ShardedArray(f"{out.name}_{name}", *rows, dtype="fp32") for name in ("peak", "total"))
+    dims_and_axes = out.dims[:3], out.axes[:3]
+    peak, total = (ShardedArray(f"{out.name}_{name}", *dims_and_axes, dtype="fp32") for name in ("peak", "total"))
     return peak, total
 
 
@@ -21,11 +21,11 @@ def forward(tape: Tape) -> None:
     """Attends with ``prompt_attention(q[B,T,N,H], k[B,T,N,H], v[B,T,N,Hv], first[Q], counts[Q])`` where the sequences
     are; rows that further axes split meet the keys of all rows of their sequences."""
     q, k, v, first, counts = tape.inputs
-    owners = first.axes_of("Q")
-    heads = tuple(axis for axis in q.axes_of("N") if axis not in owners)
-    further = tuple(axis for axis in q.axes_of("B") if axis not in owners)
-    queries = tape.move(q, q.resharded({"B": owners + further, "N": heads}))
-    keys = (tape.move(array, array.resharded({"B": owners, "N": heads})) for array in (k, v))
+    owner_axes = first.axes_of("Q")
+    head_axes = tuple(axis for axis in q.axes_of("N") if axis not in owner_axes)
+    further_axes = tuple(axis for axis in q.axes_of("B") if axis not in owner_axes)
+    queries = tape.move(q, q.resharded({"B": owner_axes + further_axes, "N": head_axes}))
+    keys = (tape.move(array, array.resharded({"B": owner_axes, "N": head_axes})) for array in (k, v))
     result = tape.out.like(queries)
     tape.run(tape.op.kind, (queries, *keys, first, counts), result, *statistics(result))
     for array, declared in zip((result, *statistics(result)), (tape.out, *statistics(tape.out)), strict=True):
@@ -35,9 +35,9 @@ def forward(tape: Tape) -> None:
 def flops(step: Step, sizes: OpSizes) -> Number:
     """Returns 2 B T N S (H + Hv), with S the rows of its sequence up to a query in the mean."""
     queries, _, values = step.inputs[:3]
-    rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
+    num_rows = product(sizes.local(queries)[dim] for dim in queries.dims[:-1])
     met = sum(part.fresh_pairs for part in sizes.sequences) / sum(part.count * part.rows for part in sizes.sequences)
-    return 2.0 * rows * met * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
+    return 2.0 * num_rows * met * (sizes.dims[queries.dims[-1]] + sizes.dims[values.dims[-1]])
 
 
 OP = OpKind(forward=forward, steps={"prompt_attention": StepKind(flops=flops, group="attention")})

@@ -35,20 +35,20 @@ def _multiply(
     tape: Tape, lhs: ShardedArray, values: ShardedArray, scale: ShardedArray, out: ShardedArray
 ) -> ShardedArray:
     """Adds the steps of a product up to the local one, and returns its result."""
-    *before, product = product_steps(lhs, values, out, slice_axes=tape.slice_axes)
-    tape.add(*before)
-    here = scale.like(product.result)
+    *reshards, product = product_steps(lhs, values, out, slice_axes=tape.slice_axes)
+    tape.add(*reshards)
+    local_scale = scale.like(product.result)
     if has_groups(scale):
-        here = scale.resharded({dim: product.inputs[1].axes_of(dim.removesuffix("g")) for dim in scale.dims})
-    tape.run("quantised_einsum", (*product.inputs, tape.move(scale, here)), product.result)
+        local_scale = scale.resharded({dim: product.inputs[1].axes_of(dim.removesuffix("g")) for dim in scale.dims})
+    tape.run("quantised_einsum", (*product.inputs, tape.move(scale, local_scale)), product.result)
     return product.result
 
 
 def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts factors, scales and result. On GPUs XLA also writes a matrix with groups of inputs widened, and reads it;
     TPUs hold it on chip."""
-    widened = sizes.on_gpus and has_groups(step.inputs[2])
-    return stream(step, sizes) + 2 * widened * sizes.width * sizes.elements(step.inputs[1])
+    is_widened = sizes.on_gpus and has_groups(step.inputs[2])
+    return stream(step, sizes) + 2 * is_widened * sizes.width * sizes.elements(step.inputs[1])
 
 
 OP = OpKind(

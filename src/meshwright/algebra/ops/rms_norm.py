@@ -12,10 +12,10 @@ def forward(tape: Tape) -> None:
     x, *vectors = tape.inputs
     for dim in vectors[0].dims:
         require_whole(x, dim, tape.op.kind)
-    whole = [tape.move(vector, _whole(vector)) for vector in vectors]
-    here = tape.out.like(x)
-    tape.run(tape.op.kind, (x, *whole), here)
-    tape.move(here, tape.out)
+    whole_vectors = [tape.move(vector, _whole(vector)) for vector in vectors]
+    local_out = tape.out.like(x)
+    tape.run(tape.op.kind, (x, *whole_vectors), local_out)
+    tape.move(local_out, tape.out)
 
 
 def backward(tape: Tape) -> None:

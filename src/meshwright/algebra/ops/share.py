@@ -7,8 +7,8 @@ from meshwright.algebra.tape import Tape
 
 def forward(tape: Tape) -> None:
     """Scales the first result of ``share(o1[B,T,N,H], o2[B,T,N,H])``."""
-    first, second = tape.inputs
-    tape.run("share", (first, *statistics(first), *statistics(second)), tape.out)
+    o1, o2 = tape.inputs
+    tape.run("share", (o1, *statistics(o1), *statistics(o2)), tape.out)
 
 
 OP = OpKind(forward=forward, steps={"share": StepKind()})

@@ -10,10 +10,10 @@ def forward(tape: Tape) -> None:
     x, scale = tape.inputs
     sums = _sums(tape, "squares")
     tape.run("sum_squares", (x,), sums)
-    whole = tape.move(sums, sums.replace(unreduced=()))
-    here = tape.out.like(x)
-    tape.run("wide_rms_norm", (x, tape.move(scale, _scale(x, scale)), whole), here)
-    tape.move(here, tape.out)
+    whole_sums = tape.move(sums, sums.replace(unreduced=()))
+    local_out = tape.out.like(x)
+    tape.run("wide_rms_norm", (x, tape.move(scale, _scale(x, scale)), whole_sums), local_out)
+    tape.move(local_out, tape.out)
 
 
 def backward(tape: Tape) -> None:
@@ -21,13 +21,13 @@ def backward(tape: Tape) -> None:
     x, scale = tape.inputs
     dx, dscale = tape.dinputs
     squares, sums = _sums(tape, "squares").replace(unreduced=()), _sums(tape, "along")
-    dout, part = tape.move(tape.dout, tape.dout.like(x)), _scale(x, scale)
-    tape.run("wide_rms_norm_along", (dout, x, part), sums)
-    whole = tape.move(sums, sums.replace(unreduced=()))
-    rows = tuple(axis for axis in x.spread if axis not in part.spread)
-    dscale = dscale.like(part).replace(unreduced=rows)
+    dout, scale_part = tape.move(tape.dout, tape.dout.like(x)), _scale(x, scale)
+    tape.run("wide_rms_norm_along", (dout, x, scale_part), sums)
+    whole_sums = tape.move(sums, sums.replace(unreduced=()))
+    row_axes = tuple(axis for axis in x.spread if axis not in scale_part.spread)
+    dscale = dscale.like(scale_part).replace(unreduced=row_axes)
     cotangents = zip(tape.op.inputs, (dx.like(x), dscale), strict=True)
-    tape.run_backward((x, part, squares, whole), cotangents, dout=dout)
+    tape.run_backward((x, scale_part, squares, whole_sums), cotangents, dout=dout)
 
 
 def _scale(x: ShardedArray, scale: ShardedArray) -> ShardedArray:
@@ -38,9 +38,9 @@ def _scale(x: ShardedArray, scale: ShardedArray) -> ShardedArray:
 def _sums(tape: Tape, name: str) -> ShardedArray:
     """Returns the sums over a device's part of each row."""
     x, scale = tape.inputs
-    rows = tuple(dim for dim in x.dims if dim not in scale.dims)
+    row_dims = tuple(dim for dim in x.dims if dim not in scale.dims)
     parts = tuple(axis for dim in scale.dims for axis in x.axes_of(dim))
-    return ShardedArray(f"{tape.out.name}_{name}", rows, tuple(x.axes_of(dim) for dim in rows), parts, "fp32")
+    return ShardedArray(f"{tape.out.name}_{name}", row_dims, tuple(x.axes_of(dim) for dim in row_dims), parts, "fp32")
 
 
 _NORM = StepKind(group="normalisation")

@@ -40,7 +40,7 @@ def in_blocks(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
     weights = {variable.name for variable in shardings.program.of_role(*WEIGHTS)}
     passes = ((steps.forward, steps.kept), (steps.backward, ()))
     forward, backward = (
-        with_collective_matmuls(of_pass, ways=ways, kept=held, weights=weights, along=along) for of_pass, held in passes
+        with_collective_matmuls(of_pass, ways=ways, kept=kept, weights=weights, along=along) for of_pass, kept in passes
     )
     return replace(steps, forward=forward, backward=backward)
 
@@ -80,20 +80,20 @@ def _with_gather(units: list[Unit], gather: Step, ways: int, kept: Collection[Sh
 
     A product that needs a result of another product in the round stays outside, and reads the assembled array.
     """
-    before, place = _before(units), _place(units, gather)
-    members = {place}
+    units_before, gather_index = _before(units), _place(units, gather)
+    members = {gather_index}
     for number, unit in enumerate(units):
-        if len(unit) == 1 and _multiplies(unit[0], gather) and _is_convex({*members, number}, before):
+        if len(unit) == 1 and _multiplies(unit[0], gather) and _is_convex({*members, number}, units_before):
             members.add(number)
-    products = [units[number][0] for number in sorted(members - {place})]
+    products = [units[number][0] for number in sorted(members - {gather_index})]
     if not products:
         return units
-    outside = (step for number, unit in enumerate(units) if number not in members for step in unit)
-    whole = gather.result in kept or any(gather.result in step.inputs for step in outside)
+    outside_steps = (step for number, unit in enumerate(units) if number not in members for step in unit)
+    keeps_whole = gather.result in kept or any(gather.result in step.inputs for step in outside_steps)
     parts = sorted(products, key=lambda part: gather.dim not in part.result.dims)
     passing = gather.inputs[0].replace(name=f"{gather.inputs[0].name}_passing")
     operands = dict.fromkeys(a for part in parts for a in part.inputs if a != gather.result)
-    results = (*(part.result for part in parts), *([gather.result] if whole else []))
+    results = (*(part.result for part in parts), *([gather.result] if keeps_whole else []))
     product = _product("all_gather", (passing, *operands), results, parts, gather.dim, ways)
     return _joined(units, members, (_round(gather, "past", gather.inputs[0], passing, ways), product))
 
@@ -120,23 +120,23 @@ def _with_sum(units: list[Unit], total: Step, ways: int, kept: Collection[Sharde
     if users or partial in kept or not makers or total.reduction == "max":
         return units
     parts = [units[number][0] for number in makers]
-    alone = all(len(units[number]) == 1 and _is_einsum(part) for number, part in zip(makers, parts, strict=True))
-    in_turn = [part.accumulates for part in parts] == [False] + [True] * (len(parts) - 1)
-    even = all(_split_alike(part, dim, partial.axes_of(dim)) for part in parts)
+    is_alone = all(len(units[number]) == 1 and _is_einsum(part) for number, part in zip(makers, parts, strict=True))
+    is_in_turn = [part.accumulates for part in parts] == [False] + [True] * (len(parts) - 1)
+    is_even = all(_split_alike(part, dim, partial.axes_of(dim)) for part in parts)
     members = {_place(units, total), *makers}
-    if not (alone and in_turn and even and _is_convex(members, _before(units))):
+    if not (is_alone and is_in_turn and is_even and _is_convex(members, _before(units))):
         return units
     form: CollectiveForm = "reduce_scatter" if total.op == "reduce_scatter" else "all_reduce"
-    cut = {dim: (*total.result.axes_of(dim), *AXES)}
-    split = total.result if form == "reduce_scatter" else total.result.resharded(cut)
-    passing = split.replace(name=f"{split.name}_passing")
+    split_axes = {dim: (*total.result.axes_of(dim), *AXES)}
+    split_sum = total.result if form == "reduce_scatter" else total.result.resharded(split_axes)
+    passing = split_sum.replace(name=f"{split_sum.name}_passing")
     inputs = tuple(dict.fromkeys(a for part in parts for a in part.inputs))
     product = _product(form, inputs, (passing,), parts, dim, ways)
-    home = _round(replace(total, dim=dim), "home", passing, split, ways)
+    home_round = _round(replace(total, dim=dim), "home", passing, split_sum, ways)
     if form == "reduce_scatter":
-        return _joined(units, members, (product, replace(home, accumulates=total.accumulates)))
-    whole = replace(total, op="all_gather", inputs=(split,), dim=dim, critical=True)
-    return _joined(units, members, (product, home, whole))
+        return _joined(units, members, (product, replace(home_round, accumulates=total.accumulates)))
+    regather = replace(total, op="all_gather", inputs=(split_sum,), dim=dim, critical=True)
+    return _joined(units, members, (product, home_round, regather))
 
 
 # -- steps --------------------------------------------------------------------------------------------------
@@ -147,8 +147,8 @@ def _round(
 ) -> Step:
     """Returns the permute of the blocks, which overlaps with the product next to it."""
     details = Round(ring=ring, ways=ways, beside_products=True)
-    moved = {"op": "permute", "inputs": (source,), "result": result, "details": details, "critical": False}
-    return replace(collective, accumulates=False, **moved)
+    changes = {"op": "permute", "inputs": (source,), "result": result, "details": details, "critical": False}
+    return replace(collective, accumulates=False, **changes)
 
 
 def _product(
@@ -159,7 +159,7 @@ def _product(
     dim: str,
     ways: int,
 ) -> Step:
-    last, again = parts[-1], all(part.phase == "recompute" for part in parts)
+    last, is_recomputed = parts[-1], all(part.phase == "recompute" for part in parts)
     return replace(
         last,
         op=NAME,
@@ -169,7 +169,7 @@ def _product(
         dim=dim,
         accumulates=False,
         details=Blocks(form=form, axes=AXES, ways=ways),
-        phase="backward" if last.phase == "recompute" and not again else last.phase,
+        phase="backward" if last.phase == "recompute" and not is_recomputed else last.phase,
         parts=tuple(parts),
     )
 
@@ -198,35 +198,35 @@ def _place(units: Sequence[Unit], step: Step) -> int:
 
 def _before(units: Sequence[Unit]) -> list[set[int]]:
     """Returns for each unit the units that must come before it: they write what it reads, or read what it changes."""
-    written: dict[ShardedArray, int] = {}
-    read: dict[ShardedArray, set[int]] = {}
-    before: list[set[int]] = []
+    writer_of: dict[ShardedArray, int] = {}
+    readers_of: dict[ShardedArray, set[int]] = {}
+    predecessors: list[set[int]] = []
     for number, unit in enumerate(units):
         writes = {a for step in unit for a in step.results}
         reads = {a for step in unit for a in step.inputs} | {step.result for step in unit if step.accumulates}
-        first = {written[a] for a in reads | writes if a in written}
+        earlier = {writer_of[a] for a in reads | writes if a in writer_of}
         for array in writes:
-            first |= read.pop(array, set())
-            written[array] = number
+            earlier |= readers_of.pop(array, set())
+            writer_of[array] = number
         for array in reads:
-            read.setdefault(array, set()).add(number)
-        before.append(first - {number})
-    return before
+            readers_of.setdefault(array, set()).add(number)
+        predecessors.append(earlier - {number})
+    return predecessors
 
 
 def _after(members: set[int], before: Sequence[set[int]]) -> set[int]:
     """Returns the units outside that must come after one of the members."""
-    after: set[int] = set()
-    for number, first in enumerate(before):
-        if number not in members and first & (members | after):
-            after.add(number)
-    return after
+    later_units: set[int] = set()
+    for number, earlier in enumerate(before):
+        if number not in members and earlier & (members | later_units):
+            later_units.add(number)
+    return later_units
 
 
 def _is_convex(members: set[int], before: Sequence[set[int]]) -> bool:
     """True if nothing outside comes after one member and before another: then they can be one unit."""
-    after = _after(members, before)
-    return not any(before[number] & after for number in members)
+    later_units = _after(members, before)
+    return not any(before[number] & later_units for number in members)
 
 
 def _joined(units: list[Unit], members: set[int], unit: Unit) -> list[Unit]:
@@ -234,8 +234,8 @@ def _joined(units: list[Unit], members: set[int], unit: Unit) -> list[Unit]:
 
     Other units keep their order.
     """
-    before = _before(units)
+    predecessors = _before(units)
     outside = {*range(len(units))} - members
-    needed = {min(members) - 1, *(number for member in members for number in before[member] & outside)}
-    first = {number for number in outside - _after(members, before) if number <= max(needed)}
-    return [*(units[number] for number in sorted(first)), unit, *(units[number] for number in sorted(outside - first))]
+    required = {min(members) - 1, *(number for member in members for number in predecessors[member] & outside)}
+    early = {number for number in outside - _after(members, predecessors) if number <= max(required)}
+    return [*(units[number] for number in sorted(early)), unit, *(units[number] for number in sorted(outside - early))]

@@ -17,9 +17,9 @@ def differentiated(program: Program) -> frozenset[str]:
     all if nothing is frozen."""
     if not any(variable.frozen for variable in program.variables.values()):
         return frozenset(program.variables)
-    names, before = {variable.name for variable in trained(program)}, -1
-    while len(names) > before:
-        before = len(names)
+    names, num_before = {variable.name for variable in trained(program)}, -1
+    while len(names) > num_before:
+        num_before = len(names)
         for block in program.blocks:
             for op in block.ops:
                 if not names.isdisjoint(op.inputs):
@@ -31,9 +31,9 @@ def differentiated(program: Program) -> frozenset[str]:
 
 def needed_steps(steps: Iterable[Step], left: Collection[ShardedArray]) -> tuple[list[Step], set[ShardedArray]]:
     """Returns the steps that the finished cotangents ``left`` of a backward pass need, and all arrays needed."""
-    needed, chosen = set(left), list[Step]()
+    needed_arrays, kept_steps = set(left), list[Step]()
     for step in reversed(list(steps)):
-        if step.scope == "step" or not needed.isdisjoint(step.results):
-            needed.update(step.inputs)
-            chosen.insert(0, step)
-    return chosen, needed
+        if step.scope == "step" or not needed_arrays.isdisjoint(step.results):
+            needed_arrays.update(step.inputs)
+            kept_steps.insert(0, step)
+    return kept_steps, needed_arrays

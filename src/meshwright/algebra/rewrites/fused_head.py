@@ -23,25 +23,25 @@ def with_fused_head(block: BlockSteps) -> BlockSteps:
     if "chunked_logits_statistics" not in by_op:
         return block
     statistics, loss, back = (by_op[op] for op in ("chunked_logits_statistics", "sum_loss", "chunked_logits_backward"))
-    whole = (statistics.result, by_op["rescale"].result, statistics.more[1], statistics.inputs[2])
-    if loss.inputs != whole:
+    loss_inputs = (statistics.result, by_op["rescale"].result, statistics.more[1], statistics.inputs[2])
+    if loss.inputs != loss_inputs:
         # a part of the statistics is on another device
         return block
     cotangents = back.results
     slopes = tuple(array.replace(name=f"{array.name}_slope") for array in cotangents)
-    joined = replace(loss, op="fused_head", inputs=statistics.inputs, more=slopes)
+    fused = replace(loss, op="fused_head", inputs=statistics.inputs, more=slopes)
     dloss = by_op["sum_loss_backward"].inputs[0]
-    scaled = [
+    scale_steps = [
         replace(back, op="scale", inputs=(slope, dloss), result=array, more=())
         for slope, array in zip(slopes, cotangents, strict=True)
     ]
-    forward = [joined if step is loss else step for step in block.forward if step.op not in _FORWARD]
+    forward = [fused if step is loss else step for step in block.forward if step.op not in _FORWARD]
     backward: list[Step] = []
     for step in block.backward:
         if step is back:
-            backward += scaled
+            backward += scale_steps
         elif step.op != "sum_loss_backward":
             backward.append(step)
-    used = {array for step in backward for array in step.inputs}
-    results = (*(array for array in block.kept if array in used), *slopes)
-    return replace(block, forward=tuple(forward), backward=tuple(backward), kept=results)
+    used_arrays = {array for step in backward for array in step.inputs}
+    kept = (*(array for array in block.kept if array in used_arrays), *slopes)
+    return replace(block, forward=tuple(forward), backward=tuple(backward), kept=kept)

@@ -53,10 +53,10 @@ def stage_layers(names: tuple[str, ...], stages: int) -> StageLayers:
     it allows; of more stages than layers some have none.
     """
     for size in range(-(-len(names) // stages), len(names)):
-        for pattern in dict.fromkeys(names[first : first + size] for first in range(len(names) - size + 1)):
+        for pattern in dict.fromkeys(names[start : start + size] for start in range(len(names) - size + 1)):
             for even in (True, False):
-                if places := _places(names, stages, pattern, even=even):
-                    return StageLayers(pattern, places)
+                if layers_by_stage := _places(names, stages, pattern, even=even):
+                    return StageLayers(pattern, layers_by_stage)
     return StageLayers(names, _places(names, stages, names, even=False))
 
 
@@ -65,12 +65,12 @@ def _places(names: Sequence[str], stages: int, pattern: Sequence[str], *, even: 
     layer, by_stage = 0, []
     for stage in range(stages):
         end = layer + -(-(len(names) - layer) // (stages - stage)) if even else len(names)
-        places = []
+        layers_of_stage = []
         for block in pattern:
             fits = layer < end and names[layer] == block
-            places.append(layer if fits else -1)
+            layers_of_stage.append(layer if fits else -1)
             layer += fits
-        by_stage.append(tuple(places))
+        by_stage.append(tuple(layers_of_stage))
     return tuple(by_stage) if layer == len(names) else ()
 
 
@@ -98,12 +98,12 @@ def boundary(program: Program, shardings: Shardings) -> tuple[Step, ...]:
         ("forward", shardings.declared(stream)),
         ("backward", shardings.cotangent(stream)),
     )
-    for phase, whole in sides:
-        apart = whole
-        if "tensor" in shardings.axes and "tensor" not in whole.spread and "T" in whole.dims:
-            apart = whole.resharded({"T": (*whole.axes_of("T"), "tensor")})
-        sent = Step(op="permute", inputs=(apart,), result=apart, axes=("pipeline",))
-        for step in (sent, *reshard(apart, whole)):
+    for phase, stream_array in sides:
+        sent_array = stream_array
+        if "tensor" in shardings.axes and "tensor" not in stream_array.spread and "T" in stream_array.dims:
+            sent_array = stream_array.resharded({"T": (*stream_array.axes_of("T"), "tensor")})
+        send = Step(op="permute", inputs=(sent_array,), result=sent_array, axes=("pipeline",))
+        for step in (send, *reshard(sent_array, stream_array)):
             steps.append(replace(step, block="stage", phase=phase, critical=True))
     return tuple(steps)
 

@@ -25,9 +25,9 @@ class SavedSet:
         program, strategy = shardings.program, shardings.strategy
         self.shardings, self.names = shardings, strategy.kept_names  # None: every name
         if self.names is not None and isinstance(strategy.remat, tuple):
-            results = {op.out for block in program.blocks for op in block.ops} | {"logits"}
-            for name in (name for name in self.names if name not in results):
-                raise InputError(f"remat keeps {name!r}, which is not a result of the program.{nearest(name, results)}")
+            op_outs = {op.out for block in program.blocks for op in block.ops} | {"logits"}
+            for name in (name for name in self.names if name not in op_outs):
+                raise InputError(f"remat keeps {name!r}, which is not a result of the program.{nearest(name, op_outs)}")
         elif self.names is not None and strategy.remat == "selective" and "qr" not in program.variables:
             # without rope or a bias the products themselves enter attention
             self.names = (*self.names, "q", "k")
@@ -48,8 +48,8 @@ class SavedSet:
         if name == "lse":  # attention's backward pass needs it wherever it needs the result
             return "o" in self.names
         variables = self.shardings.program.variables
-        declared = array.name in variables and self.shardings.declared(array.name).axes == array.axes
-        return declared and not array.unreduced and (name in self.names or array.name in self.names)
+        is_declared = array.name in variables and self.shardings.declared(array.name).axes == array.axes
+        return is_declared and not array.unreduced and (name in self.names or array.name in self.names)
 
 
 def keeps_logits(strategy: Strategy) -> bool:
@@ -64,16 +64,16 @@ def in_segments(steps: BlockSteps, shardings: Shardings) -> BlockSteps:
     segment, rerun = shardings.strategy.segment, None
     if segment is None or not steps.is_layer:
         return steps
-    whole, again = list(steps.forward), list[Step]()
+    forward, rerun_steps = list(steps.forward), list[Step]()
     if shardings.strategy.recomputes_each:
         assert segment != "sqrt"
         stacks, name = shardings.program.stacks, steps.block.name
         layers = next((stack.layers for stack in stacks if name in stack.layers), (name,) * steps.repeat)
-        whole, rerun = needed_steps(whole, whole[-1].results)[0], Rerun(name, layers, segment)
-    for step in whole:
-        gathers = step.is_collective and shardings.is_weight(step.result.name)
-        phase: Phase = "backward" if gathers else "recompute"
+        forward, rerun = needed_steps(forward, forward[-1].results)[0], Rerun(name, layers, segment)
+    for step in forward:
+        is_gather = step.is_collective and shardings.is_weight(step.result.name)
+        phase: Phase = "backward" if is_gather else "recompute"
         parts = tuple(replace(part, phase=phase) for part in step.parts)
-        again.append(replace(step, phase=phase, parts=parts))
-    backward = (*again, *steps.backward)
-    return replace(steps, backward=backward, segment=segment, num_again=len(again), rerun=rerun)
+        rerun_steps.append(replace(step, phase=phase, parts=parts))
+    backward = (*rerun_steps, *steps.backward)
+    return replace(steps, backward=backward, segment=segment, num_again=len(rerun_steps), rerun=rerun)

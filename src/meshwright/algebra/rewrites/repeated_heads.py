@@ -19,18 +19,18 @@ def repeated_dim(strategy: Strategy) -> str:
 
 def with_repeated_heads(strategy: Strategy) -> Strategy:
     """Returns the strategy with its rules of kv heads for repeated ones: no axis splits K itself then."""
-    repeated, roles = repeated_dim(strategy), GENERATION_RULES | strategy.assignment
+    new_dim, roles = repeated_dim(strategy), GENERATION_RULES | strategy.assignment
     renamed = {
-        role: {repeated if dim == "K" else dim: axes for dim, axes in rules.items()} for role, rules in roles.items()
+        role: {new_dim if dim == "K" else dim: axes for dim, axes in rules.items()} for role, rules in roles.items()
     }
     return replace(strategy, assignment=renamed)
 
 
 def strategy_of_heads(strategy: Strategy, num_kv_heads: int) -> Strategy:
     """Returns the strategy with repeated kv heads where the devices that split the heads do not divide their number."""
-    devices = math.prod(strategy.mesh.get(axis, 1) for axis in REPEATED_HEADS[repeated_dim(strategy)])
+    num_devices = math.prod(strategy.mesh.get(axis, 1) for axis in REPEATED_HEADS[repeated_dim(strategy)])
     is_standard = strategy.rules("activation").get("K") == ("tensor",)
-    return with_repeated_heads(strategy) if is_standard and num_kv_heads % devices else strategy
+    return with_repeated_heads(strategy) if is_standard and num_kv_heads % num_devices else strategy
 
 
 def repeating(program: Program, strategy: Strategy) -> Program:
@@ -51,14 +51,14 @@ def _renamed(dims: tuple[str, ...], dim: str) -> tuple[str, ...]:
 def _ops(block: Block, variables: dict[str, Variable], dim: str) -> tuple[Op, ...]:
     """Returns the ops of a block with repeats before the first op that reads them; adds their results to
     ``variables``."""
-    ops, repeated = list[Op](), dict[str, str]()
+    ops, repeat_of = list[Op](), dict[str, str]()
     for op in block.ops:
         for name in op.inputs if op.kind in READERS else ():
             variable = variables[name]
-            if "K" in variable.dims and name not in repeated:
-                repeated[name] = f"{name}_repeated"
-                variables[repeated[name]] = replace(variable, name=repeated[name], dims=_renamed(variable.dims, dim))
-                ops.append(Op("repeat_heads", (name,), repeated[name]))
-        inputs = tuple(repeated.get(name, name) for name in op.inputs) if op.kind in READERS else op.inputs
+            if "K" in variable.dims and name not in repeat_of:
+                repeat_of[name] = f"{name}_repeated"
+                variables[repeat_of[name]] = replace(variable, name=repeat_of[name], dims=_renamed(variable.dims, dim))
+                ops.append(Op("repeat_heads", (name,), repeat_of[name]))
+        inputs = tuple(repeat_of.get(name, name) for name in op.inputs) if op.kind in READERS else op.inputs
         ops.append(replace(op, inputs=inputs))
     return tuple(ops)

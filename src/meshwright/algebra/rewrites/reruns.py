@@ -23,12 +23,12 @@ class Rerun(msgspec.Struct, frozen=True):
     def times(self, repeat: int, runs: Number = 1) -> Number:
         """Returns how often ``repeat`` layers of the block run again in one backward pass of all layers, on average if
         these are in ``runs`` runs of a pipeline, each with its own segments; ``runs`` may be an array."""
-        counts, places = np.unique(runs, return_inverse=True)
+        distinct_runs, run_indices = np.unique(runs, return_inverse=True)
         averages = []
-        for count in counts:
-            names = stage_layers(self.layers, int(count)).pattern if count > 1 else self.layers
+        for num_runs in distinct_runs:
+            names = stage_layers(self.layers, int(num_runs)).pattern if num_runs > 1 else self.layers
             averages.append(repeat * self._total(names) / max(names.count(self.block), 1))
-        return np.array(averages)[places].reshape(np.shape(runs)) if np.ndim(runs) else averages[0]
+        return np.array(averages)[run_indices].reshape(np.shape(runs)) if np.ndim(runs) else averages[0]
 
     def _total(self, names: tuple[str, ...]) -> int:
         num_reruns = 0

@@ -59,22 +59,22 @@ def in_ring(step: Step, keys: Sequence[ShardedArray]) -> tuple[Step, ...]:
     """
     if not step.details.ring:
         return (step,)
-    forward = not step.op.endswith("_backward")
-    num_given = 0 if forward else 3
-    passing = tuple(key.replace(name=f"{key.name}_{'passing' if forward else 'returning'}") for key in keys)
-    results = () if forward else step.more[: len(keys)]
+    is_forward = not step.op.endswith("_backward")
+    num_given = 0 if is_forward else 3
+    passing = tuple(key.replace(name=f"{key.name}_{'passing' if is_forward else 'returning'}") for key in keys)
+    results = () if is_forward else step.more[: len(keys)]
     collected = tuple(array.replace(name=f"{array.name}_passing") for array in results)
     attention = replace(
         step,
         inputs=(*step.inputs[:num_given], *passing, *step.inputs[num_given:]),
         more=(*collected, *step.more[len(collected) :]),
     )
-    past = (_round(step, *pair, ring="past") for pair in zip(keys, passing, strict=True))
-    home = (_round(step, *pair, ring="home") for pair in zip(collected, results, strict=True))
-    return (*past, attention, *home)
+    past_rounds = (_round(step, *pair, ring="past") for pair in zip(keys, passing, strict=True))
+    home_rounds = (_round(step, *pair, ring="home") for pair in zip(collected, results, strict=True))
+    return (*past_rounds, attention, *home_rounds)
 
 
 def _round(step: Step, array: ShardedArray, result: ShardedArray, *, ring: Literal["past", "home"]) -> Step:
     """Returns the permute of an array round the ring of an attention step, as far as its window needs."""
-    moves = Round(ring=ring, window=step.details.window)
-    return Step(op="permute", inputs=(array,), result=result, axes=step.details.ring, details=moves)
+    details = Round(ring=ring, window=step.details.window)
+    return Step(op="permute", inputs=(array,), result=result, axes=step.details.ring, details=details)

@@ -18,9 +18,9 @@ def cotangent_of(derived: Derived, name: str) -> ShardedArray:
 
 def gradient_arrays(derived: Derived) -> dict[str, ShardedArray]:
     """Maps each weight to its gradient as a microbatch leaves it, before the sums that run once per step."""
-    summed = step_steps(derived)
+    sums_of = step_steps(derived)
     return {
-        name: summed[name][0].inputs[0] if name in summed else shard.replace(name=f"d{name}")
+        name: sums_of[name][0].inputs[0] if name in sums_of else shard.replace(name=f"d{name}")
         for name, shard in derived.shards.items()
     }
 
@@ -47,8 +47,8 @@ def trained_of(derived: Derived, block: BlockSteps) -> tuple[str, ...]:
 def counts_of(block: BlockSteps) -> dict[str, ShardedArray]:
     """Returns the router's counts of a block, summed over all devices, under a key that cannot clash with a weight's
     name. Empty if nothing in the backward pass needs them."""
-    counted = any(ROUTING in step.inputs for step in block.backward)
-    return {f"{ROUTING.name} of {block.name}": ROUTING} if counted else {}
+    has_counts = any(ROUTING in step.inputs for step in block.backward)
+    return {f"{ROUTING.name} of {block.name}": ROUTING} if has_counts else {}
 
 
 def meetings(derived: Derived) -> tuple[Step, ...]:
@@ -83,23 +83,23 @@ def with_split_backward(derived: Derived) -> Derived:
 def _split(derived: Derived, block: BlockSteps) -> SplitBackward:
     """Splits a backward pass: first the steps that the cotangent of the stream needs, then the others, in derived
     order."""
-    needed = {cotangent_of(derived, block.block.carry)}
-    first, second = list(range(block.num_again)), list[int]()
+    needed_arrays = {cotangent_of(derived, block.block.carry)}
+    input_places, weight_places = list(range(block.num_again)), list[int]()
     for place, step in reversed(list(enumerate(block.backward))[block.num_again :]):
         if step.scope == "step":
             continue
-        if needed.isdisjoint(step.results):
-            second.insert(0, place)
+        if needed_arrays.isdisjoint(step.results):
+            weight_places.insert(0, place)
         else:
-            needed.update(step.inputs)
-            first.insert(block.num_again, place)
-    steps = [block.backward[place] for place in second]
+            needed_arrays.update(step.inputs)
+            input_places.insert(block.num_again, place)
+    steps = [block.backward[place] for place in weight_places]
     # not handed over: results of the second part, declared weights, and inputs of the microbatch
-    known = {array for step in steps for array in step.results}
-    known |= {derived.declared[v.name] for v in derived.program.variables.values() if v.role != "activation"}
+    known_arrays = {array for step in steps for array in step.results}
+    known_arrays |= {derived.declared[v.name] for v in derived.program.variables.values() if v.role != "activation"}
     gradients = gradient_arrays(derived)
-    used = [*(a for step in steps for a in step.inputs), *(gradients[name] for name in trained_of(derived, block))]
+    arrays = [*(a for step in steps for a in step.inputs), *(gradients[name] for name in trained_of(derived, block))]
     if any(is_at_experts(step) and step.phase == "backward" for step in steps):
-        used += rounds_begin_with(block.backward)
-    handed = tuple(array for array in dict.fromkeys(used) if array not in known)
-    return SplitBackward(tuple(first), tuple(second), handed)
+        arrays += rounds_begin_with(block.backward)
+    handed = tuple(array for array in dict.fromkeys(arrays) if array not in known_arrays)
+    return SplitBackward(tuple(input_places), tuple(weight_places), handed)

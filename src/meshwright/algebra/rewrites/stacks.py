@@ -25,11 +25,11 @@ def shared_inputs(program: Program, steps_of: Callable[[Block], Iterable[Step]])
     for stack in program.stacks:
         for name in stack.inputs:
             steps = [s for block in program.blocks if block.name in stack.layers for s in steps_of(block)]
-            used = [step for step in steps if not step.only_moves]
-            read = {array for step in used for array in step.inputs if array.name == name}
-            left = {step.result for step in used if step.result.name == f"d{name}"}
-            if len(read) != 1 or len(left) != 1:
-                found_all = ", ".join(map(str, read | left))
-                raise InputError(f"layers need {name} in several shardings: {found_all}. Split heads and widths alike.")
-            shared[name] = SharedInput(given=read.pop(), cotangent=left.pop())
+            using_steps = [step for step in steps if not step.only_moves]
+            read_arrays = {array for step in using_steps for array in step.inputs if array.name == name}
+            cotangents = {step.result for step in using_steps if step.result.name == f"d{name}"}
+            if len(read_arrays) != 1 or len(cotangents) != 1:
+                arrays = ", ".join(map(str, read_arrays | cotangents))
+                raise InputError(f"layers need {name} in several shardings: {arrays}. Split heads and widths alike.")
+            shared[name] = SharedInput(given=read_arrays.pop(), cotangent=cotangents.pop())
     return shared

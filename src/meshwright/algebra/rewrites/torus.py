@@ -63,10 +63,10 @@ def mesh_order(
     or nodes, then the chips of a domain. On one link the mesh's minor axes are inside.
     """
     parts = {axis: parts_of(placement, axis) for axis in mesh}
-    placed = [(a, part) for link in reversed(links) for a in mesh for part in parts[a] if part.link == link]
-    numbers = np.arange(math.prod(mesh.values())).reshape([part.size for _, part in placed])
-    order = [placed.index((axis, part)) for axis in mesh for part in parts[axis]]
-    return numbers.transpose(order).reshape(tuple(mesh.values()))
+    placed_parts = [(a, part) for link in reversed(links) for a in mesh for part in parts[a] if part.link == link]
+    numbers = np.arange(math.prod(mesh.values())).reshape([part.size for _, part in placed_parts])
+    dim_order = [placed_parts.index((axis, part)) for axis in mesh for part in parts[axis]]
+    return numbers.transpose(dim_order).reshape(tuple(mesh.values()))
 
 
 class Legs(msgspec.Struct, frozen=True, dict=True):
@@ -108,9 +108,9 @@ class Legs(msgspec.Struct, frozen=True, dict=True):
     def groups(self) -> tuple[list[list[int]], ...]:
         """For each leg the groups of ranks along it; the ranks of a group run over its parts, major to minor."""
         ranks = np.arange(math.prod(self.parts)).reshape(self.parts)
-        ends = [range(-len(leg), 0) for leg in self.order]
-        moved = (np.moveaxis(ranks, leg, end) for leg, end in zip(self.order, ends, strict=True))
-        return tuple(array.reshape(-1, size).tolist() for array, size in zip(moved, self.sizes, strict=True))
+        end_dims = [range(-len(leg), 0) for leg in self.order]
+        moved_ranks = (np.moveaxis(ranks, leg, end) for leg, end in zip(self.order, end_dims, strict=True))
+        return tuple(array.reshape(-1, size).tolist() for array, size in zip(moved_ranks, self.sizes, strict=True))
 
 
 def second_turn(factors: Mapping[str, Sequence[int]], used: Collection[str]) -> tuple[str, int]:
@@ -141,28 +141,28 @@ def group_legs(strategy: Strategy, axes: tuple[str, ...], *, scatters: bool = Fa
     can be crossed at once; where it ``scatters``, all but those of its `second_turn`.
     """
     placed = [(axis, part) for axis in axes for part in parts_of(strategy.placement, axis)]
-    whole = math.prod(strategy.mesh[axis] for axis in axes)
-    if not any(part.on_torus for _, part in placed) or math.prod(part.size for _, part in placed) != whole:
+    group_size = math.prod(strategy.mesh[axis] for axis in axes)
+    if not any(part.on_torus for _, part in placed) or math.prod(part.size for _, part in placed) != group_size:
         return None
-    outside = {axis for axis in strategy.mesh if axis not in axes}
-    used = {part.link for axis in outside for part in parts_of(strategy.placement, axis) if part.on_torus}
-    torus = dict.fromkeys(part.link for _, part in placed if part.on_torus)
-    factors = {link: [part.size for _, part in placed if part.link == link] for link in torus}
-    last, chips = second_turn(factors, used) if scatters else ("", 1)
+    outside_axes = {axis for axis in strategy.mesh if axis not in axes}
+    used_links = {part.link for axis in outside_axes for part in parts_of(strategy.placement, axis) if part.on_torus}
+    torus_links = dict.fromkeys(part.link for _, part in placed if part.on_torus)
+    factors = {link: [part.size for _, part in placed if part.link == link] for link in torus_links}
+    last_link, num_last_chips = second_turn(factors, used_links) if scatters else ("", 1)
     pieces: list[tuple[str, PlacedPart, str]] = []
     for axis, part in reversed(placed):
-        later = min(part.size, chips) if part.link == last else 1
-        chips //= later
-        turns = ((later, part.link), (part.size // later, "torus" if part.on_torus else part.link))
+        last_size = min(part.size, num_last_chips) if part.link == last_link else 1
+        num_last_chips //= last_size
+        turns = ((last_size, part.link), (part.size // last_size, "torus" if part.on_torus else part.link))
         pieces += [(axis, PlacedPart(part.link, size), turn) for size, turn in turns if size > 1]
-    owners, parts, turns_of = zip(*reversed(pieces), strict=True)
+    axes_of_parts, parts, turns_of = zip(*reversed(pieces), strict=True)
     one_by_one, at_once = _order(parts, [part.link for part in parts]), _order(parts, turns_of)
     return Legs(
         parts=tuple(part.size for part in parts),
-        axes=owners,
+        axes=axes_of_parts,
         order=one_by_one,
-        at_once=() if at_once == one_by_one or not (used or scatters) else at_once,
-        fills_slices=not used and not all(part.on_torus for part in parts),
+        at_once=() if at_once == one_by_one or not (used_links or scatters) else at_once,
+        fills_slices=not used_links and not all(part.on_torus for part in parts),
     )
 
 
@@ -171,10 +171,10 @@ def _order(parts: Sequence[PlacedPart], names: Sequence[str]) -> tuple[tuple[int
     are one leg."""
     legs: dict[tuple[bool, str], tuple[int, ...]] = {}
     for index, (part, link) in enumerate(zip(parts, names, strict=True)):
-        name = (not part.on_torus, link)
-        legs[name] = (*legs.get(name, ()), index)
-    sizes = {name: math.prod(parts[index].size for index in leg) for name, leg in legs.items()}
-    return tuple(legs[name] for name in sorted(legs, key=lambda name: (name[0], -sizes[name])))
+        key = (not part.on_torus, link)
+        legs[key] = (*legs.get(key, ()), index)
+    sizes = {key: math.prod(parts[index].size for index in leg) for key, leg in legs.items()}
+    return tuple(legs[key] for key in sorted(legs, key=lambda key: (key[0], -sizes[key])))
 
 
 def leg_by_leg(steps: Iterable[Step], strategy: Strategy) -> tuple[Step, ...]:

@@ -19,46 +19,46 @@ def check(schedule: Schedule, where: Where | None = None) -> Schedule:
     Every F and B must stand once and every W at most once, on the device of its virtual stage, B after its F and W
     after its B. No devices may wait for each other in a ring.
     """
-    named = where or (lambda device, number: f"device {device}, op {number + 1}")
-    _require_once(schedule, named)
-    _require_own_order(schedule, named)
+    where_of = where or (lambda device, number: f"device {device}, op {number + 1}")
+    _require_once(schedule, where_of)
+    _require_own_order(schedule, where_of)
     simulate(schedule, forward_s=1.0, backward_s=1.0, weight_s=1.0)
     return schedule
 
 
 def _require_once(schedule: Schedule, named: Where) -> None:
-    stages, seen = schedule.virtual_stages(), dict[Result, str]()
+    stage_of, where_of = schedule.virtual_stages(), dict[Result, str]()
     for device, order in enumerate(schedule.orders):
         for number, op in enumerate(order):
             where, m = named(device, number), op.microbatch
             if not 0 <= m < schedule.num_microbatches:
                 raise InputError(f"{where}: {op} is not one of {schedule.num_microbatches} microbatches.")
-            stage = stages.get((schedule.route_of[m], device, op.chunk))
+            stage = stage_of.get((schedule.route_of[m], device, op.chunk))
             if stage is None:
                 raise InputError(
                     f"{where}: {op} cannot run on device {device}: microbatch {m} passes no chunk {op.chunk} "
                     f"there. Correct the chunk or the placement."
                 )
-            if first := seen.get(Result(op.kind, stage, m)):
-                raise InputError(f"{where}: {op} stands there twice (first at {first}). Leave one of them out.")
-            seen[Result(op.kind, stage, m)] = where
-    count = schedule.num_virtual_stages
+            if first_where := where_of.get(Result(op.kind, stage, m)):
+                raise InputError(f"{where}: {op} stands there twice (first at {first_where}). Leave one of them out.")
+            where_of[Result(op.kind, stage, m)] = where
+    num_stages = schedule.num_virtual_stages
     kinds: tuple[PassKind, ...] = ("F", "B")
-    for m, stage, kind in itertools.product(range(schedule.num_microbatches), range(count), kinds):
-        if Result(kind, stage, m) not in seen:
+    for m, stage, kind in itertools.product(range(schedule.num_microbatches), range(num_stages), kinds):
+        if Result(kind, stage, m) not in where_of:
             place = schedule.place(stage, m)
             raise InputError(
                 f"{StagePass(kind, m, place.chunk)} is missing on device {place.device}. Every microbatch needs "
-                f"F and B in each of the {count} virtual stages."
+                f"F and B in each of the {num_stages} virtual stages."
             )
 
 
 def _require_own_order(schedule: Schedule, named: Where) -> None:
-    before: dict[PassKind, PassKind] = {"B": "F", "W": "B"}
+    kind_before: dict[PassKind, PassKind] = {"B": "F", "W": "B"}
     for device, order in enumerate(schedule.orders):
-        done = set[StagePass]()
+        done_ops = set[StagePass]()
         for number, op in enumerate(order):
-            first = msgspec.structs.replace(op, kind=before[op.kind]) if op.kind in before else None
-            if first and first not in done:
-                raise InputError(f"{named(device, number)}: {op} comes before {first}. Write {first} earlier.")
-            done.add(op)
+            needed = msgspec.structs.replace(op, kind=kind_before[op.kind]) if op.kind in kind_before else None
+            if needed and needed not in done_ops:
+                raise InputError(f"{named(device, number)}: {op} comes before {needed}. Write {needed} earlier.")
+            done_ops.add(op)

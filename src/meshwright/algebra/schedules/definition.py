@@ -119,14 +119,14 @@ class ScheduleDefinition(msgspec.Struct, frozen=True, kw_only=True):
         """True where the schedule exists for these sizes."""
         p, m, v = (np.asarray(size) for size in (stages, microbatches, chunks))
         # no requirement divides by a size of 0
-        holds = [(p >= 1) & (m >= 1) & (v >= 1), *(rule.holds(np.maximum(p, 1), m, v) for rule in self._requirements)]
-        return functools.reduce(operator.and_, holds)
+        masks = [(p >= 1) & (m >= 1) & (v >= 1), *(rule.holds(np.maximum(p, 1), m, v) for rule in self._requirements)]
+        return functools.reduce(operator.and_, masks)
 
     def refusal(self, stages: int, microbatches: int, chunks: int) -> str | None:
         """Returns why the schedule does not exist for these sizes; None where it does."""
-        for what, size in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        for size_name, size in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
             if size < 1:
-                return f"{what}={size} must be at least 1."
+                return f"{size_name}={size} must be at least 1."
         sizes = stages, microbatches, chunks
         return next((rule.message(*sizes) for rule in self._requirements if not rule.holds(*sizes)), None)
 

@@ -41,7 +41,7 @@ def dual_order(distance: int, depth: int, per_stream: int, streams: DeviceStream
         # the second half of these leaves its weight gradients for the idle time to come
         words += ["S1" if turn > half or (turn == half and is_odd) else "B1", "S0" if turn >= half else "B0"]
     words += [*["W", "S0"] * inner, *["W"] * (distance + 1)]
-    counts = {(kind, stream): itertools.count(streams[stream][1]) for kind in "FB" for stream in (0, 1)}
+    microbatches = {(kind, stream): itertools.count(streams[stream][1]) for kind in "FB" for stream in (0, 1)}
     pending = deque[StagePass]()
     for word in words:
         if word == "W":
@@ -49,7 +49,7 @@ def dual_order(distance: int, depth: int, per_stream: int, streams: DeviceStream
             continue
         kind: Literal["F", "B"] = "F" if word[0] == "F" else "B"
         stream = int(word[1])
-        op = StagePass(kind, next(counts[kind, stream]), streams[stream][0])
+        op = StagePass(kind, next(microbatches[kind, stream]), streams[stream][0])
         yield op
         if word[0] == "S":
             pending.append(StagePass("W", op.microbatch, op.chunk))
@@ -57,9 +57,9 @@ def dual_order(distance: int, depth: int, per_stream: int, streams: DeviceStream
 
 def dual_bubble_seconds(hops: Number, f: Number, b: Number, w: Number) -> Number:
     """Returns the bubble of one stream that turns back after ``hops`` sends, for times per virtual stage."""
-    longest = np.maximum(hops * f, hops * (f + b - w))
-    longest = np.maximum(longest, hops * (2 * f - w - np.minimum(b, w)))
-    return np.maximum(longest, hops * (b + np.maximum(b - w, 0)) - f)
+    longest_s = np.maximum(hops * f, hops * (f + b - w))
+    longest_s = np.maximum(longest_s, hops * (2 * f - w - np.minimum(b, w)))
+    return np.maximum(longest_s, hops * (b + np.maximum(b - w, 0)) - f)
 
 
 def published_bubble(formula: str, hops: Callable[[Number], Number]) -> PublishedBubble:
@@ -79,10 +79,10 @@ def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Itera
 
 
 def _even_microbatches(stages: int, microbatches: int, chunks: int) -> str:
-    near = max(2 * stages, microbatches + microbatches % 2)
+    nearest_count = max(2 * stages, microbatches + microbatches % 2)
     return (
         f"dualpipe needs an even number of microbatches, at least {2 * stages} for {stages} stages, "
-        f"not {microbatches}. Use for example {near}."
+        f"not {microbatches}. Use for example {nearest_count}."
     )
 
 

@@ -34,7 +34,7 @@ def read_schedule(path: str | Path) -> Schedule:
     text = read_text(path, "Give a schedule: a line for each device.")
     placement: PlacementName = "looped"
     orders: list[list[StagePass]] = []
-    lines: list[list[str]] = []
+    line_of_op: list[list[str]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         where, content = f"{path}:{number}", line.partition("#")[0].strip()
         if match := _SETTING.fullmatch(content):
@@ -50,9 +50,9 @@ def read_schedule(path: str | Path) -> Schedule:
                 raise InputError(f"{where}: device {device} comes before device {len(orders)}. Number them from 0.")
             if device == len(orders):
                 orders.append([])
-                lines.append([])
+                line_of_op.append([])
             orders[device] += ops
-            lines[device] += [where] * len(ops)
+            line_of_op[device] += [where] * len(ops)
         elif content:
             raise InputError(f"{where}: {content!r} is no line of a schedule. Write for example 0: F0 F1 B0 B1.")
     num_ops = sum(map(len, orders))
@@ -70,7 +70,7 @@ def read_schedule(path: str | Path) -> Schedule:
         route_of=tuple(route_of[m] for m in sorted(route_of)),
         orders=tuple(map(tuple, orders)),
     )
-    return check(schedule, lambda device, number: lines[device][number])
+    return check(schedule, lambda device, number: line_of_op[device][number])
 
 
 def _read_op(at: str, word: str) -> StagePass:
@@ -89,11 +89,11 @@ def schedule_of_file(path: str) -> ScheduleDefinition:
 def _schedule_of_file(path: str, changed_ns: int) -> ScheduleDefinition:
     """Reads a file once for each change, since a search needs it many times."""
     schedule = read_schedule(path)
-    stages, count = schedule.num_devices, schedule.num_microbatches
-    sizes = Requirement(
-        lambda p, m, v: (p == stages) & (m == count),
+    stages, num_microbatches = schedule.num_devices, schedule.num_microbatches
+    requirement = Requirement(
+        lambda p, m, v: (p == stages) & (m == num_microbatches),
         lambda p, m, v: (
-            f"{path} is for {stages} stages and {count} microbatches, and the strategy has pipeline={p} and "
+            f"{path} is for {stages} stages and {num_microbatches} microbatches, and the strategy has pipeline={p} and "
             f"num_microbatches={m}. Change one of them."
         ),
     )
@@ -103,7 +103,7 @@ def _schedule_of_file(path: str, changed_ns: int) -> ScheduleDefinition:
         order=lambda device, **sizes: schedule.orders[device],
         placement=_placement(schedule),
         chunks=schedule.num_virtual_stages // stages,
-        requirements=(sizes,),
+        requirements=(requirement,),
     )
 
 
@@ -119,6 +119,6 @@ def format_schedule(schedule: Schedule) -> str:
         f"placement = {_placement(schedule)}",
     ]
     for device, order in enumerate(schedule.orders):
-        head = f"{device}: "
-        lines += wrap(" ".join(map(str, order)), LINE_WIDTH, initial_indent=head, subsequent_indent=head)
+        prefix = f"{device}: "
+        lines += wrap(" ".join(map(str, order)), LINE_WIDTH, initial_indent=prefix, subsequent_indent=prefix)
     return "\n".join(lines) + "\n"

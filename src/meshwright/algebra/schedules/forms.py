@@ -138,24 +138,24 @@ def longest_paths(step: Callable[[int, int, int], int]) -> list[PathPasses]:
     normals = axes
     while True:
         num_found = len(paths)
-        for first, second in itertools.combinations(normals, 2):
-            times = _cross(first, second)
+        for one_normal, other_normal in itertools.combinations(normals, 2):
+            times = _cross(one_normal, other_normal)
             if times is None or times in tried:
                 continue
-            known = [_time(path, times) for path in paths]
+            known_times = [_time(path, times) for path in paths]
             # a tie of paths that are not the longest there says nothing
-            if normals is not axes and known.count(max(known)) < 2:
+            if normals is not axes and known_times.count(max(known_times)) < 2:
                 continue
             tried.add(times)
             # each pass also takes one unit of a digit of its own, too small to change the path
             total = step(*(time * scale + (1 << (_BITS * kind)) for kind, time in enumerate(times)))
             path = total & mask, (total >> _BITS) & mask, (total >> 2 * _BITS) & mask
-            if _time(path, times) > max(known, default=-1):
+            if _time(path, times) > max(known_times, default=-1):
                 paths[path] = None
         if len(paths) == num_found:
             return list(paths)
-        ties = itertools.combinations(paths, 2)
-        normals = axes + [(p[0] - q[0], p[1] - q[1], p[2] - q[2]) for p, q in ties]
+        path_pairs = itertools.combinations(paths, 2)
+        normals = axes + [(p[0] - q[0], p[1] - q[1], p[2] - q[2]) for p, q in path_pairs]
 
 
 def _cross(one: PathPasses, other: PathPasses) -> PathPasses | None:
@@ -167,8 +167,8 @@ def _cross(one: PathPasses, other: PathPasses) -> PathPasses | None:
         x, y, z = -x, -y, -z
     if min(x, y, z) < 0 or not (x or y or z):
         return None
-    shared = math.gcd(x, y, z)
-    return x // shared, y // shared, z // shared
+    divisor = math.gcd(x, y, z)
+    return x // divisor, y // divisor, z // divisor
 
 
 def _time(path: PathPasses, times: PathPasses) -> int:
@@ -189,14 +189,14 @@ def _simulated_forms(
         """Returns the value ``name`` of each size, for "paths" the time of the longest."""
         broadcast = np.broadcast_arrays(*arrays)
         sizes = np.stack([array.reshape(-1) for array in broadcast[:3]], axis=-1).astype(np.int64)
-        different, which = np.unique(sizes, axis=0, return_inverse=True)
+        distinct_sizes, index_of_size = np.unique(sizes, axis=0, return_inverse=True)
         result = np.zeros(len(sizes))
-        for number, (p, m, v) in enumerate(different.tolist()):
+        for number, (p, m, v) in enumerate(distinct_sizes.tolist()):
             if p > 1:
-                here, value = which.reshape(-1) == number, simulated(definition, (p, m, v))[name]
+                is_of_size, value = index_of_size.reshape(-1) == number, simulated(definition, (p, m, v))[name]
                 if name == "paths":
-                    value = (value @ np.stack([times.reshape(-1)[here] for times in broadcast[3:]])).max(axis=0)
-                result[here] = value
+                    value = (value @ np.stack([times.reshape(-1)[is_of_size] for times in broadcast[3:]])).max(axis=0)
+                result[is_of_size] = value
         return result.reshape(broadcast[0].shape)
 
     names = (name for name in form.__struct_fields__ if name not in ("bubble_s", "waits"))

@@ -20,10 +20,10 @@ def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Itera
 
 
 def _whole_groups(stages: int, microbatches: int, chunks: int) -> str:
-    near = max(stages, stages * round(microbatches / stages))
+    nearest_count = max(stages, stages * round(microbatches / stages))
     return (
         f"the interleaved schedule needs microbatches that stages={stages} divides, not {microbatches}. "
-        f"Use for example {near}."
+        f"Use for example {nearest_count}."
     )
 
 

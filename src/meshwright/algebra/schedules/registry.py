@@ -32,10 +32,10 @@ def searched_schedules(*, every: bool) -> tuple[str, ...]:
 
     They have ``search="usual"``, or with ``every`` also ``search="full"``.
     """
-    wanted = ("usual", "full") if every else ("usual",)
-    names = [schedule.name for schedule in definitions().values() if schedule.search in wanted]
-    first = next(schedule.name for schedule in definitions().values() if schedule.search == "usual")
-    return first, *(name for name in names if name != first)
+    searches = ("usual", "full") if every else ("usual",)
+    names = [schedule.name for schedule in definitions().values() if schedule.search in searches]
+    first_name = next(schedule.name for schedule in definitions().values() if schedule.search == "usual")
+    return first_name, *(name for name in names if name != first_name)
 
 
 def definition(name: str) -> ScheduleDefinition:

@@ -79,51 +79,51 @@ def simulate(
     Raises InputError where the order cannot run.
     """
     times = pass_times(schedule, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
-    ready: dict[Result, float] = {}
+    ready_s: dict[Result, float] = {}
     waiting: dict[Result, int] = {}
-    start: list[list[float]] = [[] for _ in schedule.orders]
-    end: list[list[float]] = [[] for _ in schedule.orders]
-    awake, nothing = list(range(schedule.num_devices)), 0 * times["F"][0]
+    start_s: list[list[float]] = [[] for _ in schedule.orders]
+    end_s: list[list[float]] = [[] for _ in schedule.orders]
+    awake, zero_s = list(range(schedule.num_devices)), 0 * times["F"][0]
     # a device runs until a result is missing; the device that makes the result wakes it up
     while awake:
         device = awake.pop()
-        tasks, starts, ends = schedule.tasks[device], start[device], end[device]
-        now = ends[-1] if ends else nothing
+        tasks, starts, ends = schedule.tasks[device], start_s[device], end_s[device]
+        now_s = ends[-1] if ends else zero_s
         while len(ends) < len(tasks):
             makes, needs, is_sent, takes = tasks[len(ends)]
             if needs:
-                came = ready.get(needs)
-                if came is None:
+                arrival_s = ready_s.get(needs)
+                if arrival_s is None:
                     waiting[needs] = device
                     break
                 if is_sent:
-                    came += send_s
-                now = came if came > now else now
-            starts.append(now)
-            now += times[takes][makes.stage]
-            ends.append(now)
-            ready[makes] = now
+                    arrival_s += send_s
+                now_s = arrival_s if arrival_s > now_s else now_s
+            starts.append(now_s)
+            now_s += times[takes][makes.stage]
+            ends.append(now_s)
+            ready_s[makes] = now_s
             if makes in waiting:
                 awake.append(waiting.pop(makes))
-    rows = enumerate(zip(schedule.orders, end, strict=True))
+    rows = enumerate(zip(schedule.orders, end_s, strict=True))
     stuck = [f"device {device} before {order[len(ends)]}" for device, (order, ends) in rows if len(ends) < len(order)]
     if stuck:
         raise InputError(
             f"schedule {schedule.name} cannot run: devices wait for each other ({', '.join(stuck[:4])}). "
             f"Move an op that others wait for to an earlier place."
         )
-    return Simulation(schedule=schedule, start_s=tuple(map(tuple, start)), end_s=tuple(map(tuple, end)))
+    return Simulation(schedule=schedule, start_s=tuple(map(tuple, start_s)), end_s=tuple(map(tuple, end_s)))
 
 
 def pass_times(
     schedule: Schedule, *, forward_s: Seconds, backward_s: Seconds, weight_s: Seconds
 ) -> dict[str, list[float]]:
     """Maps ``takes`` of a task to its seconds in each virtual stage."""
-    count = schedule.num_virtual_stages
-    forward = _of_each(forward_s, count, "forward")
-    backward, weight = _of_each(backward_s, count, "backward"), _of_each(weight_s, count, "weight")
-    whole = [inputs_s + weights_s for inputs_s, weights_s in zip(backward, weight, strict=True)]
-    return {"F": forward, "B": backward, "W": weight, "BW": whole}
+    num_stages = schedule.num_virtual_stages
+    forward = _of_each(forward_s, num_stages, "forward")
+    backward, weight = _of_each(backward_s, num_stages, "backward"), _of_each(weight_s, num_stages, "weight")
+    backward_and_weight = [inputs_s + weights_s for inputs_s, weights_s in zip(backward, weight, strict=True)]
+    return {"F": forward, "B": backward, "W": weight, "BW": backward_and_weight}
 
 
 def _of_each(seconds: Seconds, count: int, what: str) -> list[float]:

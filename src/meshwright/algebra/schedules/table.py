@@ -124,7 +124,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         stage_of, last = self.virtual_stages(), self.num_virtual_stages - 1
         by_device = []
         for device, order in enumerate(self.orders):
-            with_weights = {(op.microbatch, op.chunk) for op in order if op.kind == "W"}
+            split_passes = {(op.microbatch, op.chunk) for op in order if op.kind == "W"}
             tasks = []
             for op in order:
                 kind, m = op.kind, op.microbatch
@@ -135,7 +135,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 elif kind == "B":
                     needs = Result("B", stage + 1, m) if stage < last else Result("F", stage, m)
                 is_sent = needs is not None and self.place(needs.stage, m).device != device
-                is_whole = kind == "B" and (m, op.chunk) not in with_weights
+                is_whole = kind == "B" and (m, op.chunk) not in split_passes
                 tasks.append(Task(Result(kind, stage, m), needs, is_sent, "BW" if is_whole else kind))
             by_device.append(tuple(tasks))
         return tuple(by_device)

@@ -173,19 +173,19 @@ def lockstep_seconds(
     """
     times = pass_times(tables.schedule, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
     neighbours = [{device} for device in range(tables.schedule.num_devices)]
-    for first, second in (pair for channel in tables.x_channels for pair in channel.pairs):
-        neighbours[first].add(second)
-        neighbours[second].add(first)
-    awaited = [near - {device} or near for device, near in enumerate(neighbours)]
-    end: list[float] = [0] * len(neighbours)
+    for sender, receiver in (pair for channel in tables.x_channels for pair in channel.pairs):
+        neighbours[sender].add(receiver)
+        neighbours[receiver].add(sender)
+    awaited_by = [near - {device} or near for device, near in enumerate(neighbours)]
+    end_s: list[float] = [0] * len(neighbours)
     for number, tick in enumerate(tables.ticks):
         sent_s = send_s if number else 0
-        end = [
-            max(end[device], *(end[neighbour] + sent_s for neighbour in awaited[device]))
+        end_s = [
+            max(end_s[device], *(end_s[neighbour] + sent_s for neighbour in awaited_by[device]))
             + sum(times[task.takes][task.makes.stage] for task in tasks)
             for device, tasks in enumerate(tick)
         ]
-    return max(end)
+    return max(end_s)
 
 
 def _fused_ticks(schedule: Schedule) -> Iterator[Tick]:
@@ -197,27 +197,27 @@ def _fused_ticks(schedule: Schedule) -> Iterator[Tick]:
     """
     stashes = zip(schedule.tasks, peak_stash(schedule), strict=True)
     queues = [_Queue(tasks, 2 * round(stash / schedule.piece_share) - 1) for tasks, stash in stashes]
-    needing: dict[Result | None, list[int]] = {}
+    devices_needing: dict[Result | None, list[int]] = {}
     for device, tasks in enumerate(schedule.tasks):
         for task in tasks:
-            needing.setdefault(task.needs, []).append(device)
+            devices_needing.setdefault(task.needs, []).append(device)
     results: set[Result] = set()
     # only a device that ran in the last tick, or is sent something, can have something new to run
-    awake, left = set(range(len(queues))), sum(map(len, schedule.tasks))
-    for number in itertools.count(1):
-        if not left:
+    awake, num_left = set(range(len(queues))), sum(map(len, schedule.tasks))
+    for num_ticks in itertools.count(1):
+        if not num_left:
             return
-        if number * len(queues) > MAX_CELLS:
-            raise InputError(f"{schedule.name}: more than {number:,} ticks of {len(queues):,} devices. Shorten it.")
+        if num_ticks * len(queues) > MAX_CELLS:
+            raise InputError(f"{schedule.name}: more than {num_ticks:,} ticks of {len(queues):,} devices. Shorten it.")
         tick: list[tuple[Task, ...]] = [()] * len(queues)
         for device in awake:
             tick[device] = queues[device].take(results)
-        ran = {device for device in awake if tick[device]}
-        assert ran, f"no op of {schedule.name} can run: check the schedule first"
-        new = [task.makes for device in ran for task in tick[device]]
-        results.update(new)
-        left -= len(new)
-        awake = ran.union(*(needing.get(result, ()) for result in new))
+        devices_run = {device for device in awake if tick[device]}
+        assert devices_run, f"no op of {schedule.name} can run: check the schedule first"
+        new_results = [task.makes for device in devices_run for task in tick[device]]
+        results.update(new_results)
+        num_left -= len(new_results)
+        awake = devices_run.union(*(devices_needing.get(result, ()) for result in new_results))
         yield tuple(tick)
 
 
@@ -229,29 +229,29 @@ class _Queue:
         self._after: dict[Result, tuple[int, ...]] = {}
         for task in tasks:
             # B waits for the F that precede it here, W for the F and B
-            earlier = PASSES[: PASSES.index(task.makes.kind)]
-            self._after[task.makes] = tuple(len(self._tasks[kind]) for kind in earlier)
+            earlier_kinds = PASSES[: PASSES.index(task.makes.kind)]
+            self._after[task.makes] = tuple(len(self._tasks[kind]) for kind in earlier_kinds)
             self._tasks[task.makes.kind].append(task)
         self._done: dict[PassKind, int] = dict.fromkeys(PASSES, 0)
         self._alive, self._limit = 0, limit
 
     def take(self, made: set[Result]) -> tuple[Task, ...]:
         """Returns the tasks of one tick, from what was made in earlier ticks and by this device up to here."""
-        taken: list[Task] = []
+        tasks: list[Task] = []
         for kind in PASSES:
-            task = self._next(kind, made, taken)
+            task = self._next(kind, made, tasks)
             if task:
-                taken.append(task)
+                tasks.append(task)
                 self._done[kind] += 1
                 # W, or a B that is the whole backward pass, frees a stash
                 self._alive += (kind == "F") - (task.takes in ("W", "BW"))
-        return tuple(taken)
+        return tuple(tasks)
 
     def _next(self, kind: PassKind, made: set[Result], taken: list[Task]) -> Task | None:
-        count = self._done[kind]
-        if count == len(self._tasks[kind]) or (kind == "F" and self._alive >= self._limit):
+        num_done = self._done[kind]
+        if num_done == len(self._tasks[kind]) or (kind == "F" and self._alive >= self._limit):
             return None
-        task = self._tasks[kind][count]
+        task = self._tasks[kind][num_done]
         if any(self._done[earlier] < least for earlier, least in zip(PASSES, self._after[task.makes], strict=False)):
             return None
         is_ready = task.needs is None or task.needs in made or any(task.needs == prior.makes for prior in taken)
@@ -306,18 +306,18 @@ class _Builder:
         values: dict[str, list[_Value]] = {name: [] for name in Slots.__struct_fields__}
         for m, stage in itertools.product(range(self.schedule.num_microbatches), range(self.last + 1)):
             forward, backward, weight = (Result(kind, stage, m) for kind in PASSES)
-            waits = {
+            ends_of = {
                 "x": (Result("F", stage - 1, m), forward),
                 "dx": (Result("B", stage + 1, m), backward),
                 "stash": (forward, backward),
                 "handed": (backward, weight),
                 **({"head": (forward, backward)} if stage == self.last else {}),
             }
-            for name, (source, needed) in waits.items():
-                if source in self.at and needed in self.at:
-                    written = 4 * self.at[source] + (_ARRIVES if name in ("x", "dx") else _MOMENT[source.kind])
-                    read, device = 4 * self.at[needed] + _MOMENT[needed.kind], self.schedule.place(stage, m).device
-                    values[name].append(_Value(device, written, read, (stage, m)))
+            for name, (source, reader) in ends_of.items():
+                if source in self.at and reader in self.at:
+                    written_at = 4 * self.at[source] + (_ARRIVES if name in ("x", "dx") else _MOMENT[source.kind])
+                    read_at, device = 4 * self.at[reader] + _MOMENT[reader.kind], self.schedule.place(stage, m).device
+                    values[name].append(_Value(device, written_at, read_at, (stage, m)))
         return values
 
     def _columns(self, kind: PassKind, form: type[OfPass], slot_of: dict[str, dict[tuple[int, int], int]]) -> OfPass:
@@ -338,15 +338,15 @@ class _Builder:
             for sender, receiver in itertools.pairwise(route if forwards else route[::-1]):
                 offset = (receiver.device - sender.device) % self.shape[1]
                 pairs.setdefault(offset, set()).add((sender.device, receiver.device))
-        return tuple(MessageChannel(offset, tuple(sorted(ends))) for offset, ends in sorted(pairs.items()))
+        return tuple(MessageChannel(offset, tuple(sorted(edges))) for offset, edges in sorted(pairs.items()))
 
     def _arrivals(self, kind: PassKind, channel: MessageChannel, slots: dict[tuple[int, int], int]) -> np.ndarray:
         """Returns the slot in which each device puts the message of this channel."""
-        step, column = 1 if kind == "F" else -1, np.full(self.shape, IDLE, np.int32)
+        to_previous, column = 1 if kind == "F" else -1, np.full(self.shape, IDLE, np.int32)
         for (stage, m), slot in slots.items():
-            source, device = self.schedule.place(stage - step, m).device, self.schedule.place(stage, m).device
+            source, device = self.schedule.place(stage - to_previous, m).device, self.schedule.place(stage, m).device
             if (device - source) % self.shape[1] == channel.offset:
-                column[self.at[Result(kind, stage - step, m)], device] = slot
+                column[self.at[Result(kind, stage - to_previous, m)], device] = slot
         return column
 
 
@@ -356,16 +356,16 @@ def _coloured(values: list[_Value]) -> tuple[dict[tuple[int, int], int], Counter
     Taken in the order in which they are written, values need as many slots as are alive at once, and no more.
     """
     slot_of: dict[tuple[int, int], int] = {}
-    used = Counter[int]()
-    in_order = sorted(values, key=lambda value: (value.device, value.written))
-    for device, of_device in itertools.groupby(in_order, key=lambda value: value.device):
+    num_slots = Counter[int]()
+    by_time = sorted(values, key=lambda value: (value.device, value.written))
+    for device, device_values in itertools.groupby(by_time, key=lambda value: value.device):
         free, busy = list[int](), list[tuple[int, int]]()
-        for value in of_device:
+        for value in device_values:
             while busy and busy[0][0] < value.written:
                 heappush(free, heappop(busy)[1])
             if not free:
-                free.append(used[device])
-                used[device] += 1
+                free.append(num_slots[device])
+                num_slots[device] += 1
             slot_of[value.key] = slot = heappop(free)
             heappush(busy, (value.read, slot))
-    return slot_of, used
+    return slot_of, num_slots

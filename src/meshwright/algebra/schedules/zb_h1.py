@@ -14,27 +14,27 @@ from meshwright.algebra.sizes import Number
 
 def zero_bubble_order(warmup: int, microbatches: int, most_alive: int) -> Iterator[StagePass]:
     """Yields 1F1B with W as late as ``most_alive`` stashes allow, one after each B once the forward passes are done."""
-    done_w = 0
+    num_w = 0
     warmup = min(warmup, microbatches)
     yield from (StagePass("F", m) for m in range(warmup))
     for m in range(microbatches):
-        done_f = min(warmup + m + 1, microbatches)
+        num_f = min(warmup + m + 1, microbatches)
         if warmup + m < microbatches:
-            yield StagePass("F", done_f - 1)
+            yield StagePass("F", num_f - 1)
         yield StagePass("B", m)
-        last_forward = done_f == microbatches
-        if done_w <= m and (last_forward or done_f - done_w >= most_alive):
-            yield StagePass("W", done_w)
-            done_w += 1
-    yield from (StagePass("W", m) for m in range(done_w, microbatches))
+        has_all_forward = num_f == microbatches
+        if num_w <= m and (has_all_forward or num_f - num_w >= most_alive):
+            yield StagePass("W", num_w)
+            num_w += 1
+    yield from (StagePass("W", m) for m in range(num_w, microbatches))
 
 
 def zero_bubble_seconds(p: Number, filling: Number, f: Number, b: Number, w: Number) -> Number:
     """Returns the bubble where ``filling`` W run before the first B returns, the longest of three paths: the first F
     down the stages; down and up again, less the W that fill; or the last B up the stages."""
     hops = np.subtract(p, 1)
-    longest = np.maximum(hops * f, hops * (f + b) - filling * w)
-    return np.maximum(longest, (hops - filling) * f + hops * b)
+    longest_s = np.maximum(hops * f, hops * (f + b) - filling * w)
+    return np.maximum(longest_s, (hops - filling) * f + hops * b)
 
 
 def _order(device: int, *, stages: int, microbatches: int, chunks: int) -> Iterator[StagePass]:

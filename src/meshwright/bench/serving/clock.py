@@ -65,22 +65,22 @@ class EngineClock(Clock):
 
     def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
         """Returns the seconds of steps, see `Clock`; arguments may be arrays that broadcast."""
-        decode, cached, tokens, past = (
-            np.asarray(count, float) for count in (num_decode, cached_tokens, prefill_tokens, prefill_past)
+        num_decoding, num_cached, num_prefilled, num_past = (
+            np.asarray(counts, float) for counts in (num_decode, cached_tokens, prefill_tokens, prefill_past)
         )
-        shapes = np.where(
-            tokens > 0,
-            _at_shape(self.chunk_rows, self.chunk_s, decode + tokens),
-            _at_shape(self.decode_rows, self.decode_s, decode),
+        shape_s = np.where(
+            num_prefilled > 0,
+            _at_shape(self.chunk_rows, self.chunk_s, num_decoding + num_prefilled),
+            _at_shape(self.decode_rows, self.decode_s, num_decoding),
         )
-        read_s = cached * self.cached_s + tokens * (past + 1) * self.pair_s
-        return shapes + read_s + np.minimum(decode, 1) * self.served_s + decode * self.token_s
+        read_s = num_cached * self.cached_s + num_prefilled * (num_past + 1) * self.pair_s
+        return shape_s + read_s + np.minimum(num_decoding, 1) * self.served_s + num_decoding * self.token_s
 
 
 def _at_shape(rows: Sequence[int], seconds: Sequence[float], needed: NDArray[np.float64]) -> Any:
     """Returns the seconds of the first shape with the rows; beyond all shapes, of several of the largest."""
-    index = np.minimum(np.searchsorted(rows, needed), len(rows) - 1)
-    return np.asarray(seconds)[index] * np.maximum(np.ceil(needed / rows[-1]), 1)
+    shape_index = np.minimum(np.searchsorted(rows, needed), len(rows) - 1)
+    return np.asarray(seconds)[shape_index] * np.maximum(np.ceil(needed / rows[-1]), 1)
 
 
 def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequence[TimedStep]) -> EngineClock:
@@ -88,32 +88,32 @@ def fit_clock(decode_rows: Sequence[int], chunk_rows: Sequence[int], steps: Sequ
 
     No number is negative, and no shape takes less than a smaller one; one that no step has lies between its neighbours.
     """
-    kinds = defaultdict[tuple[int, ...], list[TimedStep]](list)
+    steps_of = defaultdict[tuple[int, ...], list[TimedStep]](list)
     for step in steps:
-        kinds[step.kind].append(step)
+        steps_of[step.kind].append(step)
     names = ("num_decode", "cached_tokens", "prefill_tokens", "prefill_past")
-    means = [[statistics.fmean(getattr(step, name) for step in alike) for name in names] for alike in kinds.values()]
-    seconds = np.array([statistics.median(step.seconds for step in alike) for alike in kinds.values()])
-    count = 1 + len(decode_rows)
-    matrix = np.zeros((len(means), count + len(chunk_rows) + 2))  # start, what each shape takes more than the last, ...
+    loads = [[statistics.fmean(getattr(step, name) for step in group) for name in names] for group in steps_of.values()]
+    median_s = np.array([statistics.median(step.seconds for step in group) for group in steps_of.values()])
+    width = 1 + len(decode_rows)
+    matrix = np.zeros((len(loads), width + len(chunk_rows) + 2))  # start, what each shape takes more than the last, ...
     matrix[:, 0] = 1
-    for row, (decode, cached, tokens, past) in zip(matrix, means, strict=True):
-        rows, first = (chunk_rows, count) if tokens else (decode_rows, 1)
-        row[first : first + bisect_left(rows, round(decode + tokens)) + 1] = 1
-        row[-2:] = cached, tokens * (past + 1)
-    scale = np.maximum(matrix.max(axis=0), 1)
-    solution, _ = nnls(matrix / scale / seconds[:, None], np.ones(len(seconds)), maxiter=10_000)
-    distances = np.abs(matrix / scale @ solution / seconds - 1)
-    start_s, *more_s, cached_s, pair_s = (solution / scale).tolist()
+    for matrix_row, (num_decoding, num_cached, num_prefilled, num_past) in zip(matrix, loads, strict=True):
+        shape_rows, first_column = (chunk_rows, width) if num_prefilled else (decode_rows, 1)
+        matrix_row[first_column : first_column + bisect_left(shape_rows, round(num_decoding + num_prefilled)) + 1] = 1
+        matrix_row[-2:] = num_cached, num_prefilled * (num_past + 1)
+    column_scale = np.maximum(matrix.max(axis=0), 1)
+    solution, _ = nnls(matrix / column_scale / median_s[:, None], np.ones(len(median_s)), maxiter=10_000)
+    relative_errors = np.abs(matrix / column_scale @ solution / median_s - 1)
+    start_s, *more_s, cached_s, pair_s = (solution / column_scale).tolist()
     return EngineClock(
         decode_rows=tuple(decode_rows),
         chunk_rows=tuple(chunk_rows),
-        decode_s=tuple((start_s + np.cumsum(more_s[: count - 1])).tolist()),
-        chunk_s=tuple((start_s + np.cumsum(more_s[count - 1 :])).tolist()),
+        decode_s=tuple((start_s + np.cumsum(more_s[: width - 1])).tolist()),
+        chunk_s=tuple((start_s + np.cumsum(more_s[width - 1 :])).tolist()),
         cached_s=cached_s,
         pair_s=pair_s,
-        error=float(np.median(distances)),
-        worst=float(distances.max()),
+        error=float(np.median(relative_errors)),
+        worst=float(relative_errors.max()),
     )
 
 
@@ -142,21 +142,21 @@ class StepTimer:
         """
         for prompt, output in prompts:
             self.submit(prompt, output)
-        before: tuple[int, int, int, float] | None = None
-        count, last_s = 0, time.perf_counter()
+        previous_load: tuple[int, int, int, float] | None = None
+        num_steps, last_s = 0, time.perf_counter()
         while self.engine.has_work or more:
-            if more and (count > 1 or not prompts):
-                longest = self.engine.max_len - 1
-                for start in range(0, each, longest):
-                    self.submit(min(longest, each - start), 1)
+            if more and (num_steps > 1 or not prompts):
+                max_prompt_len = self.engine.max_len - 1
+                for submitted in range(0, each, max_prompt_len):
+                    self.submit(min(max_prompt_len, each - submitted), 1)
                 more -= 1
             planned = self._mirror.plan()
             self.engine.step()
             now_s = time.perf_counter()
             if planned.repeats:
                 self._mirror.commit(planned)
-            if before is not None and planned.repeats and count > 1:
-                decode, cached, tokens, past = before
+            if previous_load is not None and planned.repeats and num_steps > 1:
+                decode, cached, tokens, past = previous_load
                 kind = (decode, tokens and decode + tokens, *(round(np.log2(1 + length)) for length in (cached, past)))
                 self.steps.append(
                     TimedStep(
@@ -164,10 +164,10 @@ class StepTimer:
                         seconds=now_s - last_s, kind=kind,
                     )
                 )  # fmt: skip
-            if count == 0:
+            if num_steps == 0:
                 self.host_s.append(now_s - last_s)
-            holds = len(planned.decode), planned.cached_tokens, planned.prefill_tokens, planned.prefill_past
-            before, last_s, count = holds if planned.repeats else None, now_s, count + 1
+            load = len(planned.decode), planned.cached_tokens, planned.prefill_tokens, planned.prefill_past
+            previous_load, last_s, num_steps = load if planned.repeats else None, now_s, num_steps + 1
 
 
 def measure_clock(engine: Engine, *, rounds: int = ROUNDS) -> EngineClock:
@@ -176,22 +176,22 @@ def measure_clock(engine: Engine, *, rounds: int = ROUNDS) -> EngineClock:
     shapes = engine.shapes()
     decode_rows = sorted({shape.rows for shape in shapes if shape.longest == 1})
     chunk_rows = sorted({shape.rows for shape in shapes if shape.longest > 1})
-    budget, slots = engine.limits.token_budget, engine.limits.max_requests
-    room = engine.limits.num_pages * engine.limits.page_len
-    far = min(engine.max_len - STEPS - 2, 2 * budget)
-    for number in range(rounds + 1):
+    token_budget, max_requests = engine.limits.token_budget, engine.limits.max_requests
+    cache_positions = engine.limits.num_pages * engine.limits.page_len
+    far_prompt_len = min(engine.max_len - STEPS - 2, 2 * token_budget)
+    for round_index in range(rounds + 1):
         for rows in decode_rows:
-            timer.run([(8, STEPS + 2)] * min(rows, slots))
-        many = max(min(slots // 4, room // (2 * far)), 1)
-        for count in sorted({1, many}):
-            timer.run([(far, STEPS + 2)] * count)
+            timer.run([(8, STEPS + 2)] * min(rows, max_requests))
+        max_far_prompts = max(min(max_requests // 4, cache_positions // (2 * far_prompt_len)), 1)
+        for num_prompts in sorted({1, max_far_prompts}):
+            timer.run([(far_prompt_len, STEPS + 2)] * num_prompts)
         for rows in chunk_rows:
-            if rows <= budget:
+            if rows <= token_budget:
                 timer.run([], more=STEPS, each=rows)
-            beside = min(rows // 2, slots // 2)
-            if rows - beside <= budget:
-                timer.run([(8, STEPS + 4)] * beside, more=STEPS, each=rows - beside)
-        if not number:  # the first round warms caches and the allocator up
+            num_decoding = min(rows // 2, max_requests // 2)
+            if rows - num_decoding <= token_budget:
+                timer.run([(8, STEPS + 4)] * num_decoding, more=STEPS, each=rows - num_decoding)
+        if not round_index:  # the first round warms caches and the allocator up
             timer.steps.clear()
             timer.host_s.clear()
     clock = fit_clock(decode_rows, chunk_rows, timer.steps)

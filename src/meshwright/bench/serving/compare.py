@@ -57,10 +57,10 @@ class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_lengths(traffic: RequestTraffic, facts: ServerFacts) -> None:
     """Raises InputError for a request that is too long for the server."""
-    longest = int((traffic.prompt + traffic.output).max())
-    if facts.max_len is not None and longest > facts.max_len:
+    num_tokens = int((traffic.prompt + traffic.output).max())
+    if facts.max_len is not None and num_tokens > facts.max_len:
         raise InputError(
-            f"a request of {longest:,} tokens is too long for the server, which has {facts.max_len:,} positions. "
+            f"a request of {num_tokens:,} tokens is too long for the server, which has {facts.max_len:,} positions. "
             f"Give shorter --prompt and --output, or a longer --max-len."
         )
 

@@ -109,12 +109,12 @@ class LoadClient:
     """
 
     def __init__(self, url: str, *, api_key: str = "") -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        url_parts = urlsplit(url)
+        if url_parts.scheme not in ("http", "https") or not url_parts.hostname:
             raise InputError(f"{url!r} is not the URL of a server. Give one such as http://127.0.0.1:8000.")
-        self.url, self._key, self._path = url, api_key, parts.path.rstrip("/").removesuffix("/v1")
-        self._host, self._is_tls = parts.hostname, parts.scheme == "https"
-        self._port = parts.port or (443 if self._is_tls else 80)
+        self.url, self._key, self._path = url, api_key, url_parts.path.rstrip("/").removesuffix("/v1")
+        self._host, self._is_tls = url_parts.hostname, url_parts.scheme == "https"
+        self._port = url_parts.port or (443 if self._is_tls else 80)
         self._idle: list[_Connection] = []
         self._zero_s = time.perf_counter()
 
@@ -212,13 +212,13 @@ def _prompts(traffic: RequestTraffic, facts: ServerFacts) -> list[list[int]]:
     prefix are the same."""
     generator = np.random.default_rng()
     seed = int(generator.integers(2**32))
-    least = min(_FIRST_TOKEN, facts.vocab_size - 1)
+    min_token = min(_FIRST_TOKEN, facts.vocab_size - 1)
     prompts = []
     for _, request in traffic.requests():
-        tokens = generator.integers(least, facts.vocab_size, request.prompt)
+        tokens = generator.integers(min_token, facts.vocab_size, request.prompt)
         if request.prefix is not None:
-            shared = np.random.default_rng([seed, request.prefix])
-            tokens[: request.prefix_len] = shared.integers(least, facts.vocab_size, request.prefix_len)
+            prefix_generator = np.random.default_rng([seed, request.prefix])
+            tokens[: request.prefix_len] = prefix_generator.integers(min_token, facts.vocab_size, request.prefix_len)
         prompts.append(tokens.tolist())
     return prompts
 
@@ -231,17 +231,17 @@ def _body(facts: ServerFacts, prompt: list[int], output: int) -> bytes:
 
 def _measured(traffic: RequestTraffic, events_s: list[list[float]], failures: dict[int, str]) -> MeasuredLoad:
     """Returns the record of the requests without a failure."""
-    numbers = [number for number in range(len(traffic)) if number not in failures]
-    if not numbers:
+    answered_numbers = [number for number in range(len(traffic)) if number not in failures]
+    if not answered_numbers:
         raise CannotRunError(f"no request was answered: {next(iter(failures.values()))}")
-    numbers.sort(key=lambda number: traffic.arrival_s[number])
-    names = ("arrival_s", "prompt", "output", "prefix", "prefix_len")
-    answered = RequestTraffic(**{name: getattr(traffic, name)[numbers] for name in names})
-    times, log = RequestTimes(len(numbers)), StepsLog(1)
-    for place, number in enumerate(numbers):
+    answered_numbers.sort(key=lambda number: traffic.arrival_s[number])
+    traffic_fields = ("arrival_s", "prompt", "output", "prefix", "prefix_len")
+    answered_traffic = RequestTraffic(**{name: getattr(traffic, name)[answered_numbers] for name in traffic_fields})
+    times, log = RequestTimes(len(answered_numbers)), StepsLog(1)
+    for row, number in enumerate(answered_numbers):
         events = events_s[number]
-        times.first_token_s[place], times.ended_s[place] = events[0], events[-1]
+        times.first_token_s[row], times.ended_s[row] = events[0], events[-1]
         for before_s, at_s in pairwise(events):
             log.add_gap(at_s - before_s, at_s, 1)
-    record = ServingRecord(traffic=answered, times=times, page_len=1, logs=(log,), spans=())
+    record = ServingRecord(traffic=answered_traffic, times=times, page_len=1, logs=(log,), spans=())
     return MeasuredLoad(record=record, failures=tuple(failures.values()))

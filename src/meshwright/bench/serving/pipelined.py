@@ -49,42 +49,42 @@ class _Client:
 def simulate_engine(traffic: RequestTraffic, limits: SchedulerLimits, clock: EngineClock) -> ServingRecord:
     """Returns what clients of one engine see. Raises InputError for a request that can never run."""
     scheduler, client = Scheduler(limits), _Client(traffic)
-    source = traffic.requests()
-    coming = next(source, None)
+    arrivals = traffic.requests()
+    next_arrival = next(arrivals, None)
     host_s = free_s = 0.0  # when the host and the devices are free
-    running: _Dispatched | None = None
-    left = traffic.output.copy()
-    while coming or scheduler.load or running:
-        if not scheduler.load and not running and coming:
-            host_s = max(host_s, coming[0] + clock.request_s / 2)
-        while coming and coming[0] + clock.request_s / 2 <= host_s:
-            scheduler.submit(coming[1])
-            coming = next(source, None)
-        step, following = scheduler.plan(), None
+    running_step: _Dispatched | None = None
+    num_left = traffic.output.copy()
+    while next_arrival or scheduler.load or running_step:
+        if not scheduler.load and not running_step and next_arrival:
+            host_s = max(host_s, next_arrival[0] + clock.request_s / 2)
+        while next_arrival and next_arrival[0] + clock.request_s / 2 <= host_s:
+            scheduler.submit(next_arrival[1])
+            next_arrival = next(arrivals, None)
+        step, dispatched_step = scheduler.plan(), None
         if step.repeats:
             for active in step.admitted:
                 if np.isnan(client.times.admitted_s[active.request.number]):
                     client.times.admitted_s[active.request.number] = host_s
             for active in step.preempted:
                 client.times.num_preempted[active.request.number] += 1
-            following = _dispatch(scheduler, step, left)
+            dispatched_step = _dispatch(scheduler, step, num_left)
             host_s += clock.host_s
-            start_s, load = max(host_s, free_s), (len(step.decode), step.cached_tokens)
-            free_s = start_s + float(clock.step_s(*load, step.prefill_tokens, step.prefill_past))
+            start_s, decode_load = max(host_s, free_s), (len(step.decode), step.cached_tokens)
+            free_s = start_s + float(clock.step_s(*decode_load, step.prefill_tokens, step.prefill_past))
             client.log.add_run(start_s, free_s, len(scheduler.running), len(step.decode))
-            following.end_s = free_s
-        if running:
-            host_s = max(host_s, running.end_s)
-            client.tokens(running.numbers, host_s + clock.request_s / 2)
-        running = following
+            dispatched_step.end_s = free_s
+        if running_step:
+            host_s = max(host_s, running_step.end_s)
+            client.tokens(running_step.numbers, host_s + clock.request_s / 2)
+        running_step = dispatched_step
     return ServingRecord(traffic=traffic, times=client.times, page_len=limits.page_len, logs=(client.log,), spans=())
 
 
 def _dispatch(scheduler: Scheduler, step: EngineStep, left: np.ndarray) -> _Dispatched:
     """Commits a step; ``left`` are the tokens that requests have still to get."""
-    decoding = [active.request.number for active in step.decode]
+    decoded = [active.request.number for active in step.decode]
     prefilled, _ = scheduler.commit(step)
-    numbers = [number for number in [*decoding, *(active.request.number for active in prefilled)] if left[number]]
+    numbers = [number for number in [*decoded, *(active.request.number for active in prefilled)] if left[number]]
     left[numbers] -= 1
     return _Dispatched(inf, numbers)
 
@@ -92,13 +92,13 @@ def _dispatch(scheduler: Scheduler, step: EngineStep, left: np.ndarray) -> _Disp
 def capacity_per_s(traffic: RequestTraffic, limits: SchedulerLimits, clock: EngineClock) -> float:
     """Returns the requests per second of an engine that always has requests like these waiting: those that end in the
     middle half of a run in which all arrive at once."""
-    rounds = -(-4 * limits.max_requests // len(traffic))
-    at_once = traffic_of(
-        np.zeros(rounds * len(traffic)), np.tile(traffic.prompt, rounds), np.tile(traffic.output, rounds)
+    num_repeats = -(-4 * limits.max_requests // len(traffic))
+    repeated_traffic = traffic_of(
+        np.zeros(num_repeats * len(traffic)), np.tile(traffic.prompt, num_repeats), np.tile(traffic.output, num_repeats)
     )
-    ended_s = np.sort(simulate_engine(at_once, limits, clock).times.ended_s)
-    first, last = len(ended_s) // 4, len(ended_s) * 3 // 4
-    return float((last - first) / (ended_s[last] - ended_s[first]))
+    ended_s = np.sort(simulate_engine(repeated_traffic, limits, clock).times.ended_s)
+    first_index, last_index = len(ended_s) // 4, len(ended_s) * 3 // 4
+    return float((last_index - first_index) / (ended_s[last_index] - ended_s[first_index]))
 
 
 def as_arrived(traffic: RequestTraffic, rate_per_s: float) -> RequestTraffic:
@@ -108,5 +108,5 @@ def as_arrived(traffic: RequestTraffic, rate_per_s: float) -> RequestTraffic:
 
 def arrival_rate(traffic: RequestTraffic) -> float:
     """Returns the requests a second from the first arrival to the last; 0 if all arrive at once."""
-    seconds = float(traffic.arrival_s[-1] - traffic.arrival_s[0])
-    return (len(traffic) - 1) / seconds if seconds else 0.0
+    span_s = float(traffic.arrival_s[-1] - traffic.arrival_s[0])
+    return (len(traffic) - 1) / span_s if span_s else 0.0

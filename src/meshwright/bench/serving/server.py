@@ -34,12 +34,12 @@ def benched_server(
     """Opens a folder in another process, emulating ``num_devices`` if given, and times its engine; then serves it for
     the length of the context, unless only the clock is wanted. Raises CannotRunError if that process ends."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(theirs, folder, options, num_devices, serves), daemon=True)
+    our_pipe, their_pipe = context.Pipe()
+    process = context.Process(target=_run, args=(their_pipe, folder, options, num_devices, serves), daemon=True)
     process.start()
-    theirs.close()
+    their_pipe.close()
     try:
-        answer = ours.recv()
+        answer = our_pipe.recv()
         if isinstance(answer, Exception):
             raise answer
         yield answer
@@ -65,16 +65,16 @@ def _run(pipe: Connection, folder: Path, options: EngineOptions, num_devices: in
         from meshwright.serve.http.served import served_model
         from meshwright.serve.opening import open_engine
 
-        opened = open_engine(folder, options, in_background=False)
-        engine, *other_engines = opened.engine.engines
+        opened_engine = open_engine(folder, options, in_background=False)
+        engine, *other_engines = opened_engine.engine.engines
         if other_engines:
             raise CannotRunError("the steps of one engine are timed. Give --axes without data, such as tensor=2.")
-        server = BenchedServer(lines=opened.lines, limits=engine.limits, clock=measure_clock(engine), url="")
+        server = BenchedServer(lines=opened_engine.lines, limits=engine.limits, clock=measure_clock(engine), url="")
         if not serves:
             pipe.send(server)
             return
-        frontend = Frontend(opened.engine, max_queued=2**20)
-        app = make_app(frontend, served_model(opened.source))
+        frontend = Frontend(opened_engine.engine, max_queued=2**20)
+        app = make_app(frontend, served_model(opened_engine.source))
     except Exception as error:
         pipe.send(error)
         return

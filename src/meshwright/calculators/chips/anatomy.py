@@ -39,8 +39,8 @@ def mxu_padding(chip: Chip, rows: int, inner: int, columns: int) -> float:
 
 def gpu_peak_from_anatomy(chip: Chip) -> float:
     """Returns dense FLOP/s of a GPU from its SMs, tensor cores and clock: a check of the table's peak."""
-    per_sm = known(chip, "tensor_cores_per_sm") * known(chip, "tensor_core_flops_per_cycle")
-    return known(chip, "num_sms") * per_sm * known(chip, "clock_hz")
+    flops_per_sm_cycle = known(chip, "tensor_cores_per_sm") * known(chip, "tensor_core_flops_per_cycle")
+    return known(chip, "num_sms") * flops_per_sm_cycle * known(chip, "clock_hz")
 
 
 class GpuAnatomy(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,15 +63,15 @@ def gpu_anatomy(chip: Chip) -> GpuAnatomy | None:
     """Returns the SMs, lanes and tensor cores of a GPU as it is sold; None for a chip without SMs in its table."""
     if chip.num_sms is None or chip.fp32_lanes_per_sm is None:
         return None
-    cores, core_flops = chip.tensor_cores_per_sm or 0, chip.tensor_core_flops_per_cycle
+    cores_per_sm, flops_per_core_cycle = chip.tensor_cores_per_sm or 0, chip.tensor_core_flops_per_cycle
     return GpuAnatomy(
         name=chip.name,
         tpcs=chip.num_tpcs,
         sms=chip.num_sms,
         fp32_lanes=chip.num_sms * chip.fp32_lanes_per_sm,
-        tensor_cores=chip.num_sms * cores,
+        tensor_cores=chip.num_sms * cores_per_sm,
         fp32_flops_per_sm_cycle=2 * chip.fp32_lanes_per_sm,
-        tensor_flops_per_sm_cycle=None if core_flops is None else cores * core_flops,
+        tensor_flops_per_sm_cycle=None if flops_per_core_cycle is None else cores_per_sm * flops_per_core_cycle,
         l2_bytes=chip.l2_bytes,
     )
 
@@ -81,8 +81,8 @@ def full_die(chip: Chip) -> GpuAnatomy | None:
     if chip.die is None or chip.die_gpcs is None or chip.die_tpcs_per_gpc is None:
         return None
     tpcs = chip.die_gpcs * chip.die_tpcs_per_gpc
-    figures = {"num_tpcs": tpcs, "num_sms": tpcs * int(known(chip, "sms_per_tpc")), "l2_bytes": chip.die_l2_bytes}
-    return gpu_anatomy(msgspec.structs.replace(chip, name=chip.die, **figures))
+    fields = {"num_tpcs": tpcs, "num_sms": tpcs * int(known(chip, "sms_per_tpc")), "l2_bytes": chip.die_l2_bytes}
+    return gpu_anatomy(msgspec.structs.replace(chip, name=chip.die, **fields))
 
 
 def share_after_speedup(share: Number, speedup: Number) -> Number:
@@ -101,12 +101,12 @@ def ratio(first: Number, second: Number) -> Number:
 
 def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> Facts:
     """Returns chips, hosts, cores, memory, FLOP/s, network, power and price of the whole cluster; None if unknown."""
-    chip, gpu = cluster.chip, gpu_anatomy(cluster.chip)
-    of_chip = {
+    chip, anatomy = cluster.chip, gpu_anatomy(cluster.chip)
+    figures_per_chip = {
         "num_cores": chip.num_cores,
         "num_sms": chip.num_sms,
-        "num_fp32_lanes": gpu.fp32_lanes if gpu else None,
-        "num_tensor_cores": gpu.tensor_cores if gpu else None,
+        "num_fp32_lanes": anatomy.fp32_lanes if anatomy else None,
+        "num_tensor_cores": anatomy.tensor_cores if anatomy else None,
         "hbm_bytes": chip.hbm_bytes,
         "hbm_bytes_per_s": chip.hbm_bytes_per_s,
         "peak_flops": peak(chip, dtype),
@@ -114,8 +114,8 @@ def pod_totals(cluster: Cluster, *, dtype: str = "bf16") -> Facts:
         "power_w": chip.power_w,
         "price_usd_per_hour": chip.price_usd_per_hour,
     }
-    times = dict.fromkeys(of_chip, cluster.num_chips) | {"dcn_bytes_per_s": cluster.num_hosts}
-    totals = {name: None if figure is None else figure * times[name] for name, figure in of_chip.items()}
+    factor_of = dict.fromkeys(figures_per_chip, cluster.num_chips) | {"dcn_bytes_per_s": cluster.num_hosts}
+    totals = {name: None if figure is None else figure * factor_of[name] for name, figure in figures_per_chip.items()}
     return {"num_chips": cluster.num_chips, "num_hosts": cluster.num_hosts, **totals}
 
 
@@ -123,8 +123,8 @@ def padded_shape(shape: Sequence[int], tile: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape in memory: the last dims rounded up to whole tiles."""
     if len(tile) > len(shape) or min(tile, default=1) < 1:
         raise InputError(f"tile {tuple(tile)} does not fit an array of shape {tuple(shape)}. Give it no more dims.")
-    outer = len(shape) - len(tile)
-    return (*shape[:outer], *(-(-size // t) * t for size, t in zip(shape[outer:], tile, strict=True)))
+    num_untiled = len(shape) - len(tile)
+    return (*shape[:num_untiled], *(-(-size // t) * t for size, t in zip(shape[num_untiled:], tile, strict=True)))
 
 
 def tile_expansion(shape: Sequence[int], tile: Sequence[int]) -> float:

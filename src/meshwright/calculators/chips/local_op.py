@@ -58,11 +58,11 @@ class LocalOp(msgspec.Struct, frozen=True):
         *operands, out = self.operands
         work = einsum_work(operands, out, sizes)
         if self.matrix:
-            line = chip_roofline(work, chip, dtype=self.dtype(chip), channel=channel)
-            return replace(line, padding=self.padding(chip, sizes))
+            roof = chip_roofline(work, chip, dtype=self.dtype(chip), channel=channel)
+            return replace(roof, padding=self.padding(chip, sizes))
         flops = len(self.steps) * math.prod(sizes[dim] for dim in self.dims)
-        line = chip_roofline(replace(work, flops=flops), chip, dtype=compute_dtype(chip, "bf16"), channel=channel)
-        return replace(line, peak_flops=vector_peak(chip) or line.peak_flops)
+        roof = chip_roofline(replace(work, flops=flops), chip, dtype=compute_dtype(chip, "bf16"), channel=channel)
+        return replace(roof, peak_flops=vector_peak(chip) or roof.peak_flops)
 
     def padding(self, chip: Chip, sizes: dict[str, int]) -> float:
         """Returns the FLOPs of whole tiles over those of the product; 1 on vector units."""
@@ -71,28 +71,28 @@ class LocalOp(msgspec.Struct, frozen=True):
 
 def parse_op(text: str) -> LocalOp:
     """Returns the op of ``A[I,J] * B[J,K] -> C[I,K]``, ``A[I] + B[I] -> C[I]`` or ``softmax(A[B,S])``, on one chip."""
-    written = compact(text).replace(" ", "").replace("→", "->")
-    row, (left, _, right) = _ROW.fullmatch(written), written.partition("->")
-    if row is None and not right:
+    op_text = compact(text).replace(" ", "").replace("→", "->")
+    match, (left_text, _, right_text) = _ROW.fullmatch(op_text), op_text.partition("->")
+    if match is None and not right_text:
         raise InputError(f"{text!r} is no op. Write A[I,J] * B[J,K] -> C[I,K], A[I] + B[I] -> C[I], softmax(A[I]).")
-    if row is not None:
-        operand = parse_array(row[2])
-        out, steps = parse_array(row[3]) if row[3] else operand.replace(name="Out"), ROW_STEPS[row[1]]
-        wide = operand.replace(dims=operand.dims[-1:], axes=operand.axes[-1:])
-        op = LocalOp((operand, *(wide.replace(name=s) for s in steps if s in ("scale", "shift")), out), steps)
+    if match is not None:
+        operand = parse_array(match[2])
+        out, steps = parse_array(match[3]) if match[3] else operand.replace(name="Out"), ROW_STEPS[match[1]]
+        last_dim = operand.replace(dims=operand.dims[-1:], axes=operand.axes[-1:])
+        op = LocalOp((operand, *(last_dim.replace(name=s) for s in steps if s in ("scale", "shift")), out), steps)
         if operand.dims != out.dims:
-            raise InputError(f"{row[1]} keeps the dims of {operand}, and the result has others. Write the same dims.")
-    elif _PLUS.search(left):
-        addends, out = tuple(map(parse_array, _PLUS.split(left))), parse_array(right)
+            raise InputError(f"{match[1]} keeps the dims of {operand}, and the result has others. Write the same dims.")
+    elif _PLUS.search(left_text):
+        addends, out = tuple(map(parse_array, _PLUS.split(left_text))), parse_array(right_text)
         if len(addends) != 2 or set(out.dims) != {dim for array in addends for dim in array.dims}:
             raise InputError(f"{text!r} is not the sum of two arrays. Write A[I,J] + B[I,J] -> C[I,J].")
         op = LocalOp(distinct_names(*addends, out), ("add",))
     else:
         arrays = parse_einsum(text)
-        lhs, rhs, result = (set(a.dims) for a in arrays)
-        matrix = (lhs - rhs, lhs & rhs - result, rhs - lhs)
-        steps = ("multiply", "add")[: 1 + bool((lhs | rhs) - result)]
-        op = LocalOp(arrays, steps, matrix if matrix[1] and lhs ^ rhs else None)
+        lhs, rhs, out_dims = (set(a.dims) for a in arrays)
+        matrix_dims = (lhs - rhs, lhs & rhs - out_dims, rhs - lhs)
+        steps = ("multiply", "add")[: 1 + bool((lhs | rhs) - out_dims)]
+        op = LocalOp(arrays, steps, matrix_dims if matrix_dims[1] and lhs ^ rhs else None)
     for array in op.arrays:
         if array.spread or array.unreduced:
             raise InputError(f"{array} is sharded; roofline is for one chip. Use meshwright shard for a mesh.")

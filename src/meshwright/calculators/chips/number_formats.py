@@ -50,8 +50,8 @@ class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def top_code(self) -> int:
         """The code of the largest finite number; codes of positive numbers are in the order of their values."""
-        lost = {"ieee": 2**self.mantissa_bits, "nan": 1, "none": 0}[self.specials]
-        return 2 ** (self.bits - 1) - 1 - lost
+        num_special = {"ieee": 2**self.mantissa_bits, "nan": 1, "none": 0}[self.specials]
+        return 2 ** (self.bits - 1) - 1 - num_special
 
     def magnitude(self, code: int) -> Fraction:
         """Returns the exact value of a code without its sign; codes beyond ``top_code`` are read as numbers too."""
@@ -67,14 +67,14 @@ class NumberFormat(msgspec.Struct, frozen=True, kw_only=True):
 
         ``epsilon`` is the step from 1 to the next number; ``num_finite`` counts distinct finite values, zero once.
         """
-        largest, integer = self.magnitude(self.top_code), self.kind == "integer"
+        largest, is_integer = self.magnitude(self.top_code), self.kind == "integer"
         return {
             "max": float(largest),
-            "min": float(-largest - integer),
+            "min": float(-largest - is_integer),
             "min_normal": float(self.magnitude(2**self.mantissa_bits)),
             "min_subnormal": float(self.magnitude(1)),
             "epsilon": 2.0**-self.mantissa_bits,
-            "num_finite": 2 * self.top_code + 1 + integer,
+            "num_finite": 2 * self.top_code + 1 + is_integer,
         }
 
 
@@ -108,10 +108,10 @@ FORMATS: dict[str, NumberFormat] = {
 
 def number_format(name: str) -> NumberFormat:
     """Returns the format of a name or alias. Raises InputError with the nearest name."""
-    names = {word: form for form in FORMATS.values() for word in (form.name, *form.aliases)}
-    if name.lower() not in names:
-        raise InputError(f"number format {name!r} is not known.{nearest(name.lower(), names)}")
-    return names[name.lower()]
+    format_by_name = {word: form for form in FORMATS.values() for word in (form.name, *form.aliases)}
+    if name.lower() not in format_by_name:
+        raise InputError(f"number format {name!r} is not known.{nearest(name.lower(), format_by_name)}")
+    return format_by_name[name.lower()]
 
 
 def round_to(form: NumberFormat, value: Fraction) -> Rounded:
@@ -120,34 +120,34 @@ def round_to(form: NumberFormat, value: Fraction) -> Rounded:
     A value that rounds to one step above the largest number overflows: to infinity in "ieee", to NaN in "nan"; in
     "none" and integers it becomes the largest, as in converters.
     """
-    size, negative = abs(value), value < 0
-    last = form.top_code + (negative and form.kind == "integer")
-    above = bisect_left(range(last + 1), size, key=form.magnitude)
-    below = max(above - 1, 0)
+    magnitude, is_minus = abs(value), value < 0
+    last_code = form.top_code + (is_minus and form.kind == "integer")
+    code_above = bisect_left(range(last_code + 1), magnitude, key=form.magnitude)
+    code_below = max(code_above - 1, 0)
     # an even code has an even mantissa, and the code after the last one stands for what overflows
-    nearer = 2 * size - form.magnitude(below) - form.magnitude(above)
-    code = below if nearer < 0 or (nearer == 0 and below % 2 == 0) else above
+    twice_distance = 2 * magnitude - form.magnitude(code_below) - form.magnitude(code_above)
+    code = code_below if twice_distance < 0 or (twice_distance == 0 and code_below % 2 == 0) else code_above
     if form.specials == "none":
-        code = min(code, last)
-    pattern = code + negative * 2 ** (form.bits - 1) if form.exponent_bits else (-1) ** negative * code % 2**form.bits
-    if code > last:
-        return Rounded(code=pattern, value=decode(form, pattern), relative_error=None)
-    rounded = (-1) ** negative * form.magnitude(code)
-    error = 0.0 if rounded == value else abs(float((rounded - value) / value))
-    return Rounded(code=pattern, value=float(rounded), relative_error=error)
+        code = min(code, last_code)
+    bits = code + is_minus * 2 ** (form.bits - 1) if form.exponent_bits else (-1) ** is_minus * code % 2**form.bits
+    if code > last_code:
+        return Rounded(code=bits, value=decode(form, bits), relative_error=None)
+    rounded_value = (-1) ** is_minus * form.magnitude(code)
+    error = 0.0 if rounded_value == value else abs(float((rounded_value - value) / value))
+    return Rounded(code=bits, value=float(rounded_value), relative_error=error)
 
 
 def decode(form: NumberFormat, code: int) -> float:
     """Returns the value of a bit pattern; infinity and NaN included."""
     if not 0 <= code < 2**form.bits:
         raise InputError(f"code {code:#x} does not fit the {form.bits} bits of {form.name}.")
-    negative, size = divmod(code, 2 ** (form.bits - 1))
+    is_negative, magnitude_code = divmod(code, 2 ** (form.bits - 1))
     if form.kind == "integer":
-        return float(code - negative * 2**form.bits)
-    if size <= form.top_code:
-        return (-1.0) ** negative * float(form.magnitude(size))
-    infinite = form.specials == "ieee" and size == form.top_code + 1
-    return (-1.0) ** negative * math.inf if infinite else math.nan
+        return float(code - is_negative * 2**form.bits)
+    if magnitude_code <= form.top_code:
+        return (-1.0) ** is_negative * float(form.magnitude(magnitude_code))
+    is_infinite = form.specials == "ieee" and magnitude_code == form.top_code + 1
+    return (-1.0) ** is_negative * math.inf if is_infinite else math.nan
 
 
 def bit_text(form: NumberFormat, code: int) -> str:

@@ -66,18 +66,18 @@ class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def vmem_bytes(self) -> int:
         """Two buffers of every tile, as one is filled or emptied while the other is in use, and the accumulators."""
-        tiles = 2 * sum(math.prod(array.tile) * array.itemsize for array in (*self.operands, *self.results))
-        return tiles + 4 * sum(map(math.prod, self.sums.values()))
+        buffer_bytes = 2 * sum(math.prod(array.tile) * array.itemsize for array in (*self.operands, *self.results))
+        return buffer_bytes + 4 * sum(map(math.prod, self.sums.values()))
 
     @cached_property
     def moves(self) -> dict[str, NDArray[np.bool_]]:
         """Array -> for each step, whether its tile is fetched before it, or leaves after it."""
-        moves = {}
+        moves_by_array = {}
         for array in (*self.operands, *self.results):
-            numbers = np.array([self.steps[dim] for dim in array.dims if dim in self.steps]).reshape(-1, self.num_steps)
-            renewed = np.append(True, (np.diff(numbers) != 0).any(axis=0))
-            moves[array.name] = np.roll(renewed, -1) if array in self.results else renewed
-        return moves
+            indices = np.array([self.steps[dim] for dim in array.dims if dim in self.steps]).reshape(-1, self.num_steps)
+            is_new = np.append(True, (np.diff(indices) != 0).any(axis=0))
+            moves_by_array[array.name] = np.roll(is_new, -1) if array in self.results else is_new
+        return moves_by_array
 
     def moved_bytes(self, arrays: Iterable[TiledArray]) -> NDArray[np.int64]:
         """Returns the bytes that these arrays move for each step."""
@@ -85,15 +85,15 @@ class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def titles(self, arrays: Iterable[TiledArray], step: int, *, moving: bool = False) -> list[str]:
         """Returns the names of the tiles of a step, or of those that move for it; none if there is no such step."""
-        place = {dim: int(numbers[step]) for dim, numbers in self.steps.items()} if 0 <= step < self.num_steps else None
-        return [a.title(a.number(place)) for a in arrays if place and (not moving or self.moves[a.name][step])]
+        index = {dim: int(indices[step]) for dim, indices in self.steps.items()} if 0 <= step < self.num_steps else None
+        return [a.title(a.number(index)) for a in arrays if index and (not moving or self.moves[a.name][step])]
 
     def table(self) -> NDArray[np.int32]:
         """Returns what a kernel prefetches: a row per coordinate in alphabetical order, then two of 0 or 1: whether the
         accumulators start at a step, and whether they are complete after it."""
-        complete = self.moves[self.results[0].name]
+        is_complete = self.moves[self.results[0].name]
         rows = [self.steps[dim] for dim in sorted(self.steps)]
-        return np.array([*rows, np.roll(complete, 1), complete], np.int32)
+        return np.array([*rows, np.roll(is_complete, 1), is_complete], np.int32)
 
     def times(self, peak_flops: float, bytes_per_s: float) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Returns for each step the second at which it ends, and whether compute binds it.
@@ -103,10 +103,10 @@ class TiledLoop(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         fetch_s, write_s = (self.moved_bytes(arrays) / bytes_per_s for arrays in (self.operands, self.results))
         copy_s, math_s = np.append(fetch_s[1:], 0) + np.append(0, write_s[:-1]), self.flops_per_step / peak_flops
-        steps = np.maximum(math_s, copy_s)
-        steps[0] += fetch_s[0]
-        steps[-1] += write_s[-1]
-        return np.cumsum(steps), math_s >= copy_s
+        step_s = np.maximum(math_s, copy_s)
+        step_s[0] += fetch_s[0]
+        step_s[-1] += write_s[-1]
+        return np.cumsum(step_s), math_s >= copy_s
 
 
 def tiled_loop(name: LoopName, *, seq: int, width: int, block: int, causal: bool = False) -> TiledLoop:
@@ -116,31 +116,31 @@ def tiled_loop(name: LoopName, *, seq: int, width: int, block: int, causal: bool
     backward pass has k's tiles outside and q's inside, and keeps dq whole in VMEM. With ``causal`` tiles above the
     diagonal are left out. Raises InputError where ``block`` does not divide a tiled size, or steps are too many.
     """
-    nest, *arrays, products = _LOOPS[name]
+    nest_dims, *arrays, products_text = _LOOPS[name]
     sizes = {dim: 1 if dim == "1" else seq if dim in "tsT" else width for dim in "1tsTfdH"}
-    tiles = {dim: block if dim in nest else size for dim, size in sizes.items()}
-    counts = [sizes[dim] // block for dim in nest]
-    if any(sizes[dim] % block for dim in nest) or math.prod(counts) > MAX_STEPS:
-        whole = " and ".join(str(size) for size in dict.fromkeys(sizes[dim] for dim in nest))
-        raise InputError(f"tiles of {block} must divide {whole}, in at most {MAX_STEPS:,} steps. Use another --block.")
-    steps = dict(zip(nest, np.indices(counts).reshape(len(nest), -1), strict=True))
+    tiles = {dim: block if dim in nest_dims else size for dim, size in sizes.items()}
+    num_blocks = [sizes[dim] // block for dim in nest_dims]
+    if any(sizes[dim] % block for dim in nest_dims) or math.prod(num_blocks) > MAX_STEPS:
+        words = " and ".join(str(size) for size in dict.fromkeys(sizes[dim] for dim in nest_dims))
+        raise InputError(f"tiles of {block} must divide {words}, in at most {MAX_STEPS:,} steps. Use another --block.")
+    steps = dict(zip(nest_dims, np.indices(num_blocks).reshape(len(nest_dims), -1), strict=True))
     if causal and "s" in steps:
-        steps = {dim: numbers[steps["s"] <= steps["t"]] for dim, numbers in steps.items()}
+        steps = {dim: indices[steps["s"] <= steps["t"]] for dim, indices in steps.items()}
 
     def array(name: str, dims: str) -> TiledArray:
-        (high, wide), tile = ([of[dim] for dim in dims] for of in (sizes, tiles))
-        return TiledArray(name, dims, (high, wide), (tile[0], tile[1]), 4 if name in FP32 else 2)
+        (rows, cols), tile = ([size_of[dim] for dim in dims] for size_of in (sizes, tiles))
+        return TiledArray(name, dims, (rows, cols), (tile[0], tile[1]), 4 if name in FP32 else 2)
 
-    parts = [[array(*word.split(":")) for word in text.split()] for text in arrays]
-    factors = [tuple(product.split()) for product in products.split(", ")]
+    tiled_arrays = [[array(*word.split(":")) for word in text.split()] for text in arrays]
+    factor_names = [tuple(product.split()) for product in products_text.split(", ")]
     return TiledLoop(
-        operands=tuple(parts[0]),
-        results=tuple(parts[1]),
-        sums={a.name: a.tile for a in parts[2]},
-        num_steps=len(steps[nest[0]]),
+        operands=tuple(tiled_arrays[0]),
+        results=tuple(tiled_arrays[1]),
+        sums={a.name: a.tile for a in tiled_arrays[2]},
+        num_steps=len(steps[nest_dims[0]]),
         steps=steps,
-        products=tuple(factors),
-        flops_per_step=2 * block * block * (block if name == "matmul" else width) * len(factors),
+        products=tuple(factor_names),
+        flops_per_step=2 * block * block * (block if name == "matmul" else width) * len(factor_names),
     )
 
 
@@ -150,5 +150,5 @@ def untiled_attention(name: LoopName, *, seq: int, width: int) -> tuple[int, int
     Forward: S and P are written and read. Backward: P is read for dv and dS, dP written and read, dS written, and read
     for dq and dk. Products read their other operands and write their results in bf16.
     """
-    passes, arrays, products = (4, 4, 2) if name == "flash" else (7, 8, 4)
-    return 4 * passes * seq * seq + 2 * arrays * seq * width, 2 * products * seq * seq * width
+    num_passes, num_arrays, num_products = (4, 4, 2) if name == "flash" else (7, 8, 4)
+    return 4 * num_passes * seq * seq + 2 * num_arrays * seq * width, 2 * num_products * seq * seq * width

@@ -49,18 +49,18 @@ def systolic_cycles(num_inputs: int, depth: int, width: int, *, rows: int, cols:
     for name, size in (("inputs", num_inputs), ("rows", rows), ("columns", cols), ("depth", depth), ("width", width)):
         if size < 1:
             raise InputError(f"{name} {size} must be at least 1.")
-    tiles = math.ceil(depth / rows) * math.ceil(width / cols)
-    front = rows + cols - 2
-    streaming = (tiles - 1) * tile_period(num_inputs, rows=rows) + num_inputs
-    total = rows + streaming + front
+    num_tiles = math.ceil(depth / rows) * math.ceil(width / cols)
+    front_cycles = rows + cols - 2
+    streaming_cycles = (num_tiles - 1) * tile_period(num_inputs, rows=rows) + num_inputs
+    total_cycles = rows + streaming_cycles + front_cycles
     return SystolicCycles(
-        num_tiles=tiles,
+        num_tiles=num_tiles,
         load=rows,
-        fill=min(front, streaming),
-        stream=max(0, streaming - front),
-        drain=front,
-        total=total,
-        useful_share=num_inputs * depth * width / (rows * cols * total),
+        fill=min(front_cycles, streaming_cycles),
+        stream=max(0, streaming_cycles - front_cycles),
+        drain=front_cycles,
+        total=total_cycles,
+        useful_share=num_inputs * depth * width / (rows * cols * total_cycles),
         steady_share=num_inputs / tile_period(num_inputs, rows=rows),
     )
 
@@ -78,18 +78,18 @@ class SystolicArray:
     def __init__(self, inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> None:
         (self.num_inputs, depth), (_, width) = inputs.shape, weights.shape
         self.rows, self.cols = rows, cols
-        deep, wide = math.ceil(depth / rows), math.ceil(width / cols)
-        padded = np.pad(inputs, ((0, 0), (0, deep * rows - depth)))
-        self._inputs = padded.reshape(self.num_inputs, deep, rows)
-        padded = np.pad(weights, ((0, deep * rows - depth), (0, wide * cols - width)))
-        self._tiles = padded.reshape(deep, rows, wide, cols).transpose(2, 0, 1, 3).reshape(-1, rows, cols)
+        tile_rows, tile_cols = math.ceil(depth / rows), math.ceil(width / cols)
+        padded = np.pad(inputs, ((0, 0), (0, tile_rows * rows - depth)))
+        self._inputs = padded.reshape(self.num_inputs, tile_rows, rows)
+        padded = np.pad(weights, ((0, tile_rows * rows - depth), (0, tile_cols * cols - width)))
+        self._tiles = padded.reshape(tile_rows, rows, tile_cols, cols).transpose(2, 0, 1, 3).reshape(-1, rows, cols)
         self._period = tile_period(self.num_inputs, rows=rows)
         self.last_cycle = systolic_cycles(self.num_inputs, depth, width, rows=rows, cols=cols).total
         self.cycle = 0
         zeros = np.zeros((rows, cols), np.int64)
         self.activation = self.sums = self.held = self.moving = zeros
         self.tag = zeros - 1  # which input a cell works on, counted over all tiles; -1 for none
-        self._sums_out = np.zeros((self.num_inputs, wide * cols), np.int64)
+        self._sums_out = np.zeros((self.num_inputs, tile_cols * cols), np.int64)
         self._width = width
 
     @property
@@ -99,34 +99,34 @@ class SystolicArray:
 
     def step(self) -> int:
         """Moves everything by one cycle; returns how many cells multiplied."""
-        tag, value = self.inputs_at(self.cycle)
-        self.tag = np.column_stack([tag, self.tag[:, :-1]])
-        self.activation = np.column_stack([value, self.activation[:, :-1]])
+        entering_tags, entering_inputs = self.inputs_at(self.cycle)
+        self.tag = np.column_stack([entering_tags, self.tag[:, :-1]])
+        self.activation = np.column_stack([entering_inputs, self.activation[:, :-1]])
         # The first input of a tile makes its cell take over the weight that has just arrived.
-        starts = (self.tag >= 0) & (self.tag % self.num_inputs == 0)
-        self.held = np.where(starts, self.moving, self.held)
-        above = np.vstack([np.zeros(self.cols, np.int64), self.sums[:-1]])
-        self.sums = np.where(self.tag >= 0, above + self.activation * self.held, 0)
+        is_first = (self.tag >= 0) & (self.tag % self.num_inputs == 0)
+        self.held = np.where(is_first, self.moving, self.held)
+        sums_above = np.vstack([np.zeros(self.cols, np.int64), self.sums[:-1]])
+        self.sums = np.where(self.tag >= 0, sums_above + self.activation * self.held, 0)
         # What leaves the bottom row is added to its entries of the result.
-        (cols,) = np.nonzero(self.tag[-1] >= 0)
-        tile, index = np.divmod(self.tag[-1, cols], self.num_inputs)
-        self._sums_out[index, tile // self._inputs.shape[1] * self.cols + cols] += self.sums[-1, cols]
+        (busy_cols,) = np.nonzero(self.tag[-1] >= 0)
+        tile, input_index = np.divmod(self.tag[-1, busy_cols], self.num_inputs)
+        self._sums_out[input_index, tile // self._inputs.shape[1] * self.cols + busy_cols] += self.sums[-1, busy_cols]
         # Columns that are being loaded move down by one. A row below the front stands still: it may hold a weight that
         # its cell has not taken over yet.
-        since, weight = self.weights_at(self.cycle)
-        shifted = np.vstack([weight, self.moving[:-1]])
-        self.moving = np.where(np.arange(self.rows)[:, None] <= since, shifted, self.moving)
+        rows_moved, entering_weights = self.weights_at(self.cycle)
+        shifted_weights = np.vstack([entering_weights, self.moving[:-1]])
+        self.moving = np.where(np.arange(self.rows)[:, None] <= rows_moved, shifted_weights, self.moving)
         self.cycle += 1
         return int((self.tag >= 0).sum())
 
     def inputs_at(self, cycle: int) -> tuple[Matrix, Matrix]:
         """Returns the tag (-1 for none) and the value of the input that enters each row at the left in a cycle."""
         rows = np.arange(self.rows)
-        tile, index = np.divmod(cycle - self.rows - rows, self._period)
-        enters = (tile >= 0) & (tile < len(self._tiles)) & (index < self.num_inputs)
+        tile, input_number = np.divmod(cycle - self.rows - rows, self._period)
+        is_entering = (tile >= 0) & (tile < len(self._tiles)) & (input_number < self.num_inputs)
         block = tile % self._inputs.shape[1]
-        value = self._inputs[np.minimum(index, self.num_inputs - 1), block, rows]
-        return np.where(enters, tile * self.num_inputs + index, -1), np.where(enters, value, 0)
+        value = self._inputs[np.minimum(input_number, self.num_inputs - 1), block, rows]
+        return np.where(is_entering, tile * self.num_inputs + input_number, -1), np.where(is_entering, value, 0)
 
     def weights_at(self, cycle: int) -> tuple[Matrix, Matrix]:
         """Returns cycles since each column began to load (-1: none enters), and the weight that enters it from above.
@@ -134,10 +134,10 @@ class SystolicArray:
         The bottom row's weight comes first.
         """
         cols = np.arange(self.cols)
-        tile, since = np.divmod(cycle - cols, self._period)
-        enters = (tile >= 0) & (tile < len(self._tiles)) & (since < self.rows)
-        value = self._tiles[tile % len(self._tiles), self.rows - 1 - np.minimum(since, self.rows - 1), cols]
-        return np.where(enters, since, -1), value
+        tile, rows_moved = np.divmod(cycle - cols, self._period)
+        is_entering = (tile >= 0) & (tile < len(self._tiles)) & (rows_moved < self.rows)
+        value = self._tiles[tile % len(self._tiles), self.rows - 1 - np.minimum(rows_moved, self.rows - 1), cols]
+        return np.where(is_entering, rows_moved, -1), value
 
 
 def simulate(inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> tuple[Matrix, tuple[int, ...]]:
@@ -150,5 +150,5 @@ def simulate(inputs: Matrix, weights: Matrix, *, rows: int, cols: int) -> tuple[
         raise InputError(
             f"{array.last_cycle:,} cycles of {rows}x{cols} cells are too many to run. Give fewer inputs or weights."
         )
-    busy = tuple(array.step() for _ in range(array.last_cycle))
-    return array.result, busy
+    busy_cells = tuple(array.step() for _ in range(array.last_cycle))
+    return array.result, busy_cells

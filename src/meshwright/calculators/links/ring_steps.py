@@ -19,19 +19,19 @@ DRAWN_KINDS: tuple[DrawnKind, ...] = ("all_gather", "reduce_scatter", "all_reduc
 def leg_moves(kind: DrawnKind, leg: Leg, *, two_way: bool = True) -> list[tuple[Move, ...]]:
     """Returns the steps of an AllGather or an AllToAll over a leg: along a torus axis, in one step over a switch, or by
     trees over a network, in which a device sends all its blocks twice as far in each step."""
-    devices, exchange = range(int(leg.size)), kind == "all_to_all"
+    devices, is_exchange = range(int(leg.size)), kind == "all_to_all"
     if leg.level == "ici":
-        return (exchange_moves if exchange else gather_moves)(len(devices), wraps=leg.wraps, two_way=two_way)
-    if exchange or leg.hops == 1:
+        return (exchange_moves if is_exchange else gather_moves)(len(devices), wraps=leg.wraps, two_way=two_way)
+    if is_exchange or leg.hops == 1:
         pairs = [(source, target) for source in devices for target in devices if source != target]
-        return [tuple(Move(source=s, target=t, block=t if exchange else s) for s, t in pairs)]
+        return [tuple(Move(source=s, target=t, block=t if is_exchange else s) for s, t in pairs)]
     return [
         tuple(
-            Move(source=device, target=(device + reach) % len(devices), block=(device - back) % len(devices))
+            Move(source=device, target=(device + distance) % len(devices), block=(device - offset) % len(devices))
             for device in devices
-            for back in range(min(reach, len(devices) - reach))
+            for offset in range(min(distance, len(devices) - distance))
         )
-        for reach in (2**step for step in range(leg.hops))
+        for distance in (2**step for step in range(leg.hops))
     ]
 
 
@@ -43,27 +43,27 @@ def gather_moves(size: int, *, wraps: bool = True, two_way: bool = True) -> list
     """
     if not wraps and not two_way:
         raise InputError("a line cannot be used in one direction: its first device would get nothing. Use a ring.")
-    ring = (size // 2, (size - 1) // 2) if two_way else (size - 1, 0)
-    reach = [ring if wraps else (size - 1 - device, device) for device in range(size)]
-    return _hops(size, [(d, way, hops, d) for d, (on, back) in enumerate(reach) for way, hops in ((1, on), (-1, back))])
+    ring_hops = (size // 2, (size - 1) // 2) if two_way else (size - 1, 0)
+    spans = [ring_hops if wraps else (size - 1 - device, device) for device in range(size)]
+    return _hops(size, [(d, way, hops, d) for d, (on, back) in enumerate(spans) for way, hops in ((1, on), (-1, back))])
 
 
 def exchange_moves(size: int, *, wraps: bool, two_way: bool) -> list[tuple[Move, ...]]:
     """Returns the steps of an AllToAll along a ring or a line: blocks take the shortest way, forwards if both are."""
     routes = []
     for source, target in itertools.product(range(size), range(size)):
-        ahead = (target - source) % size
-        forwards = target >= source if not wraps else not two_way or 2 * ahead <= size
-        routes.append((source, 1, ahead, target) if forwards else (source, -1, size - ahead, target))
+        distance = (target - source) % size
+        goes_forwards = target >= source if not wraps else not two_way or 2 * distance <= size
+        routes.append((source, 1, distance, target) if goes_forwards else (source, -1, size - distance, target))
     return _hops(size, routes)
 
 
 def _hops(size: int, routes: list[tuple[int, int, int, int]]) -> list[tuple[Move, ...]]:
     """Returns the moves of each step for routes of a source, a direction, a number of hops and a block."""
     steps: list[set[tuple[int, int, int]]] = [set() for _ in range(max(hops for _, _, hops, _ in routes))]
-    for source, way, hops, block in routes:
+    for source, direction, hops, block in routes:
         for hop in range(hops):
-            steps[hop].add(((source + way * hop) % size, (source + way * (hop + 1)) % size, block))
+            steps[hop].add(((source + direction * hop) % size, (source + direction * (hop + 1)) % size, block))
     return [tuple(Move(source=s, target=t, block=b) for s, t, b in sorted(step)) for step in steps]
 
 
@@ -80,20 +80,20 @@ def collective_frames(kind: DrawnKind, size: int, moves: list[tuple[Move, ...]])
         ]
     if kind != "reduce_scatter":
         steps += [("exchange" if kind == "all_to_all" else "gather", step) for step in moves]
-    held: list[list[tuple[int, ...]]] = [
+    data_held: list[list[tuple[int, ...]]] = [
         [(device,) if kind != "all_gather" or block == device else () for block in range(size)]
         for device in range(size)
     ]
-    frames = [RingFrame(step=0, moves=(), held=tuple(map(tuple, held)), phase="start")]
+    frames = [RingFrame(step=0, moves=(), held=tuple(map(tuple, data_held)), phase="start")]
     for number, (phase, step) in enumerate(steps, start=1):
-        sent = [held[m.source][m.block] for m in step]
+        sent_data = [data_held[m.source][m.block] for m in step]
         if phase != "gather":
             for m in step:
-                held[m.source][m.block] = ()
-        for m, data in zip(step, sent, strict=True):
-            before = held[m.target][m.block] if phase != "gather" else ()
-            if not data or (phase == "reduce" and not before):
+                data_held[m.source][m.block] = ()
+        for m, data in zip(step, sent_data, strict=True):
+            data_there = data_held[m.target][m.block] if phase != "gather" else ()
+            if not data or (phase == "reduce" and not data_there):
                 raise AssertionError(f"block {m.block} is not where device {m.source} or {m.target} needs it")
-            held[m.target][m.block] = tuple(sorted((*before, *data)))
-        frames.append(RingFrame(step=number, moves=step, held=tuple(map(tuple, held)), phase=phase))
+            data_held[m.target][m.block] = tuple(sorted((*data_there, *data)))
+        frames.append(RingFrame(step=number, moves=step, held=tuple(map(tuple, data_held)), phase=phase))
     return tuple(frames)

@@ -43,16 +43,16 @@ def parse_place(text: str, cluster: Cluster) -> RouteEnd:
     """
     if text in ("chips", "hosts"):
         return RouteEnd(in_host=text == "hosts", everywhere=True)
-    match = _PLACE.fullmatch(text.replace(" ", ""))
-    if match is None:
+    place_match = _PLACE.fullmatch(text.replace(" ", ""))
+    if place_match is None:
         raise InputError(f"place {text!r} is not understood. Write {_EXAMPLES}.")
-    host, slice_text, numbers = match.groups()
+    host, slice_text, numbers = place_match.groups()
     shape, chip, slice_number = cluster.shape, tuple(map(int, numbers.split(","))), int(slice_text or 0)
     if len(chip) == 1 and chip[0] < math.prod(shape):
         chip = tuple(map(int, np.unravel_index(chip[0], shape, order="F")))
     chip += (0,) * (len(shape) - len(chip))
-    outside = len(chip) != len(shape) or any(coordinate >= size for coordinate, size in zip(chip, shape, strict=True))
-    if outside or slice_number >= cluster.num_slices:
+    is_off = len(chip) != len(shape) or any(coordinate >= size for coordinate, size in zip(chip, shape, strict=True))
+    if is_off or slice_number >= cluster.num_slices:
         raise InputError(
             f"place {text!r} is not on {cluster.short_name}: coordinates count from 0 below {times(shape)}."
         )
@@ -75,31 +75,31 @@ def route(
     if target.everywhere and not source.everywhere:
         raise InputError("from one place to all is a scatter or a broadcast. Use --axis and --collective, or a --leg.")
     legs: list[TransferLeg] = []
-    through_hosts = source.slice_number != target.slice_number
+    uses_hosts = source.slice_number != target.slice_number
     if source.everywhere and source.in_host and via == "dcn" and not target.everywhere:
-        hosts, name = cluster.num_hosts, "parts of other hosts into one"
-        legs = [channel_leg(cluster.chip, "dcn", num_bytes * (hosts - 1) / hosts, hops=1, name=name)]
-        through_hosts = True
-    elif through_hosts:
+        num_hosts, name = cluster.num_hosts, "parts of other hosts into one"
+        legs = [channel_leg(cluster.chip, "dcn", num_bytes * (num_hosts - 1) / num_hosts, hops=1, name=name)]
+        uses_hosts = True
+    elif uses_hosts:
         legs = [channel_leg(cluster.chip, "dcn", num_bytes, hops=1, name="host to host between slices")]
     elif source.everywhere and not target.everywhere:
         legs = _gather_to_chip(cluster, target.chip, num_bytes)
     elif source.chip != target.chip:
         legs = [_chip_to_chip(cluster, source.chip, target.chip, num_bytes)]
     # PCIe lies between a host's memory and chip links, or between a chip and the network
-    if source.in_host != through_hosts or target.everywhere:
+    if source.in_host != uses_hosts or target.everywhere:
         legs.insert(0, _pcie(cluster, source, num_bytes, into_host=not source.in_host))
-    if target.in_host != through_hosts and not target.everywhere:
+    if target.in_host != uses_hosts and not target.everywhere:
         legs.append(_pcie(cluster, target, num_bytes, into_host=target.in_host))
     return legs
 
 
 def _pcie(cluster: Cluster, end: RouteEnd, num_bytes: float, *, into_host: bool) -> TransferLeg:
     """Returns the PCIe leg at one end of the route: of one chip, or of all of them at once."""
-    name, lanes = "chip to its host's memory" if into_host else "host memory to its chip", 1
+    name, num_lanes = "chip to its host's memory" if into_host else "host memory to its chip", 1
     if end.everywhere:
-        name, lanes = f"PCIe of all {cluster.num_chips} chips", cluster.num_chips
-    return channel_leg(cluster.chip, "pcie", num_bytes, lanes=lanes, name=name)
+        name, num_lanes = f"PCIe of all {cluster.num_chips} chips", cluster.num_chips
+    return channel_leg(cluster.chip, "pcie", num_bytes, lanes=num_lanes, name=name)
 
 
 def _link_leg(link: Link, num_bytes: float, *, lanes: int = 1, hops: int = 1, name: str) -> TransferLeg:
@@ -117,16 +117,16 @@ def _link_leg(link: Link, num_bytes: float, *, lanes: int = 1, hops: int = 1, na
 def _chip_to_chip(cluster: Cluster, source: tuple[int, ...], target: tuple[int, ...], num_bytes: float) -> TransferLeg:
     links = physical_links(cluster)
     if cluster.kind == "torus":
-        link, ways = links[0], disjoint_paths(cluster, source, target)
+        link, path_choices = links[0], disjoint_paths(cluster, source, target)
         # shares arrive together, when the longest path of those that are used delivers
-        hops = min(ways, key=lambda paths: max(paths) * link.hop_s + num_bytes / len(paths) / link.bytes_per_s)
-        lengths = " and ".join(f"{n}" for n in sorted(set(hops)))
-        name = f"{len(hops)} path{'s' * (len(hops) > 1)}, {lengths} hop{'s' * (max(hops) > 1)}"
+        hops = min(path_choices, key=lambda paths: max(paths) * link.hop_s + num_bytes / len(paths) / link.bytes_per_s)
+        lengths_text = " and ".join(f"{n}" for n in sorted(set(hops)))
+        name = f"{len(hops)} path{'s' * (len(hops) > 1)}, {lengths_text} hop{'s' * (max(hops) > 1)}"
         return _link_leg(link, num_bytes, lanes=len(hops), hops=max(hops), name=name)
-    used = [link for link, a, b in zip(links, source, target, strict=False) if a != b]
-    crossed = [link for link in used if link.level == used[-1].level]
-    slowest = min(crossed, key=lambda link: link.bytes_per_s)
-    return _link_leg(slowest, num_bytes, hops=len(crossed), name=f"through {used[-1].name}")
+    used_links = [link for link, a, b in zip(links, source, target, strict=False) if a != b]
+    crossed_links = [link for link in used_links if link.level == used_links[-1].level]
+    slowest_link = min(crossed_links, key=lambda link: link.bytes_per_s)
+    return _link_leg(slowest_link, num_bytes, hops=len(crossed_links), name=f"through {used_links[-1].name}")
 
 
 def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float) -> list[TransferLeg]:
@@ -135,13 +135,13 @@ def _gather_to_chip(cluster: Cluster, target: tuple[int, ...], num_bytes: float)
     if chips == 1:
         return []
     if cluster.kind == "torus":
-        lanes = sum(there != target for there in neighbours(cluster, target))
+        num_lanes = sum(neighbour != target for neighbour in neighbours(cluster, target))
         hops = max(torus_hops(cluster, target).values())
-        name = f"{chips - 1} chips into one over its {lanes} links"
-        return [_link_leg(links[0], num_bytes * (chips - 1) / chips, lanes=lanes, hops=hops, name=name)]
+        name = f"{chips - 1} chips into one over its {num_lanes} links"
+        return [_link_leg(links[0], num_bytes * (chips - 1) / chips, lanes=num_lanes, hops=hops, name=name)]
     domain = cluster.shape[0]
-    parts = ((links[0], domain - 1, "its domain into one chip"), (links[1], chips - domain, "the rest into one chip"))
-    return [_link_leg(link, num_bytes * count / chips, name=name) for link, count, name in parts if count]
+    senders = ((links[0], domain - 1, "its domain into one chip"), (links[1], chips - domain, "the rest into one chip"))
+    return [_link_leg(link, num_bytes * num_from / chips, name=name) for link, num_from, name in senders if num_from]
 
 
 # -- on a torus -----------------------------------------------------------------------------------------
@@ -153,27 +153,27 @@ def disjoint_paths(cluster: Cluster, source: Coordinates, target: Coordinates) -
     Each is found as the shortest path over links that are free; an earlier path gives back a link, and its hop, where
     the new one would pass it the other way (successive shortest paths of the cheapest flow).
     """
-    used: set[tuple[Coordinates, Coordinates]] = set()
+    used_hops: set[tuple[Coordinates, Coordinates]] = set()
     path_hops: list[tuple[int, ...]] = []
-    while target in (came := _shortest_paths(cluster, source, used)[1]):
+    while target in (previous_chip := _shortest_paths(cluster, source, used_hops)[1]):
         path = [target]
         while path[-1] != source:
-            path.append(came[path[-1]])
-        for there, here in itertools.pairwise(path):
-            if (there, here) in used:
-                used.remove((there, here))
+            path.append(previous_chip[path[-1]])
+        for chip_before, chip_after in itertools.pairwise(path):
+            if (chip_before, chip_after) in used_hops:
+                used_hops.remove((chip_before, chip_after))
             else:
-                used.add((here, there))
-        onward: dict[Coordinates, list[Coordinates]] = {}
-        for here, there in used:
-            onward.setdefault(here, []).append(there)
-        hops = []
-        for chip in onward[source]:
-            count = 1
+                used_hops.add((chip_after, chip_before))
+        next_chips: dict[Coordinates, list[Coordinates]] = {}
+        for chip_after, chip_before in used_hops:
+            next_chips.setdefault(chip_after, []).append(chip_before)
+        hops_of_paths = []
+        for chip in next_chips[source]:
+            num_hops = 1
             while chip != target:
-                chip, count = onward[chip].pop(), count + 1
-            hops.append(count)
-        path_hops.append(tuple(sorted(hops)))
+                chip, num_hops = next_chips[chip].pop(), num_hops + 1
+            hops_of_paths.append(num_hops)
+        path_hops.append(tuple(sorted(hops_of_paths)))
     return path_hops
 
 
@@ -189,26 +189,26 @@ def _shortest_paths(
 
     To pass a ``used`` link the other way gives it back, and its hop.
     """
-    length, came, waiting = {source: 0}, dict[Coordinates, Coordinates](), deque([source])
-    while waiting:
-        here = waiting.popleft()
-        for there in neighbours(cluster, here):
-            step = length[here] + (-1 if (there, here) in used else 1)
-            if (here, there) not in used and step < length.get(there, step + 1):
-                length[there], came[there] = step, here
-                waiting.append(there)
-    return length, came
+    length_to, previous_chip, queue = {source: 0}, dict[Coordinates, Coordinates](), deque([source])
+    while queue:
+        chip = queue.popleft()
+        for neighbour in neighbours(cluster, chip):
+            new_length = length_to[chip] + (-1 if (neighbour, chip) in used else 1)
+            if (chip, neighbour) not in used and new_length < length_to.get(neighbour, new_length + 1):
+                length_to[neighbour], previous_chip[neighbour] = new_length, chip
+                queue.append(neighbour)
+    return length_to, previous_chip
 
 
 def neighbours(cluster: Cluster, chip: Coordinates) -> Iterator[Coordinates]:
     """Yields the neighbours of a chip; a twisted axis leads around to the middle of the longer ones."""
-    shape, longest, shift = cluster.shape, max(cluster.shape), min(cluster.shape)
+    shape, largest, twist = cluster.shape, max(cluster.shape), min(cluster.shape)
     for axis, step in itertools.product(range(len(shape)), (1, -1)):
-        there, coordinate = list(chip), chip[axis] + step
-        there[axis] = coordinate % shape[axis]
-        if coordinate != there[axis]:
+        place, coordinate = list(chip), chip[axis] + step
+        place[axis] = coordinate % shape[axis]
+        if coordinate != place[axis]:
             if not cluster.wraps[axis]:
                 continue
-            if cluster.twisted and shape[axis] < longest:
-                there = [(n + shift) % longest if size == longest else n for n, size in zip(there, shape, strict=True)]
-        yield tuple(there)
+            if cluster.twisted and shape[axis] < largest:
+                place = [(n + twist) % largest if size == largest else n for n, size in zip(place, shape, strict=True)]
+        yield tuple(place)

@@ -47,15 +47,15 @@ def transfer_times(legs: Sequence[TransferLeg]) -> Facts:
     """
     if not legs:
         raise InputError("a transfer needs a leg. Give --from and --to, or a --leg such as hbm.")
-    slowest = max(legs, key=lambda leg: leg.send_s)
+    slowest_leg = max(legs, key=lambda leg: leg.send_s)
     first_byte_s = sum(leg.latency_s for leg in legs)
     return {
         "first_byte_s": first_byte_s,
-        "slowest_leg_s": slowest.send_s,
-        "slowest_leg": slowest.name,
-        "time_s_pipelined": first_byte_s + slowest.send_s,
+        "slowest_leg_s": slowest_leg.send_s,
+        "slowest_leg": slowest_leg.name,
+        "time_s_pipelined": first_byte_s + slowest_leg.send_s,
         "time_s_in_turn": sum(leg.latency_s + leg.send_s for leg in legs),
-        "bound_by": "latency" if first_byte_s > slowest.send_s else slowest.channel,
+        "bound_by": "latency" if first_byte_s > slowest_leg.send_s else slowest_leg.channel,
     }
 
 
@@ -89,15 +89,15 @@ def channel_leg(
         raise InputError(f"{channel!r} is no channel of a leg.{nearest(channel, CHANNELS)}")
     if lanes < 1:
         raise InputError(f"leg {channel}*{lanes} has no lane. Give 1 or more.")
-    figure, lane, hop = CHANNELS[channel]
+    rate_field, lane_name, hop_field = CHANNELS[channel]
     return TransferLeg(
-        name=name or lane,
+        name=name or lane_name,
         channel=channel,
         amount=amount,
-        rate=known(chip, figure) if figure else peak(chip, dtype),
+        rate=known(chip, rate_field) if rate_field else peak(chip, dtype),
         lanes=lanes,
         hops=hops,
-        latency_s=hops * getattr(chip, hop) if hop else 0.0,
+        latency_s=hops * getattr(chip, hop_field) if hop_field else 0.0,
     )
 
 
@@ -106,14 +106,14 @@ def parse_leg(text: str, chip: Chip, *, num_bytes: float, dtype: str = "bf16") -
 
     ``[AMOUNT@]CHANNEL[*LANES][:HOPS]``; the amount is the whole array where it is left out.
     """
-    match = _LEG.fullmatch(text.strip())
-    if match is None:
+    leg_match = _LEG.fullmatch(text.strip())
+    if leg_match is None:
         raise InputError(f"leg {text!r} is not [AMOUNT@]CHANNEL[*LANES][:HOPS]. Write for example 15GB@ici*2:6hops.")
-    amount, channel, lanes, hops = match.groups()
-    if channel == "compute" and amount is None:
+    amount_text, channel, lanes, hops = leg_match.groups()
+    if channel == "compute" and amount_text is None:
         raise InputError(f"leg {text!r} needs its FLOPs. Write for example 275GFLOP@compute.")
-    if amount is not None:
-        num_bytes = parse_bytes(amount.strip().removesuffix("FLOPs").removesuffix("FLOP"))
+    if amount_text is not None:
+        num_bytes = parse_bytes(amount_text.strip().removesuffix("FLOPs").removesuffix("FLOP"))
     return channel_leg(chip, channel, num_bytes, lanes=int(lanes or 1), hops=int(hops or 0), dtype=dtype)
 
 

@@ -30,10 +30,10 @@ def coordinates(mesh: Mesh, device: int) -> dict[str, int]:
 
 def _position(axes: Iterable[str], mesh: Mesh, device: int) -> int:
     """Returns the number of a device along several axes, major to minor."""
-    place, number = coordinates(mesh, device), 0
+    position_of, position = coordinates(mesh, device), 0
     for axis in axes:
-        number = number * mesh[axis] + place[axis]
-    return number
+        position = position * mesh[axis] + position_of[axis]
+    return position
 
 
 def block_of(array: ShardedArray, mesh: Mesh, device: int) -> tuple[int, ...]:
@@ -51,14 +51,14 @@ def holders(array: ShardedArray, mesh: Mesh) -> dict[tuple[int, ...], list[int]]
 
 def groups(mesh: Mesh, axes: tuple[str, ...]) -> list[list[int]]:
     """Returns groups of devices that differ only along ``axes``, each in the order of ``axes`` major to minor."""
-    order = [*(axis for axis in mesh if axis not in axes), *axes]
+    axis_order = [*(axis for axis in mesh if axis not in axes), *axes]
     devices = np.arange(num_devices(mesh)).reshape(tuple(mesh.values()))
-    by_group = devices.transpose([list(mesh).index(axis) for axis in order])
-    return [list(map(int, group)) for group in by_group.reshape(-1, product(mesh[axis] for axis in axes))]
+    devices_by_group = devices.transpose([list(mesh).index(axis) for axis in axis_order])
+    return [list(map(int, group)) for group in devices_by_group.reshape(-1, product(mesh[axis] for axis in axes))]
 
 
 def _region(index: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, shape, strict=True))
+    return tuple(slice(position * size, (position + 1) * size) for position, size in zip(index, shape, strict=True))
 
 
 def split(value: np.ndarray, array: ShardedArray, mesh: Mesh) -> list[np.ndarray]:
@@ -68,8 +68,8 @@ def split(value: np.ndarray, array: ShardedArray, mesh: Mesh) -> list[np.ndarray
     out or done twice shows. Their factors are whole numbers with sum 1: whole numbers stay exact.
     """
     shape = local_shape(array, dict(zip(array.dims, value.shape, strict=True)), mesh)
-    numbers = range(2, product(mesh[a] for a in array.unreduced) + 1)
-    factors = [1 - sum(numbers), *numbers]
+    addends = range(2, product(mesh[a] for a in array.unreduced) + 1)
+    factors = [1 - sum(addends), *addends]
     blocks = []
     for device in range(num_devices(mesh)):
         block = value[_region(block_of(array, mesh, device), shape)]
@@ -83,17 +83,17 @@ def join(blocks: BlockSet, array: ShardedArray, mesh: Mesh, *, rel_tol: float = 
     Raises AssertionError when two devices that should hold the same block differ by more than ``rel_tol``
     of its largest element: the steps or their execution are wrong then, not the user's input.
     """
-    ways = [product(mesh[a] for a in axes) for axes in array.axes]
-    shape = tuple(n * w for n, w in zip(blocks[0].shape, ways, strict=True))
+    num_shards = [product(mesh[a] for a in axes) for axes in array.axes]
+    shape = tuple(size * shards for size, shards in zip(blocks[0].shape, num_shards, strict=True))
     addends = np.zeros((product(mesh[a] for a in array.unreduced), *shape), blocks[0].dtype)
-    first: dict[tuple[int, tuple[int, ...]], int] = {}
+    first_holder: dict[tuple[int, tuple[int, ...]], int] = {}
     for device in range(num_devices(mesh)):
-        key = (_position(array.unreduced, mesh, device), block_of(array, mesh, device))
-        holder = first.setdefault(key, device)
+        addend_and_block = (_position(array.unreduced, mesh, device), block_of(array, mesh, device))
+        holder = first_holder.setdefault(addend_and_block, device)
         if holder == device:
-            addends[_region((key[0], *key[1]), (1, *blocks[device].shape))] = blocks[device]
+            addends[_region((addend_and_block[0], *addend_and_block[1]), (1, *blocks[device].shape))] = blocks[device]
         elif np.any(np.abs(blocks[holder] - blocks[device]) > rel_tol * np.abs(blocks[holder]).max(initial=0)):
-            raise AssertionError(f"devices {holder} and {device} differ in block {key[1]} of {array}")
+            raise AssertionError(f"devices {holder} and {device} differ in block {addend_and_block[1]} of {array}")
     return addends.sum(axis=0, dtype=addends.dtype)
 
 
@@ -106,29 +106,29 @@ def execute(
     """
     blocks_of = dict(values)
     for step in steps:
-        missing = [str(a) for a in step.inputs if a not in blocks_of]
-        if missing:
-            raise AssertionError(f"{step}: nothing has made {', '.join(missing)}")
+        missing_names = [str(a) for a in step.inputs if a not in blocks_of]
+        if missing_names:
+            raise AssertionError(f"{step}: nothing has made {', '.join(missing_names)}")
         inputs = [blocks_of[a] for a in step.inputs]
         if step.only_moves:
             blocks = _exchange(step, inputs[0], mesh)
         elif step.op in _LOCAL:
-            blocks = [_LOCAL[step.op](step, [value[device] for value in inputs]) for device in range(num_devices(mesh))]
+            blocks = [_LOCAL[step.op](step, [parts[device] for parts in inputs]) for device in range(num_devices(mesh))]
         else:
             raise AssertionError(f"{step.op} is not executed on NumPy blocks")
         if step.accumulates:
-            blocks = [before + block for before, block in zip(blocks_of[step.result], blocks, strict=True)]
+            blocks = [old_block + block for old_block, block in zip(blocks_of[step.result], blocks, strict=True)]
         blocks_of[step.result] = blocks
     return blocks_of
 
 
 def _einsum(step: Step, blocks: list[np.ndarray]) -> np.ndarray:
-    letters = {d: n for n, d in enumerate(dict.fromkeys(d for a in step.inputs for d in a.dims))}
-    pairs: list[Any] = []
+    letter_of = {d: n for n, d in enumerate(dict.fromkeys(d for a in step.inputs for d in a.dims))}
+    operands: list[Any] = []
     for array, block in zip(step.inputs, blocks, strict=True):
-        pairs += [block, [letters[d] for d in array.dims]]
+        operands += [block, [letter_of[d] for d in array.dims]]
     # The search for a contraction order brings in BLAS, and costs more than a small product.
-    return np.einsum(*pairs, [letters[d] for d in step.result.dims], optimize=max(b.size for b in blocks) > 4096)
+    return np.einsum(*operands, [letter_of[d] for d in step.result.dims], optimize=max(b.size for b in blocks) > 4096)
 
 
 _LOCAL: dict[str, Callable[[Step, list[np.ndarray]], np.ndarray]] = {
@@ -148,15 +148,15 @@ def _exchange(step: Step, blocks: BlockSet, mesh: Mesh) -> list[np.ndarray]:
 
 
 def _exchange_in_group(step: Step, parts: list[np.ndarray]) -> list[np.ndarray]:
-    number, dims = len(parts), step.result.dims
+    group_size, dims = len(parts), step.result.dims
     dim = dims.index(step.dim) if step.dim else 0
     if step.op == "all_gather":
-        return [np.concatenate(parts, dim)] * number
+        return [np.concatenate(parts, dim)] * group_size
     if step.op == "slice":
-        return [np.split(part, number, dim)[n] for n, part in enumerate(parts)]
+        return [np.split(part, group_size, dim)[n] for n, part in enumerate(parts)]
     if step.op == "all_to_all":
-        sent = [np.split(part, number, dims.index(step.to_dim)) for part in parts]
-        return [np.concatenate([pieces[n] for pieces in sent], dim) for n in range(number)]
-    largest = step.reduction == "max"
-    total = np.stack(parts).max(axis=0) if largest else sum(parts[1:], start=parts[0])
-    return np.split(total, number, dim) if step.op == "reduce_scatter" else [total] * number
+        pieces_by_device = [np.split(part, group_size, dims.index(step.to_dim)) for part in parts]
+        return [np.concatenate([pieces[n] for pieces in pieces_by_device], dim) for n in range(group_size)]
+    is_max = step.reduction == "max"
+    reduced = np.stack(parts).max(axis=0) if is_max else sum(parts[1:], start=parts[0])
+    return np.split(reduced, group_size, dim) if step.op == "reduce_scatter" else [reduced] * group_size

@@ -70,12 +70,12 @@ def shardings(array: ShardedArray, dims: Sizes, mesh: Mapping[str, int]) -> tupl
     """
     axes = [axis for axis, size in mesh.items() if size > 1]
     layouts: list[ShardedArray] = []
-    for places in itertools.product((None, *array.dims), repeat=len(axes)):
-        groups = [[a for a, place in zip(axes, places, strict=True) if place == dim] for dim in array.dims]
-        sizes = [product(mesh[axis] for axis in group) for group in groups]
-        if any(dims[dim] % size for dim, size in zip(array.dims, sizes, strict=True)):
+    for dim_by_axis in itertools.product((None, *array.dims), repeat=len(axes)):
+        by_dim = [[a for a, dim_of in zip(axes, dim_by_axis, strict=True) if dim_of == dim] for dim in array.dims]
+        shards_by_dim = [product(mesh[axis] for axis in group) for group in by_dim]
+        if any(dims[dim] % size for dim, size in zip(array.dims, shards_by_dim, strict=True)):
             continue
-        layouts.extend(array.replace(axes=orders) for orders in itertools.product(*map(itertools.permutations, groups)))
+        layouts.extend(array.replace(axes=orders) for orders in itertools.product(*map(itertools.permutations, by_dim)))
     return tuple(layouts)
 
 
@@ -98,9 +98,9 @@ def parse_chain(
     pinned: dict[str, ShardedArray] = {}
     for text in texts:
         products.append(_product(text, products[-1].out if products else None, pinned, dtype))
-    names = [products[0].carried.name, *(a.name for p in products for a in (p.other, p.out))]
-    for name in names:
-        if names.count(name) > 1:
+    array_names = [products[0].carried.name, *(a.name for p in products for a in (p.other, p.out))]
+    for name in array_names:
+        if array_names.count(name) > 1:
             raise InputError(f"array {name} is used in more than one place of the chain. Give each array its own name.")
     arrays = {a.name: a for p in products for a in (p.carried, p.other, p.out)}
     for text in fixed:
@@ -112,37 +112,37 @@ def parse_chain(
     refuse_unknown_dims(dims, arrays.values())
     for array in (*arrays.values(), *pinned.values()):
         check(array, dims, mesh)
-    choices = {name: (pinned[name],) if name in pinned else shardings(arrays[name], dims, mesh) for name in names}
+    choices = {name: (pinned[name],) if name in pinned else shardings(arrays[name], dims, mesh) for name in array_names}
     return Chain(products=tuple(products), dims=dims, mesh=mesh, choices=choices, fixed=frozenset(pinned))
 
 
 def _product(text: str, before: ShardedArray | None, kept: dict[str, ShardedArray], dtype: str) -> ChainProduct:
-    trio = parse_einsum(text)
-    if any(a.dtype for a in trio) or not all(a.name in text for a in trio) or any(a.unreduced for a in trio):
+    arrays = parse_einsum(text)
+    if any(a.dtype for a in arrays) or not all(a.name in text for a in arrays) or any(a.unreduced for a in arrays):
         raise InputError(
             f"{text!r}: give each array of a chain a name of its own, nothing unreduced and no dtype but --dtype."
         )
-    lhs, rhs, out = (_whole(a, kept, dtype) for a in trio)
+    lhs, rhs, out = (_whole(a, kept, dtype) for a in arrays)
     if before is None or lhs.name == before.name:
-        carried, other, swapped = lhs, rhs, False
+        carried, other, is_swapped = lhs, rhs, False
     elif rhs.name == before.name:
-        carried, other, swapped = rhs, lhs, True
+        carried, other, is_swapped = rhs, lhs, True
     else:
         raise InputError(f"{text!r} does not take {before.name}, the result of the product before. Put it on the left.")
     if before is not None:
         _same_dims(carried, before)
     return ChainProduct(
-        carried=carried.replace(dims=before.dims) if before else carried, other=other, out=out, swapped=swapped
+        carried=carried.replace(dims=before.dims) if before else carried, other=other, out=out, swapped=is_swapped
     )
 
 
 def _whole(array: ShardedArray, kept: dict[str, ShardedArray], dtype: str) -> ShardedArray:
-    typed = array.replace(dtype=dtype)
+    typed_array = array.replace(dtype=dtype)
     if array.spread:
-        if kept.get(array.name, typed) != typed:
+        if kept.get(array.name, typed_array) != typed_array:
             raise InputError(f"{array} is also written as {kept[array.name]}. Give it one sharding.")
-        kept[array.name] = typed
-    return typed.replace(axes=((),) * len(array.dims))
+        kept[array.name] = typed_array
+    return typed_array.replace(axes=((),) * len(array.dims))
 
 
 def _same_dims(array: ShardedArray, wanted: ShardedArray) -> None:
@@ -207,12 +207,12 @@ class Graph:
         self.price = cache(lambda step: price_einsum((step,), chain.dims, chain.mesh, rates)[0])
         self.time_to_go, self.edges, self._move = cache(self._time_to_go), cache(self._edges), cache(self._moved)
         self._layouts, self._inputs = cache(self._find_layouts), cache(self._find_inputs)
-        smallest = [min(map(self.bytes, chain.choices[p.other.name])) for p in chain.products]
-        self.inputs_to_go = [sum(smallest[i:]) for i in range(len(smallest) + 1)]
+        smallest_bytes = [min(map(self.bytes, chain.choices[p.other.name])) for p in chain.products]
+        self.inputs_to_go = [sum(smallest_bytes[i:]) for i in range(len(smallest_bytes) + 1)]
 
     def _time_to_go(self, node: ChainNode) -> float:
         """Returns seconds from a node to the end, without a limit on memory."""
-        return min((part.time_s + self.time_to_go(after) for after, part in self.edges(node)), default=0.0)
+        return min((label.time_s + self.time_to_go(next_node) for next_node, label in self.edges(node)), default=0.0)
 
     def starts(self) -> Iterator[tuple[ChainNode, Label]]:
         """Yields the first array in each of its shardings."""
@@ -223,32 +223,32 @@ class Graph:
         """Returns the nodes that follow a node, each with the part of the path that leads there."""
         if node.index == len(self.chain.products):
             return []
-        ways = {"stored": self._move_carried, "moved": self._multiply, "multiplied": self._store}
-        return list(ways[node.stage](node))
+        edges_by_stage = {"stored": self._move_carried, "moved": self._multiply, "multiplied": self._store}
+        return list(edges_by_stage[node.stage](node))
 
     def _move_carried(self, node: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
         """Yields the carried array moved to every sharding in which blocks can be multiplied."""
         for target in self._layouts(node.index):
-            part = self._move(node.array, target, stays=node.stays)
-            yield ChainNode(node.index, "moved", target, node.stays and not part.steps), part
+            move_label = self._move(node.array, target, stays=node.stays)
+            yield ChainNode(node.index, "moved", target, node.stays and not move_label.steps), move_label
 
     def _multiply(self, node: ChainNode) -> Iterator[tuple[ChainNode, Label]]:
         """Yields the other operand moved to match, in every layout, and the blocks multiplied."""
         chain_product = self.chain.products[node.index]
-        held = 0.0 if node.stays else self.bytes(node.array)
+        held_bytes = 0.0 if node.stays else self.bytes(node.array)
         for operand in self._layouts(node.index)[node.array]:
             lhs, rhs = chain_product.operands(node.array, operand)
             step = Step(op="einsum", inputs=(lhs, rhs), result=local_product(lhs, rhs, chain_product.out))
-            for moved in self._inputs(chain_product, operand):
-                both = held + moved.held_bytes + self.bytes(step.result)
-                part = Label(
-                    time_s=moved.time_s + (self.price(step).time_s or 0.0),
-                    input_bytes=moved.input_bytes,
-                    alive_bytes=max(held + moved.alive_bytes, both),
-                    arrays=moved.arrays,
-                    steps=(*moved.steps, step),
+            for input_label in self._inputs(chain_product, operand):
+                all_bytes = held_bytes + input_label.held_bytes + self.bytes(step.result)
+                label = Label(
+                    time_s=input_label.time_s + (self.price(step).time_s or 0.0),
+                    input_bytes=input_label.input_bytes,
+                    alive_bytes=max(held_bytes + input_label.alive_bytes, all_bytes),
+                    arrays=input_label.arrays,
+                    steps=(*input_label.steps, step),
                 )
-                yield ChainNode(node.index, "multiplied", step.result), part
+                yield ChainNode(node.index, "multiplied", step.result), label
 
     def _find_layouts(self, index: int) -> dict[ShardedArray, list[ShardedArray]]:
         """Returns shardings in which blocks can be multiplied: of the carried operand, and for each of the other one.
@@ -257,8 +257,8 @@ class Graph:
         """
         chain_product = self.chain.products[index]
         layouts: dict[ShardedArray, list[ShardedArray]] = {}
-        whole = ShardedArray("layout", chain_product.dims, ((),) * len(chain_product.dims))
-        for layout in shardings(whole, self.chain.dims, self.chain.mesh):
+        unsharded = ShardedArray("layout", chain_product.dims, ((),) * len(chain_product.dims))
+        for layout in shardings(unsharded, self.chain.dims, self.chain.mesh):
             axes = dict(zip(layout.dims, layout.axes, strict=True))
             layouts.setdefault(chain_product.carried.resharded(axes), []).append(chain_product.other.resharded(axes))
         return layouts
@@ -274,19 +274,19 @@ class Graph:
         """Yields the result moved to every sharding that it may have, with sums scattered, or else made whole first."""
         out = self.chain.products[node.index].out
         for array in self.chain.choices[out.name]:
-            after = ChainNode(node.index + 1, "stored", array)
-            stored = Label(arrays=(array,))
-            yield after, stored.then(self._move(node.array, array, stays=False))
-            whole = node.array.replace(unreduced=())
-            if whole not in (node.array, array):
-                summed = self._move(node.array, whole, stays=False)
-                yield after, stored.then(summed.then(self._move(whole, array, stays=False)))
+            next_node = ChainNode(node.index + 1, "stored", array)
+            stored_label = Label(arrays=(array,))
+            yield next_node, stored_label.then(self._move(node.array, array, stays=False))
+            reduced = node.array.replace(unreduced=())
+            if reduced not in (node.array, array):
+                sum_label = self._move(node.array, reduced, stays=False)
+                yield next_node, stored_label.then(sum_label.then(self._move(reduced, array, stays=False)))
 
     def _moved(self, source: ShardedArray, target: ShardedArray, *, stays: bool) -> Label:
         """Returns the path from one sharding to another; of an array that ``stays`` only copies count as alive."""
         steps = reshard(source, target)
-        peak = held = 0.0 if stays else self.bytes(source)
+        peak_bytes = held_bytes = 0.0 if stays else self.bytes(source)
         for step in steps:
-            peak, held = max(peak, held + self.bytes(step.result)), self.bytes(step.result)
+            peak_bytes, held_bytes = max(peak_bytes, held_bytes + self.bytes(step.result)), self.bytes(step.result)
         time_s = sum(self.price(step).time_s or 0.0 for step in steps)
-        return Label(time_s=time_s, alive_bytes=peak, held_bytes=held, steps=steps)
+        return Label(time_s=time_s, alive_bytes=peak_bytes, held_bytes=held_bytes, steps=steps)

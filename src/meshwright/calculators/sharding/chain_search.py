@@ -46,10 +46,10 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def bound_by(self) -> str:
         """The bound of the largest part of the time, such as "compute"."""
-        seconds: dict[str, float] = {}
+        seconds_by_bound: dict[str, float] = {}
         for price in self.prices:
-            seconds[price.bound_by] = seconds.get(price.bound_by, 0.0) + (price.time_s or 0.0)
-        return max(seconds, key=lambda bound: seconds[bound])
+            seconds_by_bound[price.bound_by] = seconds_by_bound.get(price.bound_by, 0.0) + (price.time_s or 0.0)
+        return max(seconds_by_bound, key=lambda bound: seconds_by_bound[bound])
 
 
 def search_chain(
@@ -64,7 +64,7 @@ def search_chain(
     renamings = _renamings(chain, rates)
     assignments: dict[frozenset[Signature], Assignment] = {}
     for label in _labels(graph, memory_bytes, keep=top * len(renamings), objective=objective):
-        alike = frozenset(_signature(label, renaming) for renaming in renamings)
+        signatures = frozenset(_signature(label, renaming) for renaming in renamings)
         assignment = Assignment(
             arrays=dict(zip(chain.choices, label.arrays, strict=True)),
             steps=label.steps,
@@ -73,16 +73,16 @@ def search_chain(
             input_bytes=label.input_bytes,
             memory_bytes=label.input_bytes + label.alive_bytes,
         )
-        assignments.setdefault(alike, assignment)
+        assignments.setdefault(signatures, assignment)
         if len(assignments) == top:
             return tuple(assignments.values())
     if not assignments:
-        (least,) = search_chain(chain, rates, memory_bytes=float("inf"), objective="memory")
+        (least_memory,) = search_chain(chain, rates, memory_bytes=float("inf"), objective="memory")
         # the least number of three digits that is enough
-        unit = 10.0 ** max(0, math.floor(math.log10(least.memory_bytes)) - 2)
-        enough = format_bytes(math.ceil(least.memory_bytes / unit) * unit)
+        rounding_unit = 10.0 ** max(0, math.floor(math.log10(least_memory.memory_bytes)) - 2)
+        needed = format_bytes(math.ceil(least_memory.memory_bytes / rounding_unit) * rounding_unit)
         raise CannotRunError(
-            f"no shardings of the chain fit in {format_bytes(memory_bytes)} of a device: the least is {enough}. Give "
+            f"no shardings of the chain fit in {format_bytes(memory_bytes)} of a device: the least is {needed}. Give "
             f"--memory of that or more, or a larger mesh."
         )
     return tuple(assignments.values())
@@ -106,15 +106,15 @@ def _labels(graph: Graph, memory_bytes: float, *, keep: int, objective: Objectiv
         push(node, label)
     while queue:
         _, _, node, label = heapq.heappop(queue)
-        mine = _signature(label, {})
-        better = {signature for signature, earlier in settled.get(node, ()) if earlier.matches(label)}
-        if mine in better or len(better) >= keep:
+        new_signature = _signature(label, {})
+        better_signatures = {signature for signature, earlier in settled.get(node, ()) if earlier.matches(label)}
+        if new_signature in better_signatures or len(better_signatures) >= keep:
             continue
-        settled.setdefault(node, []).append((mine, label))
+        settled.setdefault(node, []).append((new_signature, label))
         if node.index == len(graph.chain.products):
             yield label
-        for following, part in graph.edges(node):
-            push(following, label.then(part))
+        for next_node, edge_label in graph.edges(node):
+            push(next_node, label.then(edge_label))
 
 
 def _signature(label: Label, renaming: dict[str, str]) -> Signature:
@@ -127,15 +127,15 @@ def _signature(label: Label, renaming: dict[str, str]) -> Signature:
 def _renamings(chain: Chain, rates: EinsumRates) -> list[dict[str, str]]:
     """Returns renamings of mesh axes that change no size, no fixed array and no rate; the first changes nothing."""
     axes = tuple(axis for axis, size in chain.mesh.items() if size > 1)
-    fixed = {axis for name in chain.fixed for axis in chain.choices[name][0].spread}
-    groups = [group for n in range(1, len(axes) + 1) for group in itertools.combinations(axes, n)]
+    fixed_axes = {axis for name in chain.fixed for axis in chain.choices[name][0].spread}
+    axis_groups = [group for n in range(1, len(axes) + 1) for group in itertools.combinations(axes, n)]
 
     def rate(group: Iterable[str]) -> GroupRates:
         return group_rates(rates.laid, tuple(group), rates.calibration)
 
     return [
         renaming
-        for renaming in (dict(zip(axes, order, strict=True)) for order in itertools.permutations(axes))
-        if all(chain.mesh[a] == chain.mesh[b] and (a == b or not {a, b} & fixed) for a, b in renaming.items())
-        and all(rate(group) == rate(renaming[axis] for axis in group) for group in groups)
+        for renaming in (dict(zip(axes, permuted, strict=True)) for permuted in itertools.permutations(axes))
+        if all(chain.mesh[a] == chain.mesh[b] and (a == b or not {a, b} & fixed_axes) for a, b in renaming.items())
+        and all(rate(group) == rate(renaming[axis] for axis in group) for group in axis_groups)
     ]

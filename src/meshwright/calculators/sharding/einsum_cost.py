@@ -35,34 +35,34 @@ def all_ways(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> dict[st
     or else the output; slice an input or else the output; gather everything. A sum is scattered, or else
     made whole and sliced.
     """
-    rules = einsum_steps(lhs, rhs, out)
-    sequences = {steps for layout in _layouts(lhs, rhs, out) for steps in _steps(layout, lhs, rhs, out)} - {rules}
-    ways = {_name(steps): steps for steps in sequences}
-    ordered = sorted(ways.items(), key=lambda way: (sum(s.is_collective for s in way[1]), len(way[1]), way[0]))
-    return {_name(rules): rules, **dict(ordered)}
+    rule_steps = einsum_steps(lhs, rhs, out)
+    sequences = {steps for layout in _layouts(lhs, rhs, out) for steps in _steps(layout, lhs, rhs, out)} - {rule_steps}
+    steps_by_name = {_name(steps): steps for steps in sequences}
+    ordered = sorted(steps_by_name.items(), key=lambda way: (sum(s.is_collective for s in way[1]), len(way[1]), way[0]))
+    return {_name(rule_steps): rule_steps, **dict(ordered)}
 
 
 def _layouts(lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Iterator[Layout]:
     dims = tuple(dict.fromkeys((*lhs.dims, *rhs.dims)))
-    choices = []
+    axes_choices = []
     for dim in dims:
-        lists = [array.axes_of(dim) for array in (lhs, rhs, out)]
-        choices.append(list(dict.fromkeys(axes[:n] for axes in lists for n in range(len(axes) + 1))))
-    for chosen in itertools.product(*choices):
-        used = [axis for axes in chosen for axis in axes]
-        if len(set(used)) == len(used):
-            yield dict(zip(dims, chosen, strict=True))
+        axes_of_arrays = [array.axes_of(dim) for array in (lhs, rhs, out)]
+        axes_choices.append(list(dict.fromkeys(axes[:n] for axes in axes_of_arrays for n in range(len(axes) + 1))))
+    for axes_by_dim in itertools.product(*axes_choices):
+        used_axes = [axis for axes in axes_by_dim for axis in axes]
+        if len(set(used_axes)) == len(used_axes):
+            yield dict(zip(dims, axes_by_dim, strict=True))
 
 
 def _steps(layout: Layout, lhs: ShardedArray, rhs: ShardedArray, out: ShardedArray) -> Iterator[tuple[Step, ...]]:
-    left, right = (array.resharded(layout, unreduced=()) for array in (lhs, rhs))
-    result = local_product(left, right, out)
+    lhs_in, rhs_in = (array.resharded(layout, unreduced=()) for array in (lhs, rhs))
+    result = local_product(lhs_in, rhs_in, out)
     if not set(out.unreduced) <= set(result.unreduced):
         return
-    before = (*reshard(lhs, left), *reshard(rhs, right), Step(op="einsum", inputs=(left, right), result=result))
-    yield (*before, *reshard(result, out))
-    whole = result.replace(unreduced=out.unreduced)
-    yield (*before, *reshard(result, whole), *reshard(whole, out))
+    steps = (*reshard(lhs, lhs_in), *reshard(rhs, rhs_in), Step(op="einsum", inputs=(lhs_in, rhs_in), result=result))
+    yield (*steps, *reshard(result, out))
+    reduced = result.replace(unreduced=out.unreduced)
+    yield (*steps, *reshard(result, reduced), *reshard(reduced, out))
 
 
 def _name(steps: tuple[Step, ...]) -> str:
@@ -107,8 +107,8 @@ class EinsumRates(msgspec.Struct, frozen=True, kw_only=True):
 
 def einsum_rates(cluster: Cluster, mesh: Mapping[str, int], *, calibration: Calibration | None = None) -> EinsumRates:
     """Returns the rates of a mesh as `place_mesh` lays it, the data sheet's without a calibration."""
-    measured = calibration or datasheet_calibration(cluster.chip)
-    return EinsumRates(cluster=cluster, calibration=measured, laid=place_mesh(cluster, mesh))
+    used_calibration = calibration or datasheet_calibration(cluster.chip)
+    return EinsumRates(cluster=cluster, calibration=used_calibration, laid=place_mesh(cluster, mesh))
 
 
 def price_einsum(
@@ -122,22 +122,22 @@ def price_einsum(
 def _price(step: Step, sizes: OpSizes, rates: EinsumRates | None) -> StepPrice:
     if step.is_collective:
         kind: CollectiveKind = step.op  # type: ignore[assignment]
-        moved = sizes.bytes(step.full)
+        num_bytes = sizes.bytes(step.full)
         if rates is None:
-            return StepPrice(flops=0.0, num_bytes=moved, time_s=None)
+            return StepPrice(flops=0.0, num_bytes=num_bytes, time_s=None)
         group = group_rates(rates.laid, step.axes, rates.calibration)
-        seconds, bound = float(collective_time(kind, moved, group)), collective_bound_by(kind, moved, group)
-        return StepPrice(flops=0.0, num_bytes=moved, time_s=seconds, bound_by=bound)
-    flops, moved = float(op_flops(step, sizes)), float(op_hbm_bytes(step, sizes))
+        seconds, bound_by = float(collective_time(kind, num_bytes, group)), collective_bound_by(kind, num_bytes, group)
+        return StepPrice(flops=0.0, num_bytes=num_bytes, time_s=seconds, bound_by=bound_by)
+    flops, num_bytes = float(op_flops(step, sizes)), float(op_hbm_bytes(step, sizes))
     if rates is None:
-        return StepPrice(flops=flops, num_bytes=moved, time_s=None)
+        return StepPrice(flops=flops, num_bytes=num_bytes, time_s=None)
     chip = rates.cluster.chip
-    streamed_s = moved / memory_rate(chip, rates.calibration)
+    streamed_s = num_bytes / memory_rate(chip, rates.calibration)
     if not flops:
-        return StepPrice(flops=flops, num_bytes=moved, time_s=streamed_s)
+        return StepPrice(flops=flops, num_bytes=num_bytes, time_s=streamed_s)
     computed_s = flops / matmul_rate(chip, rates.calibration, compute_dtype(chip, *(a.dtype for a in step.inputs)))
-    bound = "compute" if computed_s > streamed_s else "hbm"
-    return StepPrice(flops=flops, num_bytes=moved, time_s=max(streamed_s, computed_s), bound_by=bound)
+    bound_by = "compute" if computed_s > streamed_s else "hbm"
+    return StepPrice(flops=flops, num_bytes=num_bytes, time_s=max(streamed_s, computed_s), bound_by=bound_by)
 
 
 def total_time(prices: Sequence[StepPrice]) -> float | None:

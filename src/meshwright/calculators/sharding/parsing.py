@@ -24,11 +24,11 @@ def parse_einsum(text: str) -> tuple[ShardedArray, ShardedArray, ShardedArray]:
     sides = _ARROW.split(text)
     if len(sides) != 2:
         raise InputError(f"{text!r} is not one product. Write A[I,J] * B[J,K] -> C[I,K].")
-    cut = _TIMES.search(sides[0])
-    if cut is None:
+    product_sign = _TIMES.search(sides[0])
+    if product_sign is None:
         raise InputError(f"{sides[0]!r} is not a product of two arrays. Write A[I,J] * B[J,K] before the arrow.")
-    lhs = parse_array(sides[0][: cut.start() + 1] + (cut.group(1) or ""))
-    rhs, out = parse_array(sides[0][cut.end() :]), parse_array(sides[1])
+    lhs = parse_array(sides[0][: product_sign.start() + 1] + (product_sign.group(1) or ""))
+    rhs, out = parse_array(sides[0][product_sign.end() :]), parse_array(sides[1])
     for dim in out.dims:
         if dim not in lhs.dims and dim not in rhs.dims:
             raise InputError(f"dim {dim} of {out} is in neither {lhs} nor {rhs}; an output dim comes from an input.")
@@ -46,10 +46,10 @@ def distinct_names(*arrays: ShardedArray) -> tuple[ShardedArray, ShardedArray, S
 
 def refuse_unknown_dims(dims: Sizes, arrays: Iterable[ShardedArray]) -> None:
     """Raises InputError for a size of a dim that none of the arrays has."""
-    known = dict.fromkeys(dim for array in arrays for dim in array.dims)
+    all_dims = dict.fromkeys(dim for array in arrays for dim in array.dims)
     for dim in dims:
-        if dim not in known:
-            raise InputError(f"--dims {dim}: no array has this dim. Choose of {', '.join(known)}, or leave it out.")
+        if dim not in all_dims:
+            raise InputError(f"--dims {dim}: no array has this dim. Choose of {', '.join(all_dims)}, or leave it out.")
 
 
 class ShardQuestion(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,18 +88,18 @@ class SweptWork(msgspec.Struct, frozen=True, kw_only=True):
 
 def mlp_work(text: str) -> SweptWork | None:
     """Returns the book's layer of two matrices for ``"mlp:8192x32768"`` (D x F); None for another text."""
-    match = _LAYER.fullmatch(text.strip())
-    if match is None:
+    layer_match = _LAYER.fullmatch(text.strip())
+    if layer_match is None:
         return None
-    width, hidden = int(match[1]), int(match[2])
+    width, hidden = int(layer_match[1]), int(layer_match[2])
     if not 1 <= min(width, hidden) <= max(width, hidden) <= MAX_WIDTH:
         raise InputError(f"{text}: no layer has such widths. Give 1 to {MAX_WIDTH:,}, such as mlp:8192x32768.")
     variables = {
         "Win": Variable("Win", ("D", "F"), "weight"),
         "Wout": Variable("Wout", ("F", "D"), "weight"),
     }
-    lines = "Tmp[B,F] = In[B,D] * Win[D,F]\nOut[B,D] = Tmp[B,F] * Wout[F,D]"
-    block = parse_block("mlp", lines, variables, carry="In", result="Out")
+    block_text = "Tmp[B,F] = In[B,D] * Win[D,F]\nOut[B,D] = Tmp[B,F] * Wout[F,D]"
+    block = parse_block("mlp", block_text, variables, carry="In", result="Out")
     strategy = Strategy(mesh=make_mesh({}), assignment=MLP_ASSIGNMENT, remat="none")
     derived = derive(Program((block,), variables), strategy, symbolic=True)
     return SweptWork(name=text, derived=derived, dims={"D": width, "F": hidden}, seq_len=1, d_ff=hidden)
@@ -143,8 +143,8 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def memory_bound(self) -> int:
         """The number of first batches with which compute grows less than they do: reading weights binds, not FLOPs."""
-        growth = np.diff(np.log(self.compute_s)) / np.diff(np.log(self.tokens))
-        return int(np.argmin([*((growth < SCALES) & (self.compute_s > self.flops_s)[:-1]), False]))
+        slopes = np.diff(np.log(self.compute_s)) / np.diff(np.log(self.tokens))
+        return int(np.argmin([*((slopes < SCALES) & (self.compute_s > self.flops_s)[:-1]), False]))
 
     def to_json(self) -> Facts:
         """Returns plain data; the meshes only where they differ."""
@@ -172,21 +172,21 @@ def scheme_curves(
     ``whole_axes`` keeps every torus axis to one mesh axis, as the book counts them; otherwise a mesh axis may take
     parts of several, which can be faster.
     """
-    chips, dims = clusters[0].num_chips, ("F", "D") if work.model is None else ("F", "N")
+    num_chips, dims = clusters[0].num_chips, ("F", "D") if work.model is None else ("F", "N")
     if axes is not None:
         mesh = filled_mesh(clusters[0], axes)
         meshes = {mesh_words(mesh, " x ", alone="one chip"): mesh}
     else:
-        sizes = [n for n in divisors(chips) if n <= MAX_TENSOR and not any(work.dims[dim] % n for dim in dims)]
-        meshes = {f"FSDP x tensor {n}" if n > 1 else "FSDP alone": {"fsdp": chips // n, "tensor": n} for n in sizes}
-        if work.model is None or not any(work.dims[dim] % chips for dim in dims):
-            meshes = {name: mesh for name, mesh in meshes.items() if chips == 1 or mesh["tensor"] != chips}
-            meshes |= {"tensor alone": {"tensor": chips}} if chips > 1 else {}
+        sizes = [n for n in divisors(num_chips) if n <= MAX_TENSOR and not any(work.dims[dim] % n for dim in dims)]
+        meshes = {f"FSDP x tensor {n}" if n > 1 else "FSDP alone": {"fsdp": num_chips // n, "tensor": n} for n in sizes}
+        if work.model is None or not any(work.dims[dim] % num_chips for dim in dims):
+            meshes = {name: mesh for name, mesh in meshes.items() if num_chips == 1 or mesh["tensor"] != num_chips}
+            meshes |= {"tensor alone": {"tensor": num_chips}} if num_chips > 1 else {}
         meshes = {name: make_mesh(mesh) for name, mesh in meshes.items()}
-    priced = _priced(work, clusters, list(meshes.values()), tokens, whole_axes, calibration)
-    by_name = {name: [curve for curve in priced if curve.mesh == mesh] for name, mesh in meshes.items()}
-    curves = [_best(name, meshes[name], laid) for name, laid in by_name.items() if laid]
-    return tuple(curves) if axes is not None else (*curves, _best("best mesh", None, priced))
+    priced_curves = _priced(work, clusters, list(meshes.values()), tokens, whole_axes, calibration)
+    curves_by_name = {name: [curve for curve in priced_curves if curve.mesh == mesh] for name, mesh in meshes.items()}
+    curves = [_best(name, meshes[name], mesh_curves) for name, mesh_curves in curves_by_name.items() if mesh_curves]
+    return tuple(curves) if axes is not None else (*curves, _best("best mesh", None, priced_curves))
 
 
 def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -> Facts:
@@ -195,15 +195,15 @@ def crossing(curve: Curve, closed: Mapping[str, tuple[str, float]] = NO_FORMS) -
     ``tokens`` is None if compute never or always takes longer within the batches of the curve. ``closed`` are the
     `closed_forms` by the name of their curve.
     """
-    gap, log_tokens = np.log(curve.ratio), np.log(curve.tokens)
-    formula, value = closed.get(curve.name, ("", None))
-    risen = np.flatnonzero((gap[:-1] < 0) & (gap[1:] >= 0))
+    log_ratio, log_tokens = np.log(curve.ratio), np.log(curve.tokens)
+    formula, closed_tokens = closed.get(curve.name, ("", None))
+    rising = np.flatnonzero((log_ratio[:-1] < 0) & (log_ratio[1:] >= 0))
     tokens = None
-    if len(risen):
-        last = risen[-1]
-        share = -gap[last] / (gap[last + 1] - gap[last])
-        tokens = float(np.exp(log_tokens[last] + share * (log_tokens[last + 1] - log_tokens[last])))
-    return {"name": curve.name, "tokens": tokens, "formula": formula, "closed_form": value}
+    if len(rising):
+        last_rise = rising[-1]
+        fraction = -log_ratio[last_rise] / (log_ratio[last_rise + 1] - log_ratio[last_rise])
+        tokens = float(np.exp(log_tokens[last_rise] + fraction * (log_tokens[last_rise + 1] - log_tokens[last_rise])))
+    return {"name": curve.name, "tokens": tokens, "formula": formula, "closed_form": closed_tokens}
 
 
 def closed_forms(
@@ -215,12 +215,12 @@ def closed_forms(
         return {}
     rates = calibration or datasheet_calibration(cluster.chip)
     alpha = limits.ici_intensity(matmul_rate(cluster.chip, rates, "bf16"), width.bytes_per_s * rates.efficiency.ici)
-    (tensor, *rest), count = width.axes, sum(width.axes)
-    alone = limits.data_parallel_min_batch(alpha, count, cluster.num_chips)
-    mixed = limits.mixed_min_tokens_per_chip(alpha, work.d_ff, fsdp_axes=sum(rest), tensor_axes=tensor)
+    (tensor, *other_axes), total_axes = width.axes, sum(width.axes)
+    fsdp_tokens = limits.data_parallel_min_batch(alpha, total_axes, cluster.num_chips)
+    mixed_per_chip = limits.mixed_min_tokens_per_chip(alpha, work.d_ff, fsdp_axes=sum(other_axes), tensor_axes=tensor)
     return {
-        "FSDP alone": (f"N alpha / {count:g}", float(alone)),
-        "best mesh": (f"4 N alpha^2 / ({tensor * sum(rest):g} F)", float(mixed) * cluster.num_chips),
+        "FSDP alone": (f"N alpha / {total_axes:g}", float(fsdp_tokens)),
+        "best mesh": (f"4 N alpha^2 / ({tensor * sum(other_axes):g} F)", float(mixed_per_chip) * cluster.num_chips),
     }
 
 
@@ -240,33 +240,33 @@ def _priced(
     groups = collective_groups(work.derived)
     for cluster in clusters:
         placements: list[Placement] = [
-            laid
+            placement
             for mesh in meshes
-            for laid in place_axes(cluster, mesh)
-            if not whole_axes or all(len(link.parts) <= 1 for link in laid.links)
+            for placement in place_axes(cluster, mesh)
+            if not whole_axes or all(len(link.parts) <= 1 for link in placement.links)
         ]
         if not placements:
             continue
         rates = step_rates(cluster, placements, groups, Strategy(mesh={}), calibration=calibration)
-        for number, placement in enumerate(placements):
+        for index, placement in enumerate(placements):
             mesh = {axis: float(size) for axis, size in placement.mesh.items()}
-            sizes, placement_rates = work.sizes(tokens, mesh, cluster), select(rates, number)
-            compute, flops, comms = np.zeros(len(tokens)), np.zeros(len(tokens)), dict[str, Array]()
-            for step, count in work.steps():
+            sizes, placement_rates = work.sizes(tokens, mesh, cluster), select(rates, index)
+            compute_s, flops_s, comms_s = np.zeros(len(tokens)), np.zeros(len(tokens)), dict[str, Array]()
+            for step, repeats in work.steps():
                 cost = price_step(step, sizes, placement_rates, num_microbatches=1)
                 if not step.is_collective:
-                    compute, flops = compute + cost.local_s * count, flops + cost.math_s * count
-                elif axes := [axis for axis in step.axes if placement.mesh[axis] > 1]:
-                    name = "+".join(axes)
-                    comms[name] = comms.get(name, np.zeros(len(tokens))) + cost.network_s * count
+                    compute_s, flops_s = compute_s + cost.local_s * repeats, flops_s + cost.math_s * repeats
+                elif long_axes := [axis for axis in step.axes if placement.mesh[axis] > 1]:
+                    name = "+".join(long_axes)
+                    comms_s[name] = comms_s.get(name, np.zeros(len(tokens))) + cost.network_s * repeats
             curves.append(
                 Curve(
                     name="",
                     mesh=placement.mesh,
                     tokens=tokens,
-                    compute_s=compute,
-                    flops_s=flops,
-                    comms_s=comms,
+                    compute_s=compute_s,
+                    flops_s=flops_s,
+                    comms_s=comms_s,
                     meshes=[placement.mesh] * len(tokens),
                     shapes=[cluster.short_name] * len(tokens),
                 )
@@ -278,15 +278,15 @@ def _priced(
 
 def _best(name: str, mesh: dict[str, int] | None, found: Sequence[Curve]) -> Curve:
     """Returns the curve that at every batch is the one with the least communication."""
-    best = np.argmin([curve.total_s for curve in found], axis=0)
-    spots = range(len(best))
-    none = np.zeros(len(best))
+    fastest = np.argmin([curve.total_s for curve in found], axis=0)
+    batch_indices = range(len(fastest))
+    zeros = np.zeros(len(fastest))
 
     def picked(rows: Sequence[Array]) -> Array:
-        return np.stack(rows)[best, spots]
+        return np.stack(rows)[fastest, batch_indices]
 
-    comms = {
-        axis: picked([curve.comms_s.get(axis, none) for curve in found])
+    comms_s = {
+        axis: picked([curve.comms_s.get(axis, zeros) for curve in found])
         for axis in dict.fromkeys(axis for curve in found for axis in curve.comms_s)
     }
     return Curve(
@@ -295,7 +295,7 @@ def _best(name: str, mesh: dict[str, int] | None, found: Sequence[Curve]) -> Cur
         tokens=found[0].tokens,
         compute_s=picked([curve.compute_s for curve in found]),
         flops_s=picked([curve.flops_s for curve in found]),
-        comms_s={axis: seconds for axis, seconds in comms.items() if seconds.any()},
-        meshes=[found[number].meshes[spot] for spot, number in zip(spots, best, strict=True)],
-        shapes=[found[number].shapes[spot] for spot, number in zip(spots, best, strict=True)],
+        comms_s={axis: seconds for axis, seconds in comms_s.items() if seconds.any()},
+        meshes=[found[curve_index].meshes[batch] for batch, curve_index in zip(batch_indices, fastest, strict=True)],
+        shapes=[found[curve_index].shapes[batch] for batch, curve_index in zip(batch_indices, fastest, strict=True)],
     )

@@ -44,24 +44,24 @@ def read_fields(models: str, on: str, texts: Sequence[str], own: Sequence[str] =
     tokens by default. Raises InputError for a field that is given twice, for one without values that has no usual ones,
     and, for training, unless exactly one of ``batch`` and ``micro`` is given.
     """
-    known = {*own[2:], *SECTION_OF}
-    chosen = [model_or_size(name) for name in _listed(models)]
+    known_names = {*own[2:], *SECTION_OF}
+    swept_models = [model_or_size(name) for name in _listed(models)]
     clusters = sweep_clusters(on)
     # clusters are named by their chips, where these tell them apart
-    counts = [f"{cluster.num_chips:,}" for cluster in clusters]
-    plain = len({cluster.chip.name for cluster in clusters}) == 1 and len({*counts}) == len(counts)
+    chip_texts = [f"{cluster.num_chips:,}" for cluster in clusters]
+    unique = len({cluster.chip.name for cluster in clusters}) == 1 and len({*chip_texts}) == len(chip_texts)
     fields: SweptFields = {
-        "model": {model.name: model for model in chosen},
-        "on": dict(zip(counts if plain else (cluster.short_name for cluster in clusters), clusters, strict=True)),
+        "model": {model.name: model for model in swept_models},
+        "on": dict(zip(chip_texts if unique else (cluster.short_name for cluster in clusters), clusters, strict=True)),
     }
     for text in texts:
-        name, sep, _ = text.partition("=")
+        name, equals, _ = text.partition("=")
         section, field = field_name(name)
         name = field if SECTION_OF.get(field, "") == section else name.strip()
-        if sep and "." not in name and name not in known:
+        if equals and "." not in name and name not in known_names:
             options = ", ".join((*own[2:], "or a field of the model"))
-            raise InputError(f"sweep has no field {name!r}.{nearest(name, known)} Use {options}.")
-        values = split_values(text, what="sweep") if sep else _usual(name, chosen[0], clusters[-1])
+            raise InputError(f"sweep has no field {name!r}.{nearest(name, known_names)} Use {options}.")
+        values = split_values(text, what="sweep") if equals else _usual(name, swept_models[0], clusters[-1])
         if name in fields:
             raise InputError(f"{name} is given twice. Give all its values in one list.")
         fields[name] = {_shown(value): value for value in values}
@@ -77,13 +77,13 @@ def combinations(fields: SweptFields) -> list[tuple[dict[str, str], Facts]]:
 
     Raises InputError for more than ``MAX_POINTS``.
     """
-    count = math.prod(map(len, fields.values()))
-    if count > MAX_POINTS:
-        raise InputError(f"{count:,} points are too many for one sweep. Give at most {MAX_POINTS}.")
+    num_points = math.prod(map(len, fields.values()))
+    if num_points > MAX_POINTS:
+        raise InputError(f"{num_points:,} points are too many for one sweep. Give at most {MAX_POINTS}.")
     pairs = []
-    for chosen in itertools.product(*(values.items() for values in fields.values())):
-        shown, values = zip(*chosen, strict=True)
-        pairs.append((dict(zip(fields, shown, strict=True)), dict(zip(fields, values, strict=True))))
+    for items in itertools.product(*(values.items() for values in fields.values())):
+        texts, values = zip(*items, strict=True)
+        pairs.append((dict(zip(fields, texts, strict=True)), dict(zip(fields, values, strict=True))))
     return pairs
 
 
@@ -102,8 +102,8 @@ def _shown(value: str) -> str:
 def _usual(name: str, model: Model, cluster: Cluster) -> Iterable[str]:
     """Returns values of a field that is named alone."""
     if name == "tensor":
-        most = min(model.num_heads, cluster.num_chips)
-        sizes = [size for size in divisors(cluster.num_chips) if size <= most and model.num_kv_heads % size == 0]
+        max_size = min(model.num_heads, cluster.num_chips)
+        sizes = [size for size in divisors(cluster.num_chips) if size <= max_size and model.num_kv_heads % size == 0]
         return [str(size) for size in sizes]
     if name not in _USUAL:
         raise InputError(
@@ -136,31 +136,31 @@ def llama_like(size: str) -> Model:
     D / L is near 128 and F = 3.5 D. The width is a multiple of 1024 (8 kv heads of 128), of 2048 from 8192 on; the
     layers, in fours from 16 on so that stages can share them, make up the count to a few percent.
     """
-    wanted = parse_count(size, what="size")
-    if not SMALLEST <= wanted <= LARGEST:
+    wanted_params = parse_count(size, what="size")
+    if not SMALLEST <= wanted_params <= LARGEST:
         raise InputError(f"size {size} is out of range. Give 500M to 100T parameters, such as 7B.")
-    tied = wanted < TIED_BELOW
+    is_tied = wanted_params < TIED_BELOW
     candidates = []
-    for width in (*range(1024, 8192, 1024), *range(8192, 2**18, 2048)):
-        of_layer = width * (2 * width + 2 * KV_HEADS * HEAD_DIM + 3 * FF_OVER_WIDTH * width + 2)
-        layers = (wanted - (2 - tied) * VOCAB_SIZE * width) / of_layer
-        layers = round(layers) if layers < 16 else 4 * round(layers / 4)
-        if layers >= 1:
+    for d_model in (*range(1024, 8192, 1024), *range(8192, 2**18, 2048)):
+        params_per_layer = d_model * (2 * d_model + 2 * KV_HEADS * HEAD_DIM + 3 * FF_OVER_WIDTH * d_model + 2)
+        num_layers = (wanted_params - (2 - is_tied) * VOCAB_SIZE * d_model) / params_per_layer
+        num_layers = round(num_layers) if num_layers < 16 else 4 * round(num_layers / 4)
+        if num_layers >= 1:
             # a model that is twice too wide is as far off as one that is twice too deep
-            ratio = width / layers / WIDTH_OVER_LAYERS
-            candidates.append((max(ratio, 1 / ratio), width, layers))
-    _, width, layers = min(candidates)
+            shape_ratio = d_model / num_layers / WIDTH_OVER_LAYERS
+            candidates.append((max(shape_ratio, 1 / shape_ratio), d_model, num_layers))
+    _, d_model, num_layers = min(candidates)
     return Model(
         name=f"llama-{size}",
         family="llama",
-        num_layers=layers,
-        d_model=width,
-        d_ff=round(FF_OVER_WIDTH * width),
-        num_heads=width // HEAD_DIM,
+        num_layers=num_layers,
+        d_model=d_model,
+        d_ff=round(FF_OVER_WIDTH * d_model),
+        num_heads=d_model // HEAD_DIM,
         num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         vocab_size=VOCAB_SIZE,
-        tied_embeddings=tied,
+        tied_embeddings=is_tied,
         max_positions=131_072,
         rope_theta=5e5,
     )
@@ -170,8 +170,8 @@ def describe(model: Model) -> str:
     """Returns ``"llama-7B: 7.16 B parameters, 28 layers of width 4,096"``; "" for a model that is not of this kind."""
     if not model.name.startswith("llama-"):
         return ""
-    size = format_params(num_params(model))
-    return f"{model.name}: {size} parameters, {model.num_layers} layers of width {model.d_model:,}"
+    params_text = format_params(num_params(model))
+    return f"{model.name}: {params_text} parameters, {model.num_layers} layers of width {model.d_model:,}"
 
 
 # -- clusters -------------------------------------------------------------------------------------------
@@ -185,12 +185,12 @@ def sweep_clusters(text: str) -> tuple[Cluster, ...]:
     """
     clusters: list[Cluster] = []
     chip = ""
-    for part in _listed(text):
-        match = _RANGE.fullmatch(part)
-        ends = match.groups() if match else (part, part)
-        chip = ends[0].rpartition(":")[0].rpartition("*")[2].strip() or chip
-        first, last = (_named(end, chip) for end in ends)
-        clusters += _between(first, last) if match else [first]
+    for item in _listed(text):
+        range_match = _RANGE.fullmatch(item)
+        end_texts = range_match.groups() if range_match else (item, item)
+        chip = end_texts[0].rpartition(":")[0].rpartition("*")[2].strip() or chip
+        first_cluster, last_cluster = (_named(end, chip) for end in end_texts)
+        clusters += _between(first_cluster, last_cluster) if range_match else [first_cluster]
     if len(clusters) > MAX_VALUES:
         raise InputError(f"{text} is {len(clusters)} clusters. Give at most {MAX_VALUES}.")
     return tuple(sorted(clusters, key=lambda cluster: cluster.num_chips))
@@ -210,7 +210,7 @@ def _named(text: str, chip: str) -> Cluster:
 
 def _between(first: Cluster, last: Cluster) -> list[Cluster]:
     alike = (first.chip.name, first.num_slices, len(first.shape)) == (last.chip.name, last.num_slices, len(last.shape))
-    if not alike or any(size > most for size, most in zip(first.shape, last.shape, strict=True)):
+    if not alike or any(size > last_size for size, last_size in zip(first.shape, last.shape, strict=True)):
         raise InputError(
             f"{first.short_name}..{last.short_name} is no range of clusters. Write the smallest and the largest shape "
             f"of one chip, such as h100:8x1..8x512 or v5p:4x4x4..16x16x16."
@@ -226,10 +226,10 @@ def growing(cluster: Cluster) -> tuple[Cluster, ...]:
 
 def _grown(last: Cluster, shape: Sequence[int], num_slices: int) -> list[Cluster]:
     """Returns clusters larger than a shape up to the last; switches fill their domain first, a torus grows evenly."""
-    sizes, clusters = list(shape), []
-    while tuple(sizes) != last.shape:
-        short = [i for i, most in enumerate(last.shape) if sizes[i] < most]
-        number = min(short, key=lambda i: (sizes[i], -i)) if last.kind == "torus" else short[0]
-        sizes[number] = min(2 * sizes[number], last.shape[number])
-        clusters.append(make_cluster(last.chip, tuple(sizes), num_slices=num_slices, levels=last.levels))
+    grown_shape, clusters = list(shape), []
+    while tuple(grown_shape) != last.shape:
+        growing_axes = [i for i, last_size in enumerate(last.shape) if grown_shape[i] < last_size]
+        axis = min(growing_axes, key=lambda i: (grown_shape[i], -i)) if last.kind == "torus" else growing_axes[0]
+        grown_shape[axis] = min(2 * grown_shape[axis], last.shape[axis])
+        clusters.append(make_cluster(last.chip, tuple(grown_shape), num_slices=num_slices, levels=last.levels))
     return clusters

@@ -52,9 +52,9 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> Facts:
         """Returns plain data: figures are None where nothing runs."""
-        best, job, cluster, limit = self.best, self.setting.job, self.setting.cluster, self.setting.memory_limit
-        estimate, strategy = best and best.estimate, best and best.strategy
-        parts = best and Breakdown(price_strategy(best.setting, best.strategy))
+        plan, job, cluster, limit_bytes = self.best, self.setting.job, self.setting.cluster, self.setting.memory_limit
+        estimate, strategy = plan and plan.estimate, plan and plan.strategy
+        breakdown = plan and Breakdown(price_strategy(plan.setting, plan.strategy))
         return {
             "label": ", ".join(f"{name} {value}" for name, value in self.values.items()),
             "values": dict(self.values),
@@ -68,12 +68,12 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
             "tokens_per_chip": job.tokens_per_step / cluster.num_chips,
             "reason": self.reason or None,
             "tokens_per_s": self.tokens_per_s,
-            "exposed_share": parts and parts.exposed_share,
-            "bubble_share": parts and parts.bubble_s / parts.step_s,
-            "usd_per_token": best and best.usd_per_token,
+            "exposed_share": breakdown and breakdown.exposed_share,
+            "bubble_share": breakdown and breakdown.bubble_s / breakdown.step_s,
+            "usd_per_token": plan and plan.usd_per_token,
             "least_bytes": self.least_bytes,
-            "limit_bytes": None if math.isinf(limit) else limit,
-            "fits": estimate and estimate.hbm_bytes_per_chip <= limit,
+            "limit_bytes": None if math.isinf(limit_bytes) else limit_bytes,
+            "fits": estimate and estimate.hbm_bytes_per_chip <= limit_bytes,
             **{name: getattr(estimate, name, None) for name in _PREDICTED},
             "axes": strategy and dict(strategy.mesh),
             **{name: getattr(strategy, name, None) for name in _OF_STRATEGY},
@@ -84,8 +84,8 @@ def records(points: Sequence[SweepPoint]) -> list[Facts]:
     """Returns every point as plain data, with ``scaling``: its tokens/s per chip over that of the first that runs."""
     rows = [point.to_json() for point in points]
     rates = [row["tokens_per_s"] and row["tokens_per_s"] / row["num_chips"] for row in rows]
-    first = next(filter(None, rates), None)
-    return [{**row, "scaling": rate and first and rate / first} for row, rate in zip(rows, rates, strict=True)]
+    base_rate = next(filter(None, rates), None)
+    return [{**row, "scaling": rate and base_rate and rate / base_rate} for row, rate in zip(rows, rates, strict=True)]
 
 
 def sweep_points(
@@ -102,10 +102,10 @@ def sweep_points(
     ``micro`` is the strategy that is given, fsdp on the chips that are left, each replica on ``micro`` sequences at a
     time. Raises InputError for too many points.
     """
-    first = next(iter(fields["on"].values()))
+    first_cluster = next(iter(fields["on"].values()))
     return tuple(
-        _point({name: shown[name] for name in varied}, values, rates, first if weak else values["on"])
-        for shown, values in combinations(fields)
+        _point({name: texts[name] for name in varied}, values, rates, first_cluster if weak else values["on"])
+        for texts, values in combinations(fields)
     )
 
 
@@ -115,18 +115,18 @@ def _point(
     """Returns the point of one combination of values; the batch per chip is that of the ``first`` cluster."""
     cluster, seq_len = at["on"], parse_count(at["seq_len"], what="seq_len", least=1)
     by_section = parse_fields([f"{name}={value}" for name, value in at.items() if name not in OWN], sections=PLANNED)
-    axes = take_axes(None, by_section["strategy"])
+    mesh_axes = take_axes(None, by_section["strategy"])
     strategy: Strategy | None = None
     if "micro" in at:
-        strategy = with_fields(Strategy(mesh=filled_mesh(cluster, axes)), "strategy", by_section["strategy"])
+        strategy = with_fields(Strategy(mesh=filled_mesh(cluster, mesh_axes)), "strategy", by_section["strategy"])
         replicas = int(product(strategy.mesh[axis] for axis in BATCH_AXES))
         batch_seqs = parse_count(at["micro"], what="micro", least=1) * replicas * strategy.num_microbatches
     else:
-        of_first = parse_batch(at["batch"], seq_len=seq_len)
-        batch_seqs, left = divmod(of_first * cluster.num_chips, first.num_chips)
-        if left:
+        first_seqs = parse_batch(at["batch"], seq_len=seq_len)
+        batch_seqs, remainder = divmod(first_seqs * cluster.num_chips, first.num_chips)
+        if remainder:
             raise InputError(
-                f"{of_first} sequences on {first.num_chips} chips are no whole number on {cluster.num_chips} chips. "
+                f"{first_seqs} sequences on {first.num_chips} chips are no whole number on {cluster.num_chips} chips. "
                 f"Give a batch that is a multiple of {counted(first.num_chips, 'sequence')}."
             )
     job = with_fields(Job(batch_seqs=batch_seqs, seq_len=seq_len), "job", by_section["job"])
@@ -139,14 +139,14 @@ def _point(
         assumptions=with_fields(AS_RUN, "assumptions", by_section["assumptions"]),
     )
     if strategy is None:
-        return _searched(values, setting, space_of(setting, axes, by_section["strategy"]))
+        return _searched(values, setting, space_of(setting, mesh_axes, by_section["strategy"]))
     reason = next((refusal.message for refusal in legal(setting, strategy) if refusal.rule != MEMORY_RULE), "")
     if reason:
         return SweepPoint(values=values, setting=setting, best=None, reason=reason)
-    best = planned(setting, job.batch_seqs, strategy)
-    need = best.estimate.hbm_bytes_per_chip
-    reason = _too_large(need, setting) if need > setting.memory_limit else ""
-    return SweepPoint(values=values, setting=setting, best=best, reason=reason)
+    best_plan = planned(setting, job.batch_seqs, strategy)
+    needed_bytes = best_plan.estimate.hbm_bytes_per_chip
+    reason = _too_large(needed_bytes, setting) if needed_bytes > setting.memory_limit else ""
+    return SweepPoint(values=values, setting=setting, best=best_plan, reason=reason)
 
 
 def _searched(values: Mapping[str, str], setting: Setting, space: Space) -> SweepPoint:
@@ -154,15 +154,15 @@ def _searched(values: Mapping[str, str], setting: Setting, space: Space) -> Swee
     outcome = search(space, setting.cluster, setting.job.batch_seqs, top=1)
     if outcome.found:
         return SweepPoint(values=values, setting=setting, best=outcome.found[0], reason="")
-    least = outcome.least_bytes if math.isfinite(outcome.least_bytes) else None
-    reason = "cannot be laid" if least is None else _too_large(least, setting)
+    least_bytes = outcome.least_bytes if math.isfinite(outcome.least_bytes) else None
+    reason = "cannot be laid" if least_bytes is None else _too_large(least_bytes, setting)
     if not outcome.num_meshes:
         try:
             refuse_given(space)
             reason = "does not divide"
         except CannotRunError as error:
             reason = f"does not divide: {error}"
-    return SweepPoint(values=values, setting=setting, best=None, reason=reason, least_bytes=least)
+    return SweepPoint(values=values, setting=setting, best=None, reason=reason, least_bytes=least_bytes)
 
 
 def _too_large(need: float, setting: Setting) -> str:
@@ -173,13 +173,13 @@ def filled_mesh(cluster: Cluster, axes: Mapping[str, int]) -> dict[str, int]:
     """Returns the mesh of all chips, with fsdp on those that ``axes`` leave, or data if these say how many fsdp has.
     Raises InputError if sizes do not fit."""
     mesh = make_mesh(axes)
-    taken, rest = math.prod(mesh.values()), "data" if "fsdp" in axes else "fsdp"
-    if rest not in axes and cluster.num_chips % taken == 0:
-        mesh[rest] = cluster.num_chips // taken
+    num_named, rest_axis = math.prod(mesh.values()), "data" if "fsdp" in axes else "fsdp"
+    if rest_axis not in axes and cluster.num_chips % num_named == 0:
+        mesh[rest_axis] = cluster.num_chips // num_named
     if math.prod(mesh.values()) != cluster.num_chips:
-        named = ", ".join(f"{axis}={size}" for axis, size in axes.items())
+        axes_text = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         raise InputError(
-            f"axes {named} do not make up the {counted(cluster.num_chips, 'chip')} of {cluster.short_name}. "
+            f"axes {axes_text} do not make up the {counted(cluster.num_chips, 'chip')} of {cluster.short_name}. "
             f"Use sizes that divide them, and leave fsdp out to let it take the rest."
         )
     return mesh

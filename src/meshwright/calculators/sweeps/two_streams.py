@@ -58,21 +58,21 @@ def two_streams(
     )
     priced = price_strategy(setting, strategy)
     lanes = _Passes(priced, way, bucket_bytes)
-    most = max(priced.costs.layers, key=lambda block: block.steps.repeat)
-    input_names = {name for op in most.steps.block.ops for name in op.inputs}
+    block = max(priced.costs.layers, key=lambda block: block.steps.repeat)
+    input_names = {name for op in block.steps.block.ops for name in op.inputs}
     update = [cost for cost in priced.costs.once if cost.step.result.name in input_names]
-    passes = [("forward", layer, most.forward) for layer in range(layers)]
-    again, rest, segment = most.again, most.backward[len(most.again) :], strategy.segment
+    passes = [("forward", layer, block.forward) for layer in range(layers)]
+    recompute, backward, segment = block.again, block.backward[len(block.again) :], strategy.segment
     for layer in reversed(range(layers)):
-        first = layer // segment * segment if again and isinstance(segment, int) else layer
-        passes += [*(("recompute", before, again) for before in range(first, layer)), ("backward", layer, rest)]
-    for number, (what, layer, costs) in enumerate(passes):
-        ahead = passes[number + 1 : number + 2] if number else passes[:2]
-        for _, next_layer, gathers in ahead:
+        first = layer // segment * segment if recompute and isinstance(segment, int) else layer
+        passes += [*(("recompute", before, recompute) for before in range(first, layer)), ("backward", layer, backward)]
+    for index, (kind, layer, costs) in enumerate(passes):
+        passes_ahead = passes[index + 1 : index + 2] if index else passes[:2]
+        for _, next_layer, gathers in passes_ahead:
             for cost in (cost for cost in gathers if cost.gathers_weights):
                 key = (id(gathers), next_layer, cost.step.result)
                 lanes.gathered[key] = lanes.collective(cost, next_layer, lanes.compute_end_s)
-        lanes.run(what, layer, costs)
+        lanes.run(kind, layer, costs)
     lanes.send_gradients()
     # the optimizer, and the gathers of the weights that it has updated
     for layer, cost in itertools.product(range(layers), update):
@@ -97,25 +97,25 @@ class _Passes(Lanes):
 
     def run(self, what: str, layer: int, costs: Sequence[StepCost]) -> None:
         """Adds one pass over one layer."""
-        ready: dict[ShardedArray, float] = {}
+        ready_s: dict[ShardedArray, float] = {}
         for cost in costs:
             step = cost.step
-            when = max((ready.get(array, 0.0) for array in step.inputs), default=0.0)
+            start_s = max((ready_s.get(array, 0.0) for array in step.inputs), default=0.0)
             if cost.gathers_weights:
-                ready[step.result] = self.gathered[id(costs), layer, step.result]
+                ready_s[step.result] = self.gathered[id(costs), layer, step.result]
             elif step.is_collective and cost.hides:
-                self.waiting.append((cost, layer, when))
-                full = sum(float(queued.network_bytes) for queued, _, _ in self.waiting) >= self.bucket_bytes
+                self.waiting.append((cost, layer, start_s))
+                is_full = sum(float(queued.network_bytes) for queued, _, _ in self.waiting) >= self.bucket_bytes
                 if self.way.send == "each":
                     self.waiting.clear()
-                    self.collective(cost, layer, when)
-                elif self.way.send == "buckets" and full:
+                    self.collective(cost, layer, start_s)
+                elif self.way.send == "buckets" and is_full:
                     self._send_bucket()
             elif step.is_collective:
-                ready[step.result] = self.collective(cost, layer, max(when, self.compute_end_s))
+                ready_s[step.result] = self.collective(cost, layer, max(start_s, self.compute_end_s))
             else:
-                end = self.compute(what, float(cost.local_s), layer=layer, when=when)
-                ready.update(dict.fromkeys((step.result, *step.more), end))
+                end_s = self.compute(what, float(cost.local_s), layer=layer, when=start_s)
+                ready_s.update(dict.fromkeys((step.result, *step.more), end_s))
 
     def send_gradients(self) -> None:
         """Sends the remaining gradients when the backward pass is done; then the optimizer may start."""
@@ -129,11 +129,11 @@ class _Passes(Lanes):
         """Sends all waiting gradients as one collective: the bytes of all, the latency of one."""
         if not self.waiting:
             return
-        (first, layer, _), when = self.waiting[0], max(when for _, _, when in self.waiting)
-        rate = self.priced.rates.groups[first.group][first.step.op]
+        (first_cost, layer, _), start_s = self.waiting[0], max(start_s for _, _, start_s in self.waiting)
+        rate = self.priced.rates.groups[first_cost.group][first_cost.step.op]
         seconds = float(rate.time(sum(float(cost.network_bytes) for cost, _, _ in self.waiting)))
         self.waiting = []
-        self.send(_name(first), seconds, layer=layer, when=when)
+        self.send(_name(first_cost), seconds, layer=layer, when=start_s)
 
     def collective(self, cost: StepCost, layer: int, when: float) -> float:
         """Sends one collective; returns its end."""

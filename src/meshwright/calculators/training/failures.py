@@ -34,8 +34,8 @@ def daly_interval_s(checkpoint_s: float, mtbf: float) -> float:
     """
     if checkpoint_s >= 2 * mtbf:
         return mtbf
-    share = checkpoint_s / (2 * mtbf)
-    return math.sqrt(2 * checkpoint_s * mtbf) * (1 + math.sqrt(share) / 3 + share / 9) - checkpoint_s
+    ratio = checkpoint_s / (2 * mtbf)
+    return math.sqrt(2 * checkpoint_s * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint_s
 
 
 def useful_share(interval_s: float, *, checkpoint_s: float, restart_s: float, mtbf: float) -> float:
@@ -70,20 +70,20 @@ def goodput(
             raise InputError(f"{name} {value:g} must be a positive number.")
     if not (restart_s >= 0 and math.isfinite(restart_s)):
         raise InputError(f"restart {restart_s:g} s must be 0 or more.")
-    mean_s = mtbf_s(num_nodes, failures_per_node_day=failures_per_node_day)
-    young, daly = young_interval_s(checkpoint_s, mean_s), daly_interval_s(checkpoint_s, mean_s)
-    chosen = daly if interval_s is None else interval_s
-    share = useful_share(chosen, checkpoint_s=checkpoint_s, restart_s=restart_s, mtbf=mean_s)
-    saving = share * checkpoint_s / chosen
+    mean_between_s = mtbf_s(num_nodes, failures_per_node_day=failures_per_node_day)
+    young_s, daly_s = young_interval_s(checkpoint_s, mean_between_s), daly_interval_s(checkpoint_s, mean_between_s)
+    interval = daly_s if interval_s is None else interval_s
+    useful = useful_share(interval, checkpoint_s=checkpoint_s, restart_s=restart_s, mtbf=mean_between_s)
+    checkpoint_share = useful * checkpoint_s / interval
     return {
-        "mtbf_s": mean_s,
+        "mtbf_s": mean_between_s,
         "failures_per_day": failures_per_day(num_nodes, failures_per_node_day=failures_per_node_day),
         "checkpoint_s": checkpoint_s,
         "restart_s": restart_s,
-        "young_interval_s": young,
-        "daly_interval_s": daly,
-        "interval_s": chosen,
-        "goodput": share,
-        "lost_to_checkpoints": saving,
-        "lost_to_failures": 1 - share - saving,
+        "young_interval_s": young_s,
+        "daly_interval_s": daly_s,
+        "interval_s": interval,
+        "goodput": useful,
+        "lost_to_checkpoints": checkpoint_share,
+        "lost_to_failures": 1 - useful - checkpoint_share,
     }

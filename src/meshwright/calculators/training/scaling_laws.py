@@ -49,10 +49,10 @@ class ScalingLaw(msgspec.Struct, frozen=True, kw_only=True):
     def loss(self, num_params: Number, num_tokens: Number) -> Number:
         """Returns the loss in nats per token; sizes may be NumPy arrays."""
         if self.form == "sum":
-            of_size = self.params_scale / num_params**self.params_exponent
-            return self.floor + of_size + self.tokens_scale / num_tokens**self.tokens_exponent
-        of_size = (self.params_scale / num_params) ** (self.params_exponent / self.tokens_exponent)
-        return (of_size + self.tokens_scale / num_tokens) ** self.tokens_exponent
+            params_term = self.params_scale / num_params**self.params_exponent
+            return self.floor + params_term + self.tokens_scale / num_tokens**self.tokens_exponent
+        params_term = (self.params_scale / num_params) ** (self.params_exponent / self.tokens_exponent)
+        return (params_term + self.tokens_scale / num_tokens) ** self.tokens_exponent
 
     def optimum(self, flops: float) -> Allocation:
         """Returns the N and D of least loss with 6 N D = C.
@@ -64,12 +64,12 @@ class ScalingLaw(msgspec.Struct, frozen=True, kw_only=True):
         if flops <= 0:
             raise InputError(f"a budget of {flops:g} FLOPs trains nothing. Give for example 1e24.")
         if self.form == "joint":
-            count = KAPLAN_PARAMS * petaflop_days(flops) ** KAPLAN_EXPONENT
+            num_params = KAPLAN_PARAMS * petaflop_days(flops) ** KAPLAN_EXPONENT
         else:
-            total = self.params_exponent + self.tokens_exponent
-            balance = self.params_exponent * self.params_scale / (self.tokens_exponent * self.tokens_scale)
-            count = balance ** (1 / total) * (flops / 6) ** (self.tokens_exponent / total)
-        return self.spend(flops, count)
+            exponent_sum = self.params_exponent + self.tokens_exponent
+            term_balance = self.params_exponent * self.params_scale / (self.tokens_exponent * self.tokens_scale)
+            num_params = term_balance ** (1 / exponent_sum) * (flops / 6) ** (self.tokens_exponent / exponent_sum)
+        return self.spend(flops, num_params)
 
     def spend(self, flops: float, num_params: float) -> Allocation:
         """Returns the allocation that spends all of a budget on a model of ``num_params``."""
@@ -115,11 +115,11 @@ def flops_for_loss(law: ScalingLaw, loss: float) -> float:
         )
     if law.optimum(1.0).loss < loss:
         raise InputError(f"a loss of {loss:g} is above what {law.name} gives without training. Give a lower loss.")
-    low, high = 0.0, math.log10(LARGEST_BUDGET)
+    low_log, high_log = 0.0, math.log10(LARGEST_BUDGET)
     for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if law.optimum(10**middle).loss > loss else (low, middle)
-    return float(10**high)
+        middle_log = (low_log + high_log) / 2
+        low_log, high_log = (middle_log, high_log) if law.optimum(10**middle_log).loss > loss else (low_log, middle_log)
+    return float(10**high_log)
 
 
 def critical_batch_tokens(loss: Number) -> Number:

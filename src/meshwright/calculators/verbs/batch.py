@@ -49,29 +49,29 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Solve: sequences a step = micro x accumulate x replicas. Give what is known, the rest is worked out."""
-    length = given.seq_len
+    seq_len = given.seq_len
     cluster = parse_cluster(given.on) if given.on else None
     solutions = solve_batch(
-        batch_seqs=parse_batch(given.batch, seq_len=length) if given.batch else None,
+        batch_seqs=parse_batch(given.batch, seq_len=seq_len) if given.batch else None,
         microbatch_seqs=given.micro,
         accumulation=given.accumulate,
         data_parallel=given.replicas if cluster is None else _replicas(cluster, given),
     )
-    fitting = [solution for solution in solutions if given.max_micro is None or solution["micro"] <= given.max_micro]
-    if not fitting:
-        least = min(solution["micro"] for solution in solutions)
-        raise CannotRunError(f"all need microbatches of {least} or more. Give more replicas, or --max-micro.")
+    allowed = [solution for solution in solutions if given.max_micro is None or solution["micro"] <= given.max_micro]
+    if not allowed:
+        min_micro = min(solution["micro"] for solution in solutions)
+        raise CannotRunError(f"all need microbatches of {min_micro} or more. Give more replicas, or --max-micro.")
     if given.loss is not None and given.loss <= 0:
         raise InputError(f"--loss {given.loss:g} must be positive. Give nats per token, such as 2.2.")
-    limits, batch_seqs = _limits(cluster, given), math.prod(fitting[0].values())
+    limits, batch_seqs = _limits(cluster, given), math.prod(allowed[0].values())
     facts = {
         "batch_seqs": batch_seqs,
-        "seq_len": length,
-        "tokens_per_step": batch_seqs * length,
-        "num_solutions": len(fitting),
+        "seq_len": seq_len,
+        "tokens_per_step": batch_seqs * seq_len,
+        "num_solutions": len(allowed),
         "critical_batch_tokens": given.loss and critical_batch_tokens(given.loss),
         "limits": limits,
-        "solutions": [_row(solution, given, limits) for solution in fitting[: given.top]],
+        "solutions": [_row(solution, given, limits) for solution in allowed[: given.top]],
     }
     return Answer(facts, _text(facts, limits, cluster))
 
@@ -84,25 +84,25 @@ def _replicas(cluster: Cluster, given: Given) -> int:
             f"--chips-per-replica {chips} does not divide the {cluster.num_chips:,} chips of {cluster.short_name}. "
             f"Use a divisor."
         )
-    count = cluster.num_chips // chips
-    if given.replicas not in (None, count):
+    num_replicas = cluster.num_chips // chips
+    if given.replicas not in (None, num_replicas):
         raise InputError(
-            f"--replicas {given.replicas} is not {cluster.num_chips:,} chips / {chips} = {count}. Leave one out."
+            f"--replicas {given.replicas} is not {cluster.num_chips:,} chips / {chips} = {num_replicas}. Leave one out."
         )
-    return count
+    return num_replicas
 
 
 def _limits(cluster: Cluster | None, given: Given) -> Facts | None:
-    weights = given.weight_dtype
-    if cluster is None and weights is not None:
-        raise InputError(f"--weights {weights} changes the limits of a cluster. Give --on.")
+    weight_dtype = given.weight_dtype
+    if cluster is None and weight_dtype is not None:
+        raise InputError(f"--weights {weight_dtype} changes the limits of a cluster. Give --on.")
     dtype = product_dtype(cluster.chip) if cluster else None
     if cluster is None or dtype is None:
         return None
     return compute_bound_tokens(
         cluster,
-        dtype=compute_dtype(cluster.chip, dtype, weights) if weights else dtype,
-        weight_bytes=dtype_bytes(weights or dtype),
+        dtype=compute_dtype(cluster.chip, dtype, weight_dtype) if weight_dtype else dtype,
+        weight_bytes=dtype_bytes(weight_dtype or dtype),
         sparsity=sparsity(load_model(given.model_name)) if given.model_name else 1.0,
     )
 
@@ -110,16 +110,16 @@ def _limits(cluster: Cluster | None, given: Given) -> Facts | None:
 def _row(one: dict[str, int], given: Given, limits: Facts | None) -> Facts:
     """Returns a solution with its tokens, and what binds plain FSDP at its microbatch."""
     tokens, chips = one["micro"] * given.seq_len, given.chips_per_replica
-    hbm, link = (limits["per_replica_hbm"], limits["per_chip_link"]) if limits else (None, None)
-    busy = {"hbm": hbm and tokens > hbm, "links": link and tokens / chips > link}
+    hbm_tokens, link_tokens = (limits["per_replica_hbm"], limits["per_chip_link"]) if limits else (None, None)
+    is_hidden = {"hbm": hbm_tokens and tokens > hbm_tokens, "links": link_tokens and tokens / chips > link_tokens}
     return {
         **one,
         "chips": one["replicas"] * chips,
         "tokens_per_microbatch": tokens,
         "tokens_per_chip": tokens / chips,
-        "hbm_compute_bound": busy["hbm"],
-        "fsdp_compute_bound": busy["links"],
-        "bound_by": limits and (", ".join(name for name, hides in busy.items() if hides is False) or "compute"),
+        "hbm_compute_bound": is_hidden["hbm"],
+        "fsdp_compute_bound": is_hidden["links"],
+        "bound_by": limits and (", ".join(name for name, hidden in is_hidden.items() if hidden is False) or "compute"),
     }
 
 
@@ -135,34 +135,34 @@ def solve_batch(
     A split has ``micro`` x ``accumulate`` x ``replicas`` sequences. The batch follows from all three; a missing part is
     tried with every divisor. Raises CannotRunError when nothing divides, naming the nearest batch that would.
     """
-    parts = {"micro": microbatch_seqs, "accumulate": accumulation, "replicas": data_parallel}
-    for name, value in {"batch": batch_seqs, **parts}.items():
+    factors = {"micro": microbatch_seqs, "accumulate": accumulation, "replicas": data_parallel}
+    for name, value in {"batch": batch_seqs, **factors}.items():
         if value is not None and not 1 <= value <= MAX_SEQUENCES:
             raise InputError(f"{name}={value} must be between 1 and {MAX_SEQUENCES:,}.")
     if batch_seqs is None:
-        if None in parts.values():
+        if None in factors.values():
             raise InputError("the batch is unknown. Give one more of micro, accumulate and replicas, or the batch.")
-        batch_seqs = math.prod(part or 1 for part in parts.values())
-    tried = [[part] if part else divisors(batch_seqs) for part in parts.values()]
+        batch_seqs = math.prod(factor or 1 for factor in factors.values())
+    factor_choices = [[factor] if factor else divisors(batch_seqs) for factor in factors.values()]
     splits = [
-        {"micro": micro, "accumulate": count, "replicas": batch_seqs // micro // count}
-        for micro, count in itertools.product(*tried[:2])
-        if batch_seqs % (micro * count) == 0 and batch_seqs // micro // count in tried[2]
+        {"micro": micro, "accumulate": num_micro, "replicas": batch_seqs // micro // num_micro}
+        for micro, num_micro in itertools.product(*factor_choices[:2])
+        if batch_seqs % (micro * num_micro) == 0 and batch_seqs // micro // num_micro in factor_choices[2]
     ]
     if not splits:
-        raise CannotRunError(_nothing_divides(batch_seqs, {name: part for name, part in parts.items() if part}))
+        raise CannotRunError(_nothing_divides(batch_seqs, {name: factor for name, factor in factors.items() if factor}))
     return sorted(splits, key=lambda split: (split["accumulate"], -split["replicas"]))
 
 
 def _nothing_divides(batch: int, given: dict[str, int]) -> str:
     product = math.prod(given.values())
-    words = " x ".join(f"{name} {part}" for name, part in given.items())
-    below, above = batch // product * product, (batch // product + 1) * product
-    near = f"{below:,} or {above:,}" if below else f"{above:,}"
+    text = " x ".join(f"{name} {size}" for name, size in given.items())
+    batch_below, batch_above = batch // product * product, (batch // product + 1) * product
+    near_text = f"{batch_below:,} or {batch_above:,}" if batch_below else f"{batch_above:,}"
     if len(given) == 3:
-        return f"{words} = {product:,} sequences, not {batch:,}. Leave one of them out, or give --batch {product}seq."
-    product_words = words if len(given) == 1 else f"{words} = {product:,}"
-    return f"{product_words} does not divide {counted(batch, 'sequence')}. Use {near} sequences a step."
+        return f"{text} = {product:,} sequences, not {batch:,}. Leave one of them out, or give --batch {product}seq."
+    product_words = text if len(given) == 1 else f"{text} = {product:,}"
+    return f"{product_words} does not divide {counted(batch, 'sequence')}. Use {near_text} sequences a step."
 
 
 def compute_bound_tokens(cluster: Cluster, *, dtype: str, weight_bytes: float = 2, sparsity: float = 1.0) -> Facts:
@@ -175,25 +175,25 @@ def compute_bound_tokens(cluster: Cluster, *, dtype: str, weight_bytes: float = 
     Torus: alpha over the axes of more than one chip. Switches: the NVLink domain, or what a node's network cards carry
     together where there are several nodes. Source: How to Scale Your Model, sections 1.1 and 5.1.
     """
-    rate, bandwidth, (link, speed, axes) = peak(cluster.chip, dtype), cluster.chip.hbm_bytes_per_s, _links(cluster)
+    rate, hbm_rate, (link, speed, num_axes) = peak(cluster.chip, dtype), cluster.chip.hbm_bytes_per_s, _links(cluster)
     return {
-        "per_replica_hbm": bandwidth and critical_batch(rate, bandwidth, weight_bytes=weight_bytes) * sparsity,
-        "per_chip_link": speed and data_parallel_min_tokens_per_chip(ici_intensity(rate, speed), axes) * sparsity,
+        "per_replica_hbm": hbm_rate and critical_batch(rate, hbm_rate, weight_bytes=weight_bytes) * sparsity,
+        "per_chip_link": speed and data_parallel_min_tokens_per_chip(ici_intensity(rate, speed), num_axes) * sparsity,
         "link": link if speed else None,
     }
 
 
 def _links(cluster: Cluster) -> tuple[str | None, float | None, float]:
     """Returns the link that FSDP's collectives cross, its bytes/s, and its axes; (None, None, 1) without one."""
-    unit, width = cluster.chip, torus_width(cluster)
+    chip, width = cluster.chip, torus_width(cluster)
     if width is not None:
-        axes = f"{len(width.axes)} {'axis' if len(width.axes) == 1 else 'axes'}"
-        return f"ICI, {axes}, W {width.words}", width.bytes_per_s, sum(width.axes)
-    if cluster.num_chips > 1 and cluster.kind == "switched" and unit.nvlink_bytes_per_s:
-        speed, link = unit.nvlink_bytes_per_s, "NVLink"
-        if cluster.nodes > 1 and unit.nic_bytes_per_s:
-            speed, link = min((speed, link), (unit.nic_bytes_per_s * cluster.domain, "network"))
-        return link, speed, 1
+        axes_text = f"{len(width.axes)} {'axis' if len(width.axes) == 1 else 'axes'}"
+        return f"ICI, {axes_text}, W {width.words}", width.bytes_per_s, sum(width.axes)
+    if cluster.num_chips > 1 and cluster.kind == "switched" and chip.nvlink_bytes_per_s:
+        link_rate, link_name = chip.nvlink_bytes_per_s, "NVLink"
+        if cluster.nodes > 1 and chip.nic_bytes_per_s:
+            link_rate, link_name = min((link_rate, link_name), (chip.nic_bytes_per_s * cluster.domain, "network"))
+        return link_name, link_rate, 1
     return None, None, 1
 
 
@@ -212,19 +212,19 @@ def _text(facts: Facts, limits: Facts | None, cluster: Cluster | None) -> Iterat
     )
     rows = facts["solutions"]
     yield Table.of(rows, COLUMNS if limits is None else {**COLUMNS, "bound by": "bound_by"})
-    left = facts["num_solutions"] - len(rows)
-    if left:
-        yield f"and {left:,} more ways; --top lists more of them"
+    num_left = facts["num_solutions"] - len(rows)
+    if num_left:
+        yield f"and {num_left:,} more ways; --top lists more of them"
     if limits is not None and cluster is not None:
         if (hbm := limits["per_replica_hbm"]) is not None:
             yield Fact("weights", f"hide behind compute from {hbm:,.0f} tokens a microbatch on {cluster.chip.name}")
         if (link := limits["per_chip_link"]) is not None:
             yield Fact("FSDP", f"hides behind compute from {link:,.0f} tokens a chip ({limits['link']})")
-    critical = facts["critical_batch_tokens"]
-    if critical is not None:
-        side = "beyond" if facts["tokens_per_step"] > critical else "within"
+    critical_size = facts["critical_batch_tokens"]
+    if critical_size is not None:
+        side_word = "beyond" if facts["tokens_per_step"] > critical_size else "within"
         yield Fact(
             "critical batch",
-            f"{format_params(critical)} tokens at this loss (2e8 / L^(1/0.21), Kaplan et al. 2020): this step is "
-            f"{side} it",
+            f"{format_params(critical_size)} tokens at this loss (2e8 / L^(1/0.21), Kaplan et al. 2020): this step is "
+            f"{side_word} it",
         )

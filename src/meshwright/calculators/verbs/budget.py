@@ -98,26 +98,26 @@ def command(given: Given) -> Answer:
     """Show what FLOPS train (6 N D), or the FLOPs of a model and its tokens, and how long they take on chips."""
     law = scaling_law(given.law)
     cluster = parse_cluster(given.on) if given.on else None
-    failing = _failures(given, cluster)
+    failure_facts = _failures(given, cluster)
     model = load_model(given.model_name) if given.model_name else None
-    fields = (given.flops, model, given.params_text, given.tokens_text, given.loss)
-    if failing is not None and all(value is None for value in fields):
-        facts: Facts = {"flops": None, "failures": failing}
+    budget_fields = (given.flops, model, given.params_text, given.tokens_text, given.loss)
+    if failure_facts is not None and all(value is None for value in budget_fields):
+        facts: Facts = {"flops": None, "failures": failure_facts}
     else:
-        flops, size, tokens = _budget(given, model, law)
-        reached = _utilisation(flops, cluster, given)
-        mfu = reached["mfu"] if reached else given.mfu or ASSUMED_MFU
+        flops, num_params, tokens = _budget(given, model, law)
+        utilisation = _utilisation(flops, cluster, given)
+        mfu = utilisation["mfu"] if utilisation else given.mfu or ASSUMED_MFU
         # published chip-hours include the time that failures cost
-        useful = failing["goodput"] if failing and not reached else 1.0
+        useful_share = failure_facts["goodput"] if failure_facts and not utilisation else 1.0
         facts = {
             "flops": flops,
             "petaflop_days": petaflop_days(flops),
-            **_law_facts(flops, law, (size, tokens), model),
+            **_law_facts(flops, law, (num_params, tokens), model),
             "tokens": tokens,
-            "utilisation": reached,
-            "run": _run(flops, cluster, given, mfu, useful) if cluster else None,
+            "utilisation": utilisation,
+            "run": _run(flops, cluster, given, mfu, useful_share) if cluster else None,
             "years": _years(flops, given, mfu) if given.with_years else None,
-            "failures": failing,
+            "failures": failure_facts,
         }
     return Answer(facts, _text(facts, law, model))
 
@@ -129,26 +129,26 @@ def _budget(given: Given, model: Model | None, law: ScalingLaw) -> tuple[float, 
     """Returns FLOPs, and parameters and tokens if they are given or follow: two of the three give the third."""
     if model is not None and given.params_text is not None:
         raise InputError("--model and --params both say the size. Leave one of them out.")
-    size = float(num_active_params(model)) if model else _count(given.params_text, "--params")
-    per_token = token_flops(model) if model else training_flops(size, 1) if size else None
+    num_params = float(num_active_params(model)) if model else _count(given.params_text, "--params")
+    flops_per_token = token_flops(model) if model else training_flops(num_params, 1) if num_params else None
     tokens, flops = _count(given.tokens_text, "--tokens"), _count(given.flops, "FLOPS")
     if given.loss is not None:
-        if flops is not None or size is not None or tokens is not None:
+        if flops is not None or num_params is not None or tokens is not None:
             raise InputError("--loss asks for the least budget. Leave FLOPS, size and tokens out.")
         return flops_for_loss(law, given.loss), None, None
-    if size is not None and tokens is not None:
+    if num_params is not None and tokens is not None:
         if flops is not None:
             raise InputError("FLOPS, a size and --tokens are one too many: 6 N D is the budget. Leave one of them out.")
-        assert per_token is not None
-        flops = per_token * tokens
+        assert flops_per_token is not None
+        flops = flops_per_token * tokens
     if flops is None:
-        missing = "its --tokens, or FLOPS" if size else "a size too" if tokens else "FLOPS, such as 1e24"
-        raise InputError(f"the budget is not known. Give {missing}.")
+        missing_text = "its --tokens, or FLOPS" if num_params else "a size too" if tokens else "FLOPS, such as 1e24"
+        raise InputError(f"the budget is not known. Give {missing_text}.")
     if flops > MAX_FLOPS:
         raise InputError(f"{flops:g} FLOPs are more than all machines will do. Give at most {MAX_FLOPS:g}.")
-    if tokens is not None and size is None:
-        size = flops / training_flops(1, tokens)
-    return flops, size, tokens if per_token is None else flops / per_token
+    if tokens is not None and num_params is None:
+        num_params = flops / training_flops(1, tokens)
+    return flops, num_params, tokens if flops_per_token is None else flops / flops_per_token
 
 
 def _count(text: str | None, what: str) -> float | None:
@@ -160,7 +160,7 @@ def _count(text: str | None, what: str) -> float | None:
 
 def _law_facts(flops: float, law: ScalingLaw, given: tuple[float | None, float | None], model: Model | None) -> Facts:
     """Returns the optimum of the chosen law, those of all laws, and a given size with its tokens beside them."""
-    size, tokens = given
+    num_params, tokens = given
     laws = LAWS.values()
     facts: Facts = {
         "law": law.name,
@@ -171,11 +171,11 @@ def _law_facts(flops: float, law: ScalingLaw, given: tuple[float | None, float |
         "loss_by_law": None,
         "optimal_flops_for_its_loss": None,
     }
-    if size is not None and tokens is not None:
-        parts = params_by_part(model) if model else {}
+    if num_params is not None and tokens is not None:
+        params_of_part = params_by_part(model) if model else {}
         # Kaplan leaves embeddings out of N
-        inner = size - parts.get("embedding", 0) - parts.get("unembedding", 0)
-        spent = {law.name: law.allocation(size if law.params_counted == "all" else inner, tokens) for law in laws}
+        inner = num_params - params_of_part.get("embedding", 0) - params_of_part.get("unembedding", 0)
+        spent = {law.name: law.allocation(num_params if law.params_counted == "all" else inner, tokens) for law in laws}
         facts["spent"] = spent[law.name]
         facts["loss_by_law"] = {name: allocation.loss for name, allocation in spent.items()}
         with suppress(InputError):
@@ -195,22 +195,22 @@ def _utilisation(flops: float, cluster: Cluster | None, given: Given) -> Facts |
         raise InputError(f"--chip-hours {given.chip_hours_text} needs the chips they were spent on. Give --on.")
     if given.mfu is not None:
         raise InputError(f"--chip-hours {given.chip_hours_text} gives the utilisation. Leave --mfu out.")
-    used = _dtype(cluster, given)
-    rate = peak(cluster.chip, used)
-    share = mfu_from_hours(flops, hours, rate)
-    if share > 1:
+    dtype = _dtype(cluster, given)
+    rate = peak(cluster.chip, dtype)
+    mfu = mfu_from_hours(flops, hours, rate)
+    if mfu > 1:
         raise InputError(
-            f"{format_params(hours)} chip-hours of {cluster.chip.name} at {used} can do "
+            f"{format_params(hours)} chip-hours of {cluster.chip.name} at {dtype} can do "
             f"{available_flops(hours, rate):.3g} FLOPs and the run is {flops:.3g}. Give more hours, or another dtype."
         )
-    return {"chip_hours": hours, "chip": cluster.chip.name, "dtype": used, "peak_flops": rate, "mfu": share}
+    return {"chip_hours": hours, "chip": cluster.chip.name, "dtype": dtype, "peak_flops": rate, "mfu": mfu}
 
 
 def _dtype(cluster: Cluster, given: Given) -> str:
-    used = given.dtype or product_dtype(cluster.chip)
-    if used is None:
+    dtype = given.dtype or product_dtype(cluster.chip)
+    if dtype is None:
         raise InputError(f"the peak of {cluster.chip.name} is not known. Name a chip of meshwright show chips.")
-    return used
+    return dtype
 
 
 def run_cost(flops: float, chip: Chip, given: Given, *, num_chips: int = 1, dtype: str, mfu: float) -> Facts:
@@ -219,8 +219,8 @@ def run_cost(flops: float, chip: Chip, given: Given, *, num_chips: int = 1, dtyp
     Where a plan exists its own step time is better (`plan.run_budget`); this is the estimate before there is one.
     Source: How to Scale Your Model, section 6.2; Scaling systems for LLMs (slides) for years, power and floor.
     """
-    rate, racks = peak(chip, dtype), given.chips_per_rack
-    seconds = train_seconds(flops, num_chips=num_chips, peak_flops=rate, mfu=mfu)
+    peak_rate, per_rack = peak(chip, dtype), given.chips_per_rack
+    seconds = train_seconds(flops, num_chips=num_chips, peak_flops=peak_rate, mfu=mfu)
     price, watts = given.price or chip.price_usd_per_hour, given.watts or chip.power_w
     time = chip_time(seconds, replace(chip, price_usd_per_hour=price, power_w=watts), num_chips)
     energy = time.energy_kwh
@@ -229,13 +229,13 @@ def run_cost(flops: float, chip: Chip, given: Given, *, num_chips: int = 1, dtyp
         "chip": chip.name,
         "num_chips": num_chips,
         "dtype": dtype,
-        "peak_flops": rate,
+        "peak_flops": peak_rate,
         "mfu": mfu,
         "years": years(seconds),
         "facility_energy_kwh": energy and facility_energy_kwh(energy, pue=given.pue, host_share=given.host_share),
-        "flops_per_dollar": price and flops_per_dollar(rate, price_usd_per_hour=price, mfu=mfu),
-        "flops_per_joule": watts and flops_per_joule(rate, watts_per_chip=watts, mfu=mfu),
-        "floor_area_m2": racks and floor_area_m2(num_chips, chips_per_rack=racks, m2_per_rack=given.m2_per_rack),
+        "flops_per_dollar": price and flops_per_dollar(peak_rate, price_usd_per_hour=price, mfu=mfu),
+        "flops_per_joule": watts and flops_per_joule(peak_rate, watts_per_chip=watts, mfu=mfu),
+        "floor_area_m2": per_rack and floor_area_m2(num_chips, chips_per_rack=per_rack, m2_per_rack=given.m2_per_rack),
     }
 
 
@@ -258,11 +258,11 @@ def _run(flops: float, cluster: Cluster, given: Given, mfu: float, useful: float
 
 def _years(flops: float, given: Given, mfu: float) -> list[Facts]:
     """Returns the cost of the FLOPs on one of each chip that has a peak, in the dtype if given; slowest first."""
-    every = [c for c in chips().values() if c.variant == "datasheet" and c.peak_flops]
-    units = [c for c in every if given.dtype is None or given.dtype in c.peak_flops]
-    if not units:
+    datasheet_chips = [c for c in chips().values() if c.variant == "datasheet" and c.peak_flops]
+    rated_chips = [c for c in datasheet_chips if given.dtype is None or given.dtype in c.peak_flops]
+    if not rated_chips:
         raise InputError(f"no chip of the catalogue has a {given.dtype} rate. Leave --dtype out.")
-    rows = [run_cost(flops, c, given, dtype=given.dtype or product_dtype(c) or "", mfu=mfu) for c in units]
+    rows = [run_cost(flops, c, given, dtype=given.dtype or product_dtype(c) or "", mfu=mfu) for c in rated_chips]
     return sorted(rows, key=lambda row: -row["years"])
 
 
@@ -271,11 +271,11 @@ def _failures(given: Given, cluster: Cluster | None) -> dict[str, float] | None:
         if given.nodes is not None:
             raise InputError(f"--nodes {given.nodes} needs a rate. Give --failures-per-1000-node-days, such as 10.")
         return None
-    count = cluster.num_hosts if given.nodes is None and cluster else given.nodes
-    if count is None:
+    num_machines = cluster.num_hosts if given.nodes is None and cluster else given.nodes
+    if num_machines is None:
         raise InputError("--failures-per-1000-node-days needs a number of machines. Give --nodes or --on.")
     return goodput(
-        count,
+        num_machines,
         failures_per_node_day=given.failure_rate / 1000,
         checkpoint_s=given.checkpoint_s,
         restart_s=given.restart_s,
@@ -301,8 +301,8 @@ def _text(facts: Facts, law: ScalingLaw, model: Model | None) -> Iterator[Piece]
         if facts["run"] is not None:
             yield from _run_text(facts["run"])
         if facts["years"] is not None:
-            share = facts["years"][0]["mfu"]
-            yield Table.of(facts["years"], YEAR_COLUMNS, f"On one chip, at {share:.0%} of its dense peak")
+            mfu = facts["years"][0]["mfu"]
+            yield Table.of(facts["years"], YEAR_COLUMNS, f"On one chip, at {mfu:.0%} of its dense peak")
     if facts["failures"] is not None:
         yield from _failures_text(facts["failures"])
 
@@ -325,9 +325,9 @@ YEAR_COLUMNS: Facts = {
 
 def _laws_text(facts: Facts, law: ScalingLaw) -> Iterator[Piece]:
     """Yields the optimum of every law and of the rule of thumb."""
-    marked = {"best by": ("law", lambda name: f"{name} *" if name == law.name else name)}
-    rule = {**asdict(facts["rule_of_20"]), "law": f"{TOKENS_PER_PARAM} tokens a parameter"}
-    yield Table.of([*facts["laws"], rule], {**marked, **LAW_COLUMNS})
+    law_column = {"best by": ("law", lambda name: f"{name} *" if name == law.name else name)}
+    ratio_row = {**asdict(facts["rule_of_20"]), "law": f"{TOKENS_PER_PARAM} tokens a parameter"}
+    yield Table.of([*facts["laws"], ratio_row], {**law_column, **LAW_COLUMNS})
     if max(row["loss"] for row in facts["laws"]) > GUESSED or (facts["spent"] and facts["spent"].loss > GUESSED):
         yield f"a loss above {GUESSED:.3g}, that of a guess among 262,144 tokens: no law holds for a run so small"
     yield Fact("*", f"{law.name}: {law.source}", column=4)
@@ -337,22 +337,22 @@ def _laws_text(facts: Facts, law: ScalingLaw) -> Iterator[Piece]:
 
 def _spent_text(facts: Facts, law: ScalingLaw, model: Model | None) -> Iterator[Piece]:
     """Yields a given size beside the optimum: loss, ratio, and the budget that would have sufficed."""
-    spent, best, least = facts["spent"], facts["optimum"], facts["optimal_flops_for_its_loss"]
+    spent, best, least_flops = facts["spent"], facts["optimum"], facts["optimal_flops_for_its_loss"]
     name = model.name if model else "this size"
-    counted = f" (N{', active' if model.num_experts else ''}, look-up included)" if model else ""
+    suffix = f" (N{', active' if model.num_experts else ''}, look-up included)" if model else ""
     yield Fact(
         "here",
-        f"{name}: {format_params(spent.num_params)} parameters{counted} on {format_params(spent.num_tokens)} tokens, "
+        f"{name}: {format_params(spent.num_params)} parameters{suffix} on {format_params(spent.num_tokens)} tokens, "
         f"{three_digits(spent.tokens_per_param)} a parameter, {spent.num_params / best.num_params:.2g} times the best "
         f"size",
     )
-    losses = ", ".join(f"{key} {value:.3f}" for key, value in facts["loss_by_law"].items())
-    yield Fact("loss", losses)
-    if least is not None:
+    losses_text = ", ".join(f"{key} {value:.3f}" for key, value in facts["loss_by_law"].items())
+    yield Fact("loss", losses_text)
+    if least_flops is not None:
         yield Fact(
             "from the optimum",
             f"{spent.loss - best.loss:+.3f} in loss by {law.name}; the best size reaches its loss with "
-            f"{least:.3g} FLOPs, {least / facts['flops']:.0%} of these",
+            f"{least_flops:.3g} FLOPs, {least_flops / facts['flops']:.0%} of these",
         )
 
 
@@ -365,34 +365,34 @@ def _run_text(run: Facts) -> Iterator[Piece]:
     )
     if run["goodput"] < 1:
         yield Fact("", f"{run['goodput']:.1%} of the time is useful, by the failures below")
-    chip = run["cluster"].split(":")[0].split("*")[-1]
-    yield Fact("one chip", f"{three_digits(run['one_chip_years'])} years on one {chip}")
+    chip_name = run["cluster"].split(":")[0].split("*")[-1]
+    yield Fact("one chip", f"{three_digits(run['one_chip_years'])} years on one {chip_name}")
     if run["power_w"] is not None:
-        building = f", {format_energy(run['facility_energy_kwh'])} with hosts, network and cooling"
+        building_text = f", {format_energy(run['facility_energy_kwh'])} with hosts, network and cooling"
         yield Fact(
             "energy",
             f"{format_power(run['power_w'])} and {format_energy(run['energy_kwh'])} for the chips alone"
-            f"{building if run['facility_energy_kwh'] != run['energy_kwh'] else ''}; "
+            f"{building_text if run['facility_energy_kwh'] != run['energy_kwh'] else ''}; "
             f"{run['flops_per_joule']:.3g} FLOPs a joule",
         )
-    money = "no price known; give --price" if run["cost_usd"] is None else (
+    money_text = "no price known; give --price" if run["cost_usd"] is None else (
         f"${run['cost_usd']:,.0f}, {run['flops_per_dollar']:.3g} FLOPs a dollar"
     )  # fmt: skip
-    yield Fact("cost", money)
+    yield Fact("cost", money_text)
     if run["floor_area_m2"] is not None:
         yield Fact("floor", f"{three_digits(run['floor_area_m2'])} m2 of racks")
 
 
 def _failures_text(at: dict[str, float]) -> Iterator[Piece]:
-    seconds = {name: format_seconds(value) for name, value in at.items() if name.endswith("_s")}
-    yield Fact("failures", f"{at['failures_per_day']:.3g} a day, one every {seconds['mtbf_s']} somewhere in the fleet")
+    text_of = {name: format_seconds(value) for name, value in at.items() if name.endswith("_s")}
+    yield Fact("failures", f"{at['failures_per_day']:.3g} a day, one every {text_of['mtbf_s']} somewhere in the fleet")
     yield Fact(
         "checkpoints",
-        f"every {seconds['interval_s']} of work (best: Young {seconds['young_interval_s']}, Daly "
-        f"{seconds['daly_interval_s']}), each stopping the run for {seconds['checkpoint_s']}",
+        f"every {text_of['interval_s']} of work (best: Young {text_of['young_interval_s']}, Daly "
+        f"{text_of['daly_interval_s']}), each stopping the run for {text_of['checkpoint_s']}",
     )
     yield Fact(
         "goodput",
         f"{at['goodput']:.1%} of the time is work kept; {at['lost_to_checkpoints']:.1%} saving, "
-        f"{at['lost_to_failures']:.1%} lost to failures and restarts of {seconds['restart_s']}",
+        f"{at['lost_to_failures']:.1%} lost to failures and restarts of {text_of['restart_s']}",
     )

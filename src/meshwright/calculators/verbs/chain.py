@@ -44,26 +44,26 @@ def command(given: Given) -> Answer:
     Every array may be sharded in any way, unless it is written with a mesh axis or named by --fixed.
     """
     cluster = parse_cluster(given.on)
-    mesh, rates_of = given.mesh, rates_for(cluster, given.calibration)
+    mesh, calibration = given.mesh, rates_for(cluster, given.calibration)
     chain = parse_chain(given.products, dims=given.dims, mesh=mesh, fixed=given.fixed, dtype=given.dtype)
-    rates = einsum_rates(cluster, mesh, calibration=rates_of)
-    usable = usable_bytes(cluster.chip, rates_of or datasheet_calibration(cluster.chip))
-    limit = parse_bytes(given.memory_text) if given.memory_text is not None else usable
-    if not 0 < limit <= usable:
-        most = format_bytes(usable)
-        raise InputError(f"--memory {given.memory_text} must be more than 0 and at most the {most} of a device.")
-    assignments = search_chain(chain, rates, memory_bytes=limit, top=given.top)
-    result: Facts = {
+    rates = einsum_rates(cluster, mesh, calibration=calibration)
+    usable_size = usable_bytes(cluster.chip, calibration or datasheet_calibration(cluster.chip))
+    limit_bytes = parse_bytes(given.memory_text) if given.memory_text is not None else usable_size
+    if not 0 < limit_bytes <= usable_size:
+        usable_text = format_bytes(usable_size)
+        raise InputError(f"--memory {given.memory_text} must be more than 0 and at most the {usable_text} of a device.")
+    assignments = search_chain(chain, rates, memory_bytes=limit_bytes, top=given.top)
+    facts: Facts = {
         "cluster": cluster.short_name,
-        "memory_limit_bytes": limit,
+        "memory_limit_bytes": limit_bytes,
         "placement": rates.laid.describe(),
         "assignments": [_row(chain, assignment) for assignment in assignments],
     }
-    every = list(enumerate(result["assignments"], 1))
-    arrays = [{"assignment": n, "array": k, **a} for n, row in every for k, a in row["arrays"].items()]
-    steps = [{"assignment": n, **step} for n, row in every for step in row["steps"]]
-    least = [{"assignment": n, **{k: v for k, v in row.items() if k not in ("arrays", "steps")}} for n, row in every]
-    return Answer(result, _text(result), raw=[least, arrays, steps, [result]])
+    ranked = list(enumerate(facts["assignments"], 1))
+    arrays = [{"assignment": n, "array": k, **a} for n, row in ranked for k, a in row["arrays"].items()]
+    steps = [{"assignment": n, **step} for n, row in ranked for step in row["steps"]]
+    totals = [{"assignment": n, **{k: v for k, v in row.items() if k not in ("arrays", "steps")}} for n, row in ranked]
+    return Answer(facts, _text(facts), raw=[totals, arrays, steps, [facts]])
 
 
 def _row(chain: Chain, one: Assignment) -> Facts:
@@ -99,8 +99,8 @@ def _row(chain: Chain, one: Assignment) -> Facts:
 
 
 def _text(result: Mapping[str, Any]) -> Iterator[Piece]:
-    best, limit = result["assignments"][0], format_bytes(result["memory_limit_bytes"])
-    title = f"least time on {result['cluster']} within {limit} of a device"
+    best, limit_text = result["assignments"][0], format_bytes(result["memory_limit_bytes"])
+    title = f"least time on {result['cluster']} within {limit_text} of a device"
     rows = [
         [
             name,
@@ -123,24 +123,24 @@ def _text(result: Mapping[str, Any]) -> Iterator[Piece]:
         for number, step in enumerate(best["steps"], start=1)
     ]
     yield Table(["", "step", "result", "bytes", "time", "bound by"], steps)
-    where = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
-    products = format_seconds(best["time_s"] - best["communication_s"])
-    shared = f"products {products}, communication {format_seconds(best['communication_s'])}"
-    inputs = format_bytes(best["input_bytes"])
-    facts = {
-        "time": f"{format_seconds(best['time_s'])}, one step after the other: {shared}",
+    placement_text = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
+    products_text = format_seconds(best["time_s"] - best["communication_s"])
+    shares_text = f"products {products_text}, communication {format_seconds(best['communication_s'])}"
+    in_text = format_bytes(best["input_bytes"])
+    text_by_label = {
+        "time": f"{format_seconds(best['time_s'])}, one step after the other: {shares_text}",
         "bound by": f"{best['bound_by']}, which takes most of the time",
-        "memory": f"at most {format_bytes(best['memory_bytes'])} of a device, {inputs} of it the inputs, always held",
-        "mesh": where,
+        "memory": f"at most {format_bytes(best['memory_bytes'])} of a device, {in_text} of it the inputs, always held",
+        "mesh": placement_text,
     }
-    yield from (Fact(label, text, column=COLUMN) for label, text in facts.items())
-    next_best = result["assignments"][1:]
-    if next_best:
+    yield from (Fact(label, text, column=COLUMN) for label, text in text_by_label.items())
+    next_rows = result["assignments"][1:]
+    if next_rows:
         yield ""
         # without spaces inside a name, a row breaks between arrays only
-        texts = ["  ".join(a["sharding"].replace(", ", ",") for a in row["arrays"].values()) for row in next_best]
+        texts = ["  ".join(a["sharding"].replace(", ", ",") for a in row["arrays"].values()) for row in next_rows]
         cells = [
             [text, format_seconds(row["time_s"]), format_bytes(row["memory_bytes"])]
-            for text, row in zip(texts, next_best, strict=True)
+            for text, row in zip(texts, next_rows, strict=True)
         ]
         yield Table(["next best", "time", "memory"], cells)

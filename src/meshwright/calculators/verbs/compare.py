@@ -76,14 +76,14 @@ def command(given: Given) -> Answer:
         raise InputError(f"--all and {given.names[0]} do not go together. Name models, or ask for all of them.")
     if not given.every and not given.names:
         raise InputError("no model is named. Name some, such as llama3-8b gemma-7b, or give --all.")
-    chosen = [model_or_size(name) for name in (models() if given.every else dict.fromkeys(given.names))]
+    chosen_models = [model_or_size(name) for name in (models() if given.every else dict.fromkeys(given.names))]
     views = [name for name in VIEWS if getattr(given, name)]
     if len(views) > 1:
-        first, second = (FLAGS.get(name, name) for name in views[:2])
-        raise InputError(f"--{first} and --{second} are two views. Ask for one at a time.")
+        flag, other_flag = (FLAGS.get(name, name) for name in views[:2])
+        raise InputError(f"--{flag} and --{other_flag} are two views. Ask for one at a time.")
     if views:
-        return VIEWS[views[0]](chosen, given)
-    rows = [model_row(model, seq_len=given.seq_len) for model in chosen]
+        return VIEWS[views[0]](chosen_models, given)
+    rows = [model_row(model, seq_len=given.seq_len) for model in chosen_models]
     return Answer({"seq_len": given.seq_len, "models": rows}, _text(rows, given.seq_len), raw=[rows])
 
 
@@ -115,7 +115,7 @@ def model_row(model: Model, *, seq_len: int) -> Facts:
     (k Fe + Fs) / D with experts, and ``aspect`` is D / L. FLOPs per token are 6 per active parameter, and attention's
     own products come on top: ``attention_share`` is their part of both.
     """
-    matmuls, attention = token_flops(model), attention_train_flops(model, seq_len) / seq_len
+    matmul_flops, attention_flops = token_flops(model), attention_train_flops(model, seq_len) / seq_len
     return {
         **{name: getattr(model, name) for name in ("name", "family", *LETTERS.values())},
         **{name: getattr(model, name) or None for name in EXPERTS.values() if name != "name"},
@@ -124,9 +124,9 @@ def model_row(model: Model, *, seq_len: int) -> Facts:
         "ff_ratio": feed_forward_width(model) / model.d_model,
         "aspect": model.d_model / model.num_layers,
         "kv_bytes_per_token": kv_cache_bytes(model, 1),
-        "train_flops_per_token": matmuls,
-        "attention_flops_per_token": attention,
-        "attention_share": attention / (attention + matmuls),
+        "train_flops_per_token": matmul_flops,
+        "attention_flops_per_token": attention_flops,
+        "attention_share": attention_flops / (attention_flops + matmul_flops),
     }
 
 
@@ -137,18 +137,18 @@ def attention_train_flops(model: Model, seq_len: Number) -> Number:
     Source: How to Scale Your Model, section 4.3.
     """
     value_dim = model.v_head_dim if model.latent_attention else model.head_dim
-    sliding = len(model.sliding_layers) if model.sliding_window else 0
-    near = keys_per_query(seq_len, window=model.sliding_window)
-    keys = (model.num_layers - sliding) * keys_per_query(seq_len) + sliding * near
+    num_sliding = len(model.sliding_layers) if model.sliding_window else 0
+    near_keys = keys_per_query(seq_len, window=model.sliding_window)
+    keys = (model.num_layers - num_sliding) * keys_per_query(seq_len) + num_sliding * near_keys
     return 6 * seq_len * keys * model.num_heads * (model.head_dim + value_dim)
 
 
 def _text(rows: list[Facts], seq_len: int) -> Iterator[Piece]:
     yield Table.of(rows, LETTERS)
     yield Table.of(rows, COUNTS)
-    experts = [row for row in rows if row["num_experts"]]
-    if experts:
-        yield Table.of(experts, EXPERTS)
+    expert_rows = [row for row in rows if row["num_experts"]]
+    if expert_rows:
+        yield Table.of(expert_rows, EXPERTS)
     yield Fact("F / D", "what a token passes: k Fe + Fs over D with experts")
     yield Fact(
         "FLOPs a token",

@@ -47,25 +47,25 @@ RESULTS_PER_LAYER = 4
 
 
 def _chips(named: Sequence[Chip]) -> Sequence[Chip]:
-    known = catalogue_chips().values()
-    return named or [c for c in known if c.variant == "datasheet" and c.hbm_bytes is not None]
+    catalogued = catalogue_chips().values()
+    return named or [c for c in catalogued if c.variant == "datasheet" and c.hbm_bytes is not None]
 
 
 def bytes_view(models: Sequence[Model], given: Any) -> Answer:
     """Returns bytes per parameter of every training state, by part and with averages of weights, and model bytes."""
-    sizes = {
+    bytes_by_state = {
         state: {name: state_bytes_per_param(state, average=name) for name in AVERAGE_BYTES} for state in STATE_BYTES
     }
     states = [
         {
             "state": state,
             **{part: bytes_per_param(state, part=part) for part in PARTS},
-            "bytes_per_param": averaged,
-            "model_bytes": {m.name: num_params(m) * averaged["none"] for m in models},
+            "bytes_per_param": bytes_by_average,
+            "model_bytes": {m.name: num_params(m) * bytes_by_average["none"] for m in models},
         }
-        for state, averaged in sizes.items()
+        for state, bytes_by_average in bytes_by_state.items()
     ]
-    largest = [
+    largest_models = [
         {
             "chip": unit.name,
             "memory_bytes": known_memory(unit),
@@ -74,7 +74,7 @@ def bytes_view(models: Sequence[Model], given: Any) -> Answer:
         for unit in _chips(given.on)
     ]
     # States of equal bytes share a column.
-    by_bytes = {bytes_per_param(state): state for state in reversed(STATE_BYTES)}
+    state_of = {bytes_per_param(state): state for state in reversed(STATE_BYTES)}
     tables = [
         Table.of(
             states,
@@ -82,15 +82,15 @@ def bytes_view(models: Sequence[Model], given: Any) -> Answer:
             "Bytes a parameter of each training state: weights, gradients, optimizer, and the number it is known by",
         ),
         Table.of(
-            largest,
+            largest_models,
             {
                 **MEMORY_COLUMNS,
-                **{f"{size:g} B": (f"max_params/{by_bytes[size]}", format_params) for size in sorted(by_bytes)},
+                **{f"{size:g} B": (f"max_params/{state_of[size]}", format_params) for size in sorted(state_of)},
             },
             "Largest model whose state alone fills a chip: memory / bytes a parameter",
         ),
     ]
-    return Answer({"states": states, "largest_models": largest}, tables)
+    return Answer({"states": states, "largest_models": largest_models}, tables)
 
 
 def known_memory(unit: Chip) -> float:
@@ -104,14 +104,14 @@ def zero_view(models: Sequence[Model], given: Any) -> Answer:
     """Returns bytes of one device under plain data parallelism and the ZeRO stages, for one state or for all."""
     if given.state is not None:
         bytes_per_param(given.state)
-    averages = AVERAGE_BYTES[given.average]
+    average_bytes = AVERAGE_BYTES[given.average]
     facts: list[Facts] = []
     tables = []
     for m in models:
         bytes_by_state = {
             state: [
                 zero_bytes(num_params(m), state=state, stage=stage, num_shards=given.shards)  # type: ignore[arg-type]
-                + num_params(m) * averages / (given.shards if stage else 1)
+                + num_params(m) * average_bytes / (given.shards if stage else 1)
                 for stage in ZERO_SHARDS
             ]
             for state in ([given.state] if given.state else STATE_BYTES)
@@ -121,7 +121,7 @@ def zero_view(models: Sequence[Model], given: Any) -> Answer:
         title = f"{m.name}: training state of one of {given.shards:,} data-parallel devices"
         tables.append(Table(["state", *columns], [[state, *sizes] for state, sizes in bytes_by_state.items()], title))
     note = "ZeRO-1 splits the optimizer, ZeRO-2 gradients too, ZeRO-3 (FSDP) weights too; gradients counted"
-    note += f"; a running average in {given.average} is split as the optimizer is" if averages else ""
+    note += f"; a running average in {given.average} is split as the optimizer is" if average_bytes else ""
     return _noted({"shards": given.shards, "models": facts}, tables, note)
 
 
@@ -135,8 +135,8 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
     ``given.num_chips`` adds the bytes that one of that many chips holds, all shared evenly, and their share of it.
     """
     state, average, batch_tokens = given.state or DEFAULT_STATE, given.average, given.batch_tokens or 0
-    per_param = state_bytes_per_param(state, average=average)
-    needed = {
+    param_bytes = state_bytes_per_param(state, average=average)
+    bytes_by_model = {
         m.name: training_bytes(
             m, state=state, average=average, batch_tokens=batch_tokens, results_per_layer=given.results_per_layer
         )
@@ -145,33 +145,33 @@ def hold_view(models: Sequence[Model], given: Any) -> Answer:
     chips = [
         {
             "chip": unit.name,
-            "memory_bytes": room,
-            "min_chips": {name: room and min_chips(size, room) for name, size in needed.items()},
-            "max_params_one_chip": room and room / per_param,
+            "memory_bytes": memory,
+            "min_chips": {name: memory and min_chips(size, memory) for name, size in bytes_by_model.items()},
+            "max_params_one_chip": memory and memory / param_bytes,
         }
-        for unit, room in ((unit, unit.memory_bytes) for unit in _chips(given.on))
+        for unit, memory in ((unit, unit.memory_bytes) for unit in _chips(given.on))
     ]
     facts = {
         "state": state,
-        "bytes_per_param": per_param,
+        "bytes_per_param": param_bytes,
         "batch_tokens": batch_tokens,
-        "training_bytes": needed,
+        "training_bytes": bytes_by_model,
         "chips": chips,
     }
-    columns = {**MEMORY_COLUMNS, **{name: f"min_chips/{name}" for name in needed}}
+    columns = {**MEMORY_COLUMNS, **{name: f"min_chips/{name}" for name in bytes_by_model}}
     tables = [Table.of(chips, columns, "Fewest chips by memory alone, all of it shared evenly")]
     if given.num_chips is not None:
-        shares = {name: size / given.num_chips for name, size in needed.items()}
+        shares = {name: size / given.num_chips for name, size in bytes_by_model.items()}
         facts |= {"num_chips": given.num_chips, "bytes_per_chip": shares}
         rows = [
-            {**row, "shares": (room := row["memory_bytes"]) and {name: size / room for name, size in shares.items()}}
+            {**row, "shares": (total := row["memory_bytes"]) and {name: size / total for name, size in shares.items()}}
             for row in chips
         ]
         columns = {**MEMORY_COLUMNS, **{name: (f"shares/{name}", "{:.1%}".format) for name in shares}}
         title = f"One of {counted(given.num_chips, 'chip')} holds {_sizes_words(shares)}; of its memory:"
         tables.append(Table.of(rows, columns, title))
-    words = f" and {given.results_per_layer:g} results of width D a layer of {format_count(batch_tokens)} tokens"
-    note = f"{per_param:g} bytes a parameter ({state}){words if batch_tokens else ''}: {_sizes_words(needed)}"
+    text = f" and {given.results_per_layer:g} results of width D a layer of {format_count(batch_tokens)} tokens"
+    note = f"{param_bytes:g} bytes a parameter ({state}){text if batch_tokens else ''}: {_sizes_words(bytes_by_model)}"
     return _noted(facts, tables, note)
 
 
@@ -191,8 +191,8 @@ def training_bytes(
 
     Source: How to Scale Your Model, sections 5.1.1 and 6.3: 2 x 8192 x 80 x 4e6 x 4 for LLaMA-3 70B.
     """
-    saved = saved_bytes(batch_tokens, num_layers=model.num_layers, width=results_per_layer * model.d_model)
-    return float(num_params(model) * state_bytes_per_param(state, average=average) + saved)
+    kept_bytes = saved_bytes(batch_tokens, num_layers=model.num_layers, width=results_per_layer * model.d_model)
+    return float(num_params(model) * state_bytes_per_param(state, average=average) + kept_bytes)
 
 
 def state_bytes_per_param(state: str, *, average: str = "none") -> float:
@@ -213,24 +213,24 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
     for m in models:
         if m.num_heads % tensor:
             raise InputError(f"--tensor {tensor} does not divide the {m.num_heads} heads of {m.name}. Use a divisor.")
-        closed, derived = [], []
-        attention = attention_term(m.num_heads, seq_len, m.d_model)
-        for how, remat in RECOMPUTES.items():
-            for split in (False, True)[: 1 + (tensor > 1)]:
-                units = layer_units(attention, tensor=tensor, sequence_parallel=split, recompute=how)
-                closed.append(
+        closed_rows, derived_bytes = [], []
+        score_term = attention_term(m.num_heads, seq_len, m.d_model)
+        for recompute, remat in RECOMPUTES.items():
+            for is_split in (False, True)[: 1 + (tensor > 1)]:
+                bytes_per_sbh = layer_units(score_term, tensor=tensor, sequence_parallel=is_split, recompute=recompute)
+                closed_rows.append(
                     {
-                        "recompute": how,
+                        "recompute": recompute,
                         "tensor": tensor,
-                        "sequence_parallel": split,
-                        "num_bytes": units * seq_len * seqs * m.d_model,
-                        "per_sbh": units,
+                        "sequence_parallel": is_split,
+                        "num_bytes": bytes_per_sbh * seq_len * seqs * m.d_model,
+                        "per_sbh": bytes_per_sbh,
                     }
                 )
                 # a mean over layers, if they differ
-                widths = saved_widths(m, remat, tensor=tensor, sequence_parallel=tensor == 1 or split)
-                derived.append(float(saved_bytes(seq_len * seqs, num_layers=1, width=sum(widths.values()))))
-        facts.append({"name": m.name, "closed_form": closed, "derived_bytes_per_layer": derived})
+                widths = saved_widths(m, remat, tensor=tensor, sequence_parallel=tensor == 1 or is_split)
+                derived_bytes.append(float(saved_bytes(seq_len * seqs, num_layers=1, width=sum(widths.values()))))
+        facts.append({"name": m.name, "closed_form": closed_rows, "derived_bytes_per_layer": derived_bytes})
         columns: TableColumns = {
             "recompute": "recompute",
             "tensor": lambda row: f"{row['tensor']} + sequence" if row["sequence_parallel"] else f"{row['tensor']}",
@@ -241,10 +241,10 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
         }
         rows = [
             {**row, "all_layers": row["num_bytes"] * m.num_layers, "derived_bytes_per_layer": size}
-            for row, size in zip(closed, derived, strict=True)
+            for row, size in zip(closed_rows, derived_bytes, strict=True)
         ]
-        sequences = f"{seqs} sequence{'s' if seqs > 1 else ''} of {seq_len:,}"
-        tables.append(Table.of(rows, columns, f"{m.name}: activations that a device keeps of {sequences}"))
+        sequences_text = f"{seqs} sequence{'s' if seqs > 1 else ''} of {seq_len:,}"
+        tables.append(Table.of(rows, columns, f"{m.name}: activations that a device keeps of {sequences_text}"))
     note = (
         "closed form: a GPT layer with full heads, F = 4 D, dropout, scores in memory (Korthikanti et al. 2022); "
         "derived here: this model's own program with that tensor parallelism, attention's scores on chip"
@@ -267,6 +267,6 @@ def layer_units(
     """
     if recompute == "full":
         return 2 / tensor if sequence_parallel else 2
-    whole = 10 / tensor if sequence_parallel else 10
-    scores = attention / tensor if recompute == "none" else 0
-    return whole + 24 / tensor + scores
+    kept = 10 / tensor if sequence_parallel else 10
+    score_bytes = attention / tensor if recompute == "none" else 0
+    return kept + 24 / tensor + score_bytes

@@ -68,22 +68,22 @@ def command(given: Given) -> Answer:
     calibration = measure(cluster, keep=given.out / "calibration.toml")
     say("2/5 plan")
     ranking = rank_plans(Setting(DEMO_MODEL, cluster, DEMO_JOB, calibration))
-    chosen = ranking.plan()
-    save_plan(chosen, given.out / "plan.toml")
+    plan = ranking.plan()
+    save_plan(plan, given.out / "plan.toml")
     if given.form == "text":
         show(plan_text(ranking))
     say("3/5 train")
-    result = run_training(chosen, {**SETTINGS, "steps": given.steps}, runs=given.out)
+    train_result = run_training(plan, {**SETTINGS, "steps": given.steps}, runs=given.out)
     say("4/5 pictures")
-    pictures = _draw(chosen, result, given.out)
+    pictures = _draw(plan, train_result, given.out)
     say("5/5 sample")
     options = TextOptions(max_tokens=SAMPLE_TOKENS, sampling=Sampling(temperature=0.5), mesh=make_mesh({}))
-    text = PROMPT + generate_text(Path(result.run), [PROMPT], options).texts[0]
-    speed = machine_speed(chosen.calibration)
-    facts: Facts = {**msgspec.to_builtins(result), "machine_speed": speed}
-    facts |= {"plan": given.out / "plan.toml", "pictures": pictures, "sample": text}
-    lines = [f"pictures: {', '.join(pictures)}", f"sample:   {text!r}"]
-    return Answer(facts, ["", *result_text(chosen, result, speed), *(Paragraph(line, None) for line in lines)])
+    sample_text = PROMPT + generate_text(Path(train_result.run), [PROMPT], options).texts[0]
+    speed = machine_speed(plan.calibration)
+    facts: Facts = {**msgspec.to_builtins(train_result), "machine_speed": speed}
+    facts |= {"plan": given.out / "plan.toml", "pictures": pictures, "sample": sample_text}
+    lines = [f"pictures: {', '.join(pictures)}", f"sample:   {sample_text!r}"]
+    return Answer(facts, ["", *result_text(plan, train_result, speed), *(Paragraph(line, None) for line in lines)])
 
 
 def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
@@ -94,30 +94,30 @@ def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
     from meshwright.report.plans.measured import loss_figure
 
     tokens = [chosen.job.tokens_per_step * (i + 1) for i in range(len(result.losses))]
-    rates = chosen.calibration.describe()
-    priced = price_strategy(setting_of(chosen), chosen.strategy)
-    declared = priced.derived.declared
+    rates_text = chosen.calibration.describe()
+    priced_plan = price_strategy(setting_of(chosen), chosen.strategy)
+    array_of = priced_plan.derived.declared
     dims = {**chosen.model.dims, "B": chosen.job.batch_seqs, "T": chosen.job.seq_len}
-    panels = [panel(declared[name], dims, chosen.strategy.mesh) for name in ("x", "w_up", "g")]
+    panels = [panel(array_of[name], dims, chosen.strategy.mesh) for name in ("x", "w_up", "g")]
     parts = ("weights", "optimizer", "batch", "temporaries")
-    measured = {name: getattr(result.memory, f"{name}_bytes") or 0 for name in parts} if result.memory else {}
+    measured_bytes = {name: getattr(result.memory, f"{name}_bytes") or 0 for name in parts} if result.memory else {}
     figures = {
         "loss.png": loss_figure(result.losses, tokens, subtitle=f"{chosen.model.name} on Python's own documentation"),
-        "roofline.png": _roofline(chosen, priced, result),
+        "roofline.png": _roofline(chosen, priced_plan, result),
         "sharding.png": sharding_figure(
             panels, subtitle=f"Stream, one weight and one activation on {mesh_words(chosen.strategy.mesh)}"
         ),
         "step.png": step_breakdown_figure(
             {
-                "predicted": {name.replace("_", " "): s for name, s in priced.estimate.terms.items() if s > 0},
+                "predicted": {name.replace("_", " "): s for name, s in priced_plan.estimate.terms.items() if s > 0},
                 "measured": {"whole step": result.step_s or 0.0},
             },
-            subtitle=f"Predicted parts by themselves; {rates}",
+            subtitle=f"Predicted parts by themselves; {rates_text}",
         ),
         "memory.png": memory_figure(
             {
-                "predicted": {name.replace("_", " "): b for name, b in priced.estimate.memory.items() if b > 0},
-                "measured": measured,
+                "predicted": {name.replace("_", " "): b for name, b in priced_plan.estimate.memory.items() if b > 0},
+                "measured": measured_bytes,
             },
             subtitle="Predicted: the fullest moment. Measured: shards of one device, temporaries of its step",
         ),
@@ -137,14 +137,14 @@ def _roofline(chosen: Plan, priced: PricedStrategy, result: "TrainResult") -> "F
     for cost in priced.costs.all:
         flops, name = float(cost.flops), cost.step.result.name
         if flops and cost.step.phase == "forward" and name in SHOWN:
-            rate, moved = flops / float(cost.local_s), float(cost.hbm_bytes)
-            points.append(RooflinePoint(label=SHOWN[name], intensity=flops / moved, flops_per_s=rate))
+            flops_per_s, num_bytes = flops / float(cost.local_s), float(cost.hbm_bytes)
+            points.append(RooflinePoint(label=SHOWN[name], intensity=flops / num_bytes, flops_per_s=flops_per_s))
     if result.step_s:
-        flops, moved = (
+        flops, num_bytes = (
             sum(float(getattr(c, figure) * c.count) for c in priced.costs.all) for figure in ("flops", "hbm_bytes")
         )
         label = f"whole step, measured {format_seconds(result.step_s)}"
-        points.append(RooflinePoint(label=label, intensity=flops / moved, flops_per_s=flops / result.step_s))
+        points.append(RooflinePoint(label=label, intensity=flops / num_bytes, flops_per_s=flops / result.step_s))
     return roofline_figure(
         peak_flops_per_s=max(reference_peak(chip, rates, "fp32"), *(point.flops_per_s for point in points)),
         link_bytes_per_s={

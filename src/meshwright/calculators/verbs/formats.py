@@ -54,8 +54,8 @@ def command(given: Given) -> Answer:
     }
     stored = [{"given": row["value"], **way} for row in facts["values"] for way in row["stored"]]
     ways = [{"format": row["format"], **way} for row in facts["dot_product"] or () for way in row["ways"]]
-    rows = [table for table in (stored, facts["decoded"] and [facts["decoded"]], ways) if table] or [facts["formats"]]
-    return Answer(facts, _text(given, facts), raw=rows)
+    tables = [table for table in (stored, facts["decoded"] and [facts["decoded"]], ways) if table] or [facts["formats"]]
+    return Answer(facts, _text(given, facts), raw=tables)
 
 
 def _text(given: Given, found: Facts) -> Iterator[Piece]:
@@ -64,14 +64,14 @@ def _text(given: Given, found: Facts) -> Iterator[Piece]:
         yield Fact("bits", "sign + exponent + mantissa; tf32 fills 4 bytes in memory; integers need a scale")
     for text, value in zip(given.values, found["values"], strict=True):
         rows = [[s["format"], f"{s['value']:.10g}", _error(s["relative_error"]), s["bits"]] for s in value["stored"]]
-        of = "" if value["scale"] == 1 else f", stored as multiples of {value['scale']:g}"
-        yield Table(["format", "stored", "error", "sign exponent mantissa"], rows, f"{text}{of}")
+        suffix = "" if value["scale"] == 1 else f", stored as multiples of {value['scale']:g}"
+        yield Table(["format", "stored", "error", "sign exponent mantissa"], rows, f"{text}{suffix}")
     if found["decoded"]:
         decoded = found["decoded"]
         yield Fact(decoded["format"], f"{decoded['bits']} is {_short(decoded['value'])}")
     for dot in found["dot_product"] or ():
-        moved = f"{dot['bytes']:,.0f} bytes, {dot['intensity']:.3g} FLOPs/byte"
-        yield Table.of(dot["ways"], WAY_COLUMNS, f"{dot['format']}: {dot['flops']:,} FLOPs on {moved}")
+        moved_text = f"{dot['bytes']:,.0f} bytes, {dot['intensity']:.3g} FLOPs/byte"
+        yield Table.of(dot["ways"], WAY_COLUMNS, f"{dot['format']}: {dot['flops']:,} FLOPs on {moved_text}")
     if found["dot_product"]:
         yield Fact("cycles", f"1 for arithmetic, {given.load_cycles:g} for a load; the larger of both, or their sum")
         yield Fact("matrix", f"the share that one dot product of {given.length:,} has in a whole matrix product")
@@ -102,8 +102,8 @@ def format_facts(form: NumberFormat) -> Facts:
 
 def _short(value: float) -> str:
     """Returns four digits; whole numbers below a million in full."""
-    whole = math.isfinite(value) and abs(value) < 1e6 and value == int(value)
-    return f"{int(value):,}" if whole else f"{value:.4g}"
+    is_whole = math.isfinite(value) and abs(value) < 1e6 and value == int(value)
+    return f"{int(value):,}" if is_whole else f"{value:.4g}"
 
 
 def _fields(form: Facts) -> str:
@@ -125,10 +125,10 @@ FORMAT_COLUMNS: Facts = {
 
 
 def _stored(text: str, forms: Sequence[NumberFormat], scale: Fraction) -> Facts:
-    value, stored = _number(text, "--value"), []
+    value, rows = _number(text, "--value"), []
     for form in forms:
         rounded = round_to(form, value / scale)
-        stored.append(
+        rows.append(
             {
                 "format": form.name,
                 "value": rounded.value * float(scale),
@@ -137,7 +137,7 @@ def _stored(text: str, forms: Sequence[NumberFormat], scale: Fraction) -> Facts:
                 "code": rounded.code,
             }
         )
-    return {"value": float(value), "scale": float(scale), "stored": stored}
+    return {"value": float(value), "scale": float(scale), "stored": rows}
 
 
 def _error(relative: float | None) -> str:
@@ -200,21 +200,21 @@ def dot_product_ways(
     matrix instruction makes m n dot products at once, with operands loaded once per tile: one's share is counted.
     Cycles are the larger of both parts, or their sum without overlap.
     """
-    lanes = vector_bits // form.stored_bits
-    if lanes < 1:
+    num_lanes = vector_bits // form.stored_bits
+    if num_lanes < 1:
         raise InputError(f"a vector of {vector_bits} bits holds no {form.name}. Give at least {form.stored_bits}.")
-    steps = math.ceil(length / lanes)
+    num_steps = math.ceil(length / num_lanes)
     rows, cols, depth = MATRIX_SHAPE
     # operands of a matrix instruction arrive in vector loads of their own
     depth = depth * 16 // form.stored_bits if form.stored_bits <= 16 else depth
-    tiles, served = math.ceil(length / depth), rows * cols
-    operand_loads = math.ceil((rows + cols) * depth / lanes)
-    counts: list[tuple[str, float, float, float, float]] = [
+    num_tiles, results = math.ceil(length / depth), rows * cols
+    operand_loads = math.ceil((rows + cols) * depth / num_lanes)
+    rows_of_counts: list[tuple[str, float, float, float, float]] = [
         ("multiply, then add", 1, 2 * length, 2 * length - 1, 1),
         ("fused multiply-add", 1, 2 * length, length, 1),
-        (f"vector of {lanes}", lanes, 2 * steps, steps + 2 * int(math.log2(lanes)), 1),
-        (f"matrix {rows}x{cols}x{depth}", served * depth, tiles * operand_loads / served, tiles / served,
-         math.ceil(served / lanes) / served),
+        (f"vector of {num_lanes}", num_lanes, 2 * num_steps, num_steps + 2 * int(math.log2(num_lanes)), 1),
+        (f"matrix {rows}x{cols}x{depth}", results * depth, num_tiles * operand_loads / results, num_tiles / results,
+         math.ceil(results / num_lanes) / results),
     ]  # fmt: skip
     return [
         {
@@ -227,7 +227,7 @@ def dot_product_ways(
             "cycles_lower": max((loads + stores) * load_cycles, arithmetic),
             "cycles_upper": (loads + stores) * load_cycles + arithmetic,
         }
-        for way, elements, loads, arithmetic, stores in counts
+        for way, elements, loads, arithmetic, stores in rows_of_counts
     ]
 
 

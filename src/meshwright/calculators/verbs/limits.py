@@ -53,20 +53,20 @@ def command(given: Given) -> Answer:
         f"{name} on {cluster.short_name} ({counted(cluster.num_chips, 'chip')}), {format_count(job.tokens_per_step)} "
         f"tokens a step = {counted(job.batch_seqs, 'sequence')} of {job.seq_len:,}"
     )
-    layer: dict[str, float] | None = None
+    layer_s: dict[str, float] | None = None
     if at.tensor is not None and at.mixed_alpha is not None:
         # seconds of two matrices with the tensor size that is given, in a dense model on a torus
         sizes = {"fsdp": at.data_ways, "tensor": at.tensor}
-        mixed = MixedLayer(batch_tokens=at.batch_tokens, d_model=d_model, d_ff=at.d_ff, **sizes)
-        rate, axes = at.peak_flops / at.mixed_alpha, {"fsdp_axes": at.fsdp_axes, "tensor_axes": at.tensor_axes}
-        layer = {"math_s": mixed.math_s(at.peak_flops), "comms_s": mixed.comms_s(rate, **axes)}
+        mixed_layer = MixedLayer(batch_tokens=at.batch_tokens, d_model=d_model, d_ff=at.d_ff, **sizes)
+        axis_rate, axes = at.peak_flops / at.mixed_alpha, {"fsdp_axes": at.fsdp_axes, "tensor_axes": at.tensor_axes}
+        layer_s = {"math_s": mixed_layer.math_s(at.peak_flops), "comms_s": mixed_layer.comms_s(axis_rate, **axes)}
     return Answer(
-        {"model": name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": limits, "layer": layer},
+        {"model": name, "cluster": cluster.short_name, "job": job, "symbols": at, "limits": limits, "layer": layer_s},
         [
             heading,
             *limit_tables(limits).values(),
             *(f"{limit.name}: {limit.note}" for limit in limits if limit.note),
-            *([LAYER.format(*map(format_seconds, layer.values()))] if layer else []),
+            *([LAYER.format(*map(format_seconds, layer_s.values()))] if layer_s else []),
             legend(at, "chips / tensor"),
         ],
         raw=[limits],
@@ -75,13 +75,13 @@ def command(given: Given) -> Answer:
 
 def layer_letters(text: str, state: str) -> tuple[str, int, Facts]:
     """Returns the name, D and the letters of a model or of ``mlp:DxF``, whose training state is left out."""
-    layer = mlp_work(text)
-    if layer is not None:
-        params = 2 * layer.dims["D"] * layer.d_ff
-        return layer.name, layer.dims["D"], {"d_ff": layer.d_ff, "num_params": params, "num_active_params": params}
+    work = mlp_work(text)
+    if work is not None:
+        params = 2 * work.dims["D"] * work.d_ff
+        return work.name, work.dims["D"], {"d_ff": work.d_ff, "num_params": params, "num_active_params": params}
     model = load_model(text)
-    of_state = {"state_bytes": state_bytes(num_params(model), state=state)}
-    return model.name, model.d_model, model_letters(model) | of_state
+    state_letters = {"state_bytes": state_bytes(num_params(model), state=state)}
+    return model.name, model.d_model, model_letters(model) | state_letters
 
 
 def letters(sizes: Facts, cluster: Cluster, job: Job, given: Given) -> Letters:
@@ -89,29 +89,29 @@ def letters(sizes: Facts, cluster: Cluster, job: Job, given: Given) -> Letters:
 
     ``sizes`` are the model's. Raises InputError for a cluster without links. Source: How to Scale Your Model, 5.
     """
-    slices, width = cluster.num_slices, torus_width(cluster)
-    chips, rate = cluster.num_chips // slices, peak(cluster.chip, given.dtype)
-    links = switched_letters(cluster, rate, Efficiency()) if chips > 1 else {}
-    if width is None and not links:
+    num_slices, width = cluster.num_slices, torus_width(cluster)
+    per_slice, peak_rate = cluster.num_chips // num_slices, peak(cluster.chip, given.dtype)
+    link_letters = switched_letters(cluster, peak_rate, Efficiency()) if per_slice > 1 else {}
+    if width is None and not link_letters:
         raise InputError(f"{cluster.short_name} has no links in the catalogue. Name several TPUs, or several GPUs.")
-    axes, taken = width.axes if width else (1.0,), given.tensor_axes
-    if not 1 <= taken <= max(1, len(axes) - 1):
+    axes, num_tensor_axes = width.axes if width else (1.0,), given.tensor_axes
+    if not 1 <= num_tensor_axes <= max(1, len(axes) - 1):
         raise InputError(
             f"--tensor-axes {given.tensor_axes}: {cluster.short_name} has {len(axes)} axes. Leave one for the data."
         )
-    if given.tensor is not None and not 1 <= given.tensor <= chips:
-        raise InputError(f"--tensor {given.tensor} must be between 1 and the {counted(chips, 'chip')} of a slice.")
+    if given.tensor is not None and not 1 <= given.tensor <= per_slice:
+        raise InputError(f"--tensor {given.tensor} must be between 1 and the {counted(per_slice, 'chip')} of a slice.")
     return Letters(
-        batch_tokens=job.tokens_per_step / slices,
-        num_chips=chips,
-        peak_flops=rate,
-        alpha=ici_intensity(rate, width.bytes_per_s) if width else None,
-        fsdp_axes=sum(axes[taken:]) or axes[-1],
-        tensor_axes=sum(axes[:taken]),
+        batch_tokens=job.tokens_per_step / num_slices,
+        num_chips=per_slice,
+        peak_flops=peak_rate,
+        alpha=ici_intensity(peak_rate, width.bytes_per_s) if width else None,
+        fsdp_axes=sum(axes[num_tensor_axes:]) or axes[-1],
+        tensor_axes=sum(axes[:num_tensor_axes]),
         tensor=given.tensor,
-        data_ways=given.tensor and chips / given.tensor,
+        data_ways=given.tensor and per_slice / given.tensor,
         memory_bytes=cluster.chip.memory_bytes,
-        **shared_letters(cluster, job, slices),
-        **links,
+        **shared_letters(cluster, job, num_slices),
+        **link_letters,
         **sizes,
     )

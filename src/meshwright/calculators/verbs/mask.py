@@ -54,14 +54,14 @@ def command(given: Given) -> Answer:
     sizes = {"q_len": given.seq_len, "kv_len": given.seq_len, "block": given.block, "heads": given.num_heads}
     mask: tuple[Any, ...]
     if rule is None:
-        counted, mask = table_of_user(given.name, **sizes), (partial(load_user, given.name),)
+        table, mask = table_of_user(given.name, **sizes), (partial(load_user, given.name),)
     else:
         arrays = example_data(rule, length=given.seq_len, heads=given.num_heads)
-        counted, mask = counted_table(rule.make(*arrays), **sizes), (rule.make, arrays, rule.terms)
-    facts = {**_facts(given, counted), **(_measured(given, mask, score) if given.run else {"measured": None})}
+        table, mask = counted_table(rule.make(*arrays), **sizes), (rule.make, arrays, rule.terms)
+    facts = {**_facts(given, table), **(_measured(given, mask, score) if given.run else {"measured": None})}
     rows = [{"source": source, **row} for source in ("predicted", "measured") for row in facts[source] or ()]
-    pictures = {given.png: lambda: mask_figure(counted, title=f"Attention mask {given.name}")}
-    return Answer(facts, _text(facts, counted), pictures, [rows, [facts]])
+    pictures = {given.png: lambda: mask_figure(table, title=f"Attention mask {given.name}")}
+    return Answer(facts, _text(facts, table), pictures, [rows, [facts]])
 
 
 def _catalogue() -> Answer:
@@ -110,12 +110,12 @@ def _seconds(rates: ChipRates, run: str, *, length: int, pairs: Number, heads: i
     results and their cotangents. What a partial block's mask costs is not counted.
     """
     work = attention_work(queries=length, keys=length, heads=heads, kv_heads=heads, head_dim=head_dim)
-    work_s, fitted = 4.0 * pairs * heads * head_dim / rates.attention_flops_per_s, rates.efficiency
+    scores_s, fitted = 4.0 * pairs * heads * head_dim / rates.attention_flops_per_s, rates.efficiency
     seconds: Number = 0.0
     for phase in run.split(" + "):
-        math_s = work_s * PASSES[phase] * (1 + fitted.head_half / head_dim)
-        moved = work.num_bytes * (2 if phase == "backward" else 1)
-        seconds = seconds + partly_hidden(math_s, moved / rates.hbm_bytes_per_s, fitted.overlap) + fitted.kernel_s
+        math_s = scores_s * PASSES[phase] * (1 + fitted.head_half / head_dim)
+        num_bytes = work.num_bytes * (2 if phase == "backward" else 1)
+        seconds = seconds + partly_hidden(math_s, num_bytes / rates.hbm_bytes_per_s, fitted.overlap) + fitted.kernel_s
     return seconds
 
 
@@ -134,12 +134,12 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> Facts:
     from meshwright.nn.attention.kernels.xla import LISTED, ROWS, block_size
     from meshwright.nn.attention.tiles import Mod
 
-    length, heads = given.seq_len, given.num_heads
-    rule = score and Mod(score.make, example_data(score, length=length, heads=heads), score.terms)
+    seq_len, heads = given.seq_len, given.num_heads
+    rule = score and Mod(score.make, example_data(score, length=seq_len, heads=heads), score.terms)
     call = partial(AttentionCall, scale=given.head_dim**-0.5, score=rule)
     calls = {"dense_s": call(), "blocks_s": call(mask=Mod(*mask))}
-    kind = jnp.float32 if calls["dense_s"].platform == "cpu" else jnp.bfloat16
-    operands = jax.random.normal(jax.random.key(0), (4, 1, length, heads, given.head_dim), kind)
+    dtype = jnp.float32 if calls["dense_s"].platform == "cpu" else jnp.bfloat16
+    operands = jax.random.normal(jax.random.key(0), (4, 1, seq_len, heads, given.head_dim), dtype)
 
     def program(call: AttentionCall, run: str) -> Any:
         def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
@@ -151,15 +151,15 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> Facts:
     programs = {(run, name): program(call, run) for run in RUNS for name, call in calls.items()}
     # a user's module may print, while the answer goes to standard output
     with redirect_stdout(sys.stderr):
-        timings, why_not = time_together(programs, budget_of(60.0), max_repeats=5)
-    if why_not:
-        hint = (
-            "a smaller --seq or fewer --heads" if NO_TIME in why_not.values() else "operators and jax.numpy in a mask"
+        timings, reasons = time_together(programs, budget_of(60.0), max_repeats=5)
+    if reasons:
+        hint_text = (
+            "a smaller --seq or fewer --heads" if NO_TIME in reasons.values() else "operators and jax.numpy in a mask"
         )
-        raise CannotRunError(f"not measured: {next(iter(why_not.values()))}. Use {hint}.")
+        raise CannotRunError(f"not measured: {next(iter(reasons.values()))}. Use {hint_text}.")
     rows = [_row(run, *(timings[run, name].median_s for name in calls)) for run in RUNS]
-    blocks = [block_size(length, most) for most in (ROWS, LISTED)]
-    share = 1 - calls["blocks_s"].placed(length, length).blocks(1, heads, *blocks).sparsity()
+    blocks = [block_size(seq_len, max_block) for max_block in (ROWS, LISTED)]
+    share = 1 - calls["blocks_s"].placed(seq_len, seq_len).blocks(1, heads, *blocks).sparsity()
     return {"measured": rows, "kernel_blocks": blocks, "kernel_share": share, "device": jax.devices()[0].device_kind}
 
 
@@ -176,15 +176,15 @@ def _text(facts: Facts, counted: CountedTable) -> Iterator[Piece]:
     yield f"{facts['mask']}: {length:,} queries and keys, in blocks of {block} x {block}"
     yield Paragraph(counted.table.text(), None)
     yield ""
-    over = "" if math.prod(kinds) == 1 else f", over {kinds[1]} heads; heads differ, the picture is the first"
+    heads_text = "" if math.prod(kinds) == 1 else f", over {kinds[1]} heads; heads differ, the picture is the first"
     yield Fact("sparsity", f"{facts['sparsity']:.1%} of blocks are empty")
-    counts = (f"{facts[f'{kind}_blocks']:,} {kind} {mark}" for kind, mark in MARKS.items())
-    yield Fact("blocks", ", ".join(counts) + over)
+    count_texts = (f"{facts[f'{kind}_blocks']:,} {kind} {mark}" for kind, mark in MARKS.items())
+    yield Fact("blocks", ", ".join(count_texts) + heads_text)
     share = facts["visible_pairs"] / facts["pairs"]
     yield Fact("visible pairs", f"{facts['visible_pairs']:,.0f} of {facts['pairs']:,} ({share:.1%})")
     yield Fact("table", f"made in {format_seconds(facts['table_s'])}")
-    heads = f"one sequence, {facts['num_heads']} heads of {facts['head_dim']}"
-    yield Table.of(facts["predicted"], SECONDS, f"Predicted for {facts['chip']}: attention of one layer, {heads}")
+    shape_text = f"one sequence, {facts['num_heads']} heads of {facts['head_dim']}"
+    yield Table.of(facts["predicted"], SECONDS, f"Predicted for {facts['chip']}: attention of one layer, {shape_text}")
     rate = format_flops(facts["attention_flops_per_s"])
     start = format_seconds(facts["kernel_s"])
     yield Fact(
@@ -195,5 +195,5 @@ def _text(facts: Facts, counted: CountedTable) -> Iterator[Piece]:
     )
     if facts["measured"]:
         yield Table.of(facts["measured"], SECONDS, f"Measured here ({facts['device']}): the same, medians")
-        size, share = " x ".join(map(str, facts["kernel_blocks"])), facts["kernel_share"]
-        yield Fact("1 - sparsity", f"{1 - facts['sparsity']:.3f}; in XLA's blocks of {size} it is {share:.3f}")
+        block_text, share = " x ".join(map(str, facts["kernel_blocks"])), facts["kernel_share"]
+        yield Fact("1 - sparsity", f"{1 - facts['sparsity']:.3f}; in XLA's blocks of {block_text} it is {share:.3f}")

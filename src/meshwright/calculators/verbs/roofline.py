@@ -50,19 +50,19 @@ def command(given: Given) -> Answer:
 
     PRODUCT may also be a sum, "A[B,D] + B[D] -> C[B,D]", or softmax(A[B,S]), rms_norm(A[B,D]) or layer_norm(A[B,D]).
     """
-    unit, swept = chip(given.on), [parse_sweep(text) for text in given.sweeps]
+    chip_given, sweeps = chip(given.on), [parse_sweep(text) for text in given.sweeps]
     sizes = given.dims or {}
     if given.attention_of is not None:
-        if given.product is not None or sizes or len(swept) > 1:
+        if given.product is not None or sizes or len(sweeps) > 1:
             raise InputError("--attention takes sizes from the model. Leave PRODUCT and --dims out, --sweep T alone.")
-        return attention_answer(given.attention_of, unit, given, swept[0] if swept else None)
+        return attention_answer(given.attention_of, chip_given, given, sweeps[0] if sweeps else None)
     if given.product is None:
         raise InputError("there is no product. Write bf16[B,D] * int8[D,F] -> bf16[B,F], or give --attention MODEL.")
-    if not swept and not sizes:
+    if not sweeps and not sizes:
         raise InputError("the product has no sizes. Give --dims B=128,D=8192,F=32768, or --sweep.")
-    if not swept:
-        return product_answer(given.product, unit, sizes, given)
-    return sweep_answer(parse_op(given.product), unit, given, sizes, swept)
+    if not sweeps:
+        return product_answer(given.product, chip_given, sizes, given)
+    return sweep_answer(parse_op(given.product), chip_given, given, sizes, sweeps)
 
 
 def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given) -> Answer:
@@ -70,32 +70,32 @@ def product_answer(product: str, unit: Chip, sizes: dict[str, int], given: Given
     op = parse_op(product)
     if not op.arrays[0].dims:
         raise InputError(f"the left array of {product!r} has no dims. Write for example x[B,D] * W[D,F] -> y[B,F].")
-    line = op.roofline(unit, sizes, given.channel)
-    rates = {"peak_flops": line.peak_flops, "bytes_per_s": line.bytes_per_s}
+    roof = op.roofline(unit, sizes, given.channel)
+    rates = {"peak_flops": roof.peak_flops, "bytes_per_s": roof.bytes_per_s}
     facts = {
-        "flops": line.work.flops,
-        "bytes": line.work.num_bytes,
-        "intensity": line.work.intensity,
-        "critical_intensity": line.critical_intensity,
+        "flops": roof.work.flops,
+        "bytes": roof.work.num_bytes,
+        "intensity": roof.work.intensity,
+        "critical_intensity": roof.critical_intensity,
         "compute_dtype": op.dtype(unit),
         "units": "matrix" if op.matrix else "vector",
         "steps": op.steps,
-        "padding": line.padding,
+        "padding": roof.padding,
         **rates,
-        "channel": line.channel,
-        "math_s": line.math_s,
-        "transfer_s": line.transfer_s,
-        "time_s_lower": line.lower_s,
-        "time_s_upper": line.upper_s,
-        "bound_by": line.bound_by,
-        "flops_per_s": line.reached_flops_per_s,
-        **_critical(op, unit, line, sizes),
+        "channel": roof.channel,
+        "math_s": roof.math_s,
+        "transfer_s": roof.transfer_s,
+        "time_s_lower": roof.lower_s,
+        "time_s_upper": roof.upper_s,
+        "bound_by": roof.bound_by,
+        "flops_per_s": roof.reached_flops_per_s,
+        **_critical(op, unit, roof, sizes),
         # bytes in tiles over those of the elements, on a TPU
         "tile_expansion": None if unit.vendor != "Google" else {
             a.name: tile_expansion([1] * (2 - len(a.dims)) + [sizes[d] for d in a.dims], TPU_TILE) for a in op.arrays
         },
     }  # fmt: skip
-    return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, line)}, [[facts]])
+    return Answer(facts, _text(product, unit, facts), {given.png: lambda: _figure(product, unit, roof)}, [[facts]])
 
 
 def _critical(op: LocalOp, unit: Chip, line: Roofline, sizes: dict[str, int]) -> Facts:
@@ -108,11 +108,11 @@ def _critical(op: LocalOp, unit: Chip, line: Roofline, sizes: dict[str, int]) ->
     lhs, rhs, out = op.operands
     dim = next((d for d in lhs.dims if d not in rhs.dims), lhs.dims[0])
     rates = {"bytes_per_s": line.bytes_per_s, "peak_flops": line.peak_flops}
-    padded = line.peak_flops / op.padding(unit, {**sizes, dim: 2048 * sizes[dim]})
+    padded_peak = line.peak_flops / op.padding(unit, {**sizes, dim: 2048 * sizes[dim]})
     # if every other dim were infinite, only the weight's bytes would count
-    wide = None if dim in rhs.dims else critical_batch(**rates, weight_bytes=dtype_bytes(rhs.dtype))
-    exact = critical_size((lhs, rhs), out, sizes, dim=dim, **rates | {"peak_flops": padded})
-    return {"critical_dim": dim, "critical_batch": exact, "critical_batch_wide": wide}
+    wide_batch = None if dim in rhs.dims else critical_batch(**rates, weight_bytes=dtype_bytes(rhs.dtype))
+    exact_batch = critical_size((lhs, rhs), out, sizes, dim=dim, **rates | {"peak_flops": padded_peak})
+    return {"critical_dim": dim, "critical_batch": exact_batch, "critical_batch_wide": wide_batch}
 
 
 def _text(product: str, unit: Chip, r: Facts) -> Iterator[Piece]:
@@ -124,34 +124,34 @@ def _text(product: str, unit: Chip, r: Facts) -> Iterator[Piece]:
     ]  # fmt: skip
     yield Table(["", "amount", f"{unit.name} rate", "time"], rows, f"{product} on {unit.name} in {r['compute_dtype']}")
     if r["padding"] > 1:
-        tiles = f"whole tiles of {unit.mxu_dim} x {unit.mxu_dim}, rows by 8"
-        yield Fact("padded compute", f"{r['padding']:.3g} times the FLOPs, in the time: {tiles}", column=16)
+        tiles_text = f"whole tiles of {unit.mxu_dim} x {unit.mxu_dim}, rows by 8"
+        yield Fact("padded compute", f"{r['padding']:.3g} times the FLOPs, in the time: {tiles_text}", column=16)
     if r["units"] == "vector":
-        known = "vector units" if vector_peak(unit) else "vector units, whose rate is not known: compute takes longer"
-        yield Fact("computed by", f"{known}; FLOPs an element: {', '.join(r['steps'])}", column=16)
-    intensity, critical = four_digits(r["intensity"]), four_digits(r["critical_intensity"])
-    lower, upper = format_seconds(r["time_s_lower"]), format_seconds(r["time_s_upper"])
-    yield Fact("intensity", f"{intensity} FLOPs/byte (critical {critical})", column=16)
+        units = "vector units" if vector_peak(unit) else "vector units, whose rate is not known: compute takes longer"
+        yield Fact("computed by", f"{units}; FLOPs an element: {', '.join(r['steps'])}", column=16)
+    intensity_text, critical_text = four_digits(r["intensity"]), four_digits(r["critical_intensity"])
+    lower_text, upper_text = format_seconds(r["time_s_lower"]), format_seconds(r["time_s_upper"])
+    yield Fact("intensity", f"{intensity_text} FLOPs/byte (critical {critical_text})", column=16)
     yield Fact("bound by", r["bound_by"], column=16)
-    yield Fact("time", f"{lower} with perfect overlap, {upper} with none", column=16)
+    yield Fact("time", f"{lower_text} with perfect overlap, {upper_text} with none", column=16)
     if dim is not None:
-        near = "" if wide is None else f"; {wide:,.1f} by the weight's alone"
-        reach = f"{dim} > {batch:,.1f} (every byte counted{near})"
+        wide_text = "" if wide is None else f"; {wide:,.1f} by the weight's alone"
+        reach_text = f"{dim} > {batch:,.1f} (every byte counted{wide_text})"
         if batch == float("inf"):
-            reach = f"never, whatever {dim} (every byte counted)"
-        yield Fact("compute-bound", reach, column=16)
+            reach_text = f"never, whatever {dim} (every byte counted)"
+        yield Fact("compute-bound", reach_text, column=16)
     if r["tile_expansion"]:
-        padded = ", ".join(f"{name} {three_digits(times)}" for name, times in r["tile_expansion"].items())
-        tile = ",".join(map(str, TPU_TILE))
-        yield Fact("padded memory", f"{padded} times what the elements need, in tiles of ({tile})", column=16)
+        padded_text = ", ".join(f"{name} {three_digits(times)}" for name, times in r["tile_expansion"].items())
+        tile_text = ",".join(map(str, TPU_TILE))
+        yield Fact("padded memory", f"{padded_text} times what the elements need, in tiles of ({tile_text})", column=16)
 
 
 def _figure(product: str, unit: Chip, line: Roofline) -> Any:
     from meshwright.report.roofline import RooflinePoint, roofline_figure
 
-    rates = {"HBM": unit.hbm_bytes_per_s, "VMEM": unit.vmem_bytes_per_s, line.channel.upper(): line.bytes_per_s}
-    links = {name: rate for name, rate in rates.items() if rate is not None}
+    rate_by_link = {"HBM": unit.hbm_bytes_per_s, "VMEM": unit.vmem_bytes_per_s, line.channel.upper(): line.bytes_per_s}
+    known_links = {name: rate for name, rate in rate_by_link.items() if rate is not None}
     point = RooflinePoint(label=product, intensity=line.work.intensity, flops_per_s=line.reached_flops_per_s)
     return roofline_figure(
-        peak_flops_per_s=line.peak_flops, link_bytes_per_s=links, points=[point], title=f"Roofline of {unit.name}"
+        peak_flops_per_s=line.peak_flops, link_bytes_per_s=known_links, points=[point], title=f"Roofline of {unit.name}"
     )

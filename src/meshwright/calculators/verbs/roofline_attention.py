@@ -38,15 +38,15 @@ def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> 
         raise InputError(f"--sweep {', '.join(sweep[0])}: attention is swept over T. Write T=128..1Mi.")
     model, dtype = load_model(name), compute_dtype(unit, "bf16")
     lengths = LENGTHS if sweep is None else [sizes["T"] for sizes in sweep]
-    critical = critical_intensity(peak(unit, dtype), channel_rate(unit, "hbm"))
-    phases = {"prefill": [(n, 1) for n in lengths], "generation": [(1, given.batch_seqs)] * len(lengths)}
+    critical_flops_per_byte = critical_intensity(peak(unit, dtype), channel_rate(unit, "hbm"))
+    shapes_by_phase = {"prefill": [(n, 1) for n in lengths], "generation": [(1, given.batch_seqs)] * len(lengths)}
     facts = {
         "model": model.name,
         "chip": unit.name,
         "compute_dtype": dtype,
-        "critical_intensity": critical,
+        "critical_intensity": critical_flops_per_byte,
         "queries_per_kv_head": model.num_heads // model.num_kv_heads,
-        "compute_bound_len": compute_bound_len(model, critical),
+        "compute_bound_len": compute_bound_len(model, critical_flops_per_byte),
         "equal_flops_len": attention_equal_len(model),
         "batch_seqs": given.batch_seqs,
         **{
@@ -54,17 +54,17 @@ def attention_answer(name: str, unit: Chip, given: Any, sweep: Sweep | None) -> 
                 block_times(model, unit, keys=keys, queries=queries, batch_seqs=seqs, dtype=dtype)
                 for keys, (queries, seqs) in zip(lengths, shapes, strict=True)
             ]
-            for phase, shapes in phases.items()
+            for phase, shapes in shapes_by_phase.items()
         },
     }
-    rows = [{"phase": phase, **row} for phase in phases for row in facts[phase]]
+    rows = [{"phase": phase, **row} for phase in shapes_by_phase for row in facts[phase]]
     return Answer(facts, _text(facts), {given.png: lambda: _figure(facts)}, [rows, [facts]])
 
 
 def compute_bound_len(model: Model, critical_intensity: float) -> float:
     """Returns the length from which attention in prefill is compute-bound: T G / (G + 1) > the critical intensity."""
-    group = model.num_heads / model.num_kv_heads
-    return critical_intensity * (group + 1) / group
+    group_size = model.num_heads / model.num_kv_heads
+    return critical_intensity * (group_size + 1) / group_size
 
 
 def block_times(model: Model, chip: Chip, *, keys: int, queries: int, batch_seqs: int, dtype: str) -> Facts:
@@ -97,14 +97,14 @@ def _ffw_s(model: Model, chip: Chip, tokens: int, dtype: str) -> float:
     """Returns seconds of the two or three matrices of the feed-forward block, of all experts that tokens reach."""
     products: list[tuple[int, float, int]] = [(1, tokens, model.d_ff)]
     if model.num_experts:
-        met = min(model.num_experts, tokens * model.experts_per_token)
-        products = [(met, tokens * model.experts_per_token / met, model.d_ff_expert), (1, tokens, model.d_ff_shared)]
+        read = min(model.num_experts, tokens * model.experts_per_token)
+        products = [(read, tokens * model.experts_per_token / read, model.d_ff_expert), (1, tokens, model.d_ff_shared)]
     x, w, h = (Operand(dims, "bf16") for dims in (("B", "D"), ("D", "F"), ("B", "F")))
     seconds = []
-    for copies, rows, hidden in products:
-        matrix = einsum_work((x, w), h, {"B": rows, "D": model.d_model, "F": hidden})
-        work = Work(flops=copies * matrix.flops, num_bytes=copies * matrix.num_bytes)
-        seconds.append(float(chip_roofline(work, chip, dtype=dtype).lower_s) if hidden else 0.0)
+    for num_copies, num_rows, width in products:
+        matrix = einsum_work((x, w), h, {"B": num_rows, "D": model.d_model, "F": width})
+        work = Work(flops=num_copies * matrix.flops, num_bytes=num_copies * matrix.num_bytes)
+        seconds.append(float(chip_roofline(work, chip, dtype=dtype).lower_s) if width else 0.0)
     return sum(seconds * (3 if model.gated else 2))
 
 
@@ -121,18 +121,18 @@ def _text(facts: Facts) -> Iterator[Piece]:
         f"Attention of one layer of {facts['model']} on {facts['chip']}: FLOPs/byte, and its time over that of the "
         f"feed-forward block",
     )
-    group, critical = facts["queries_per_kv_head"], facts["critical_intensity"]
+    group_size, critical_flops = facts["queries_per_kv_head"], facts["critical_intensity"]
     yield Fact(
         "prefill",
         f"compute-bound from {four_digits(facts['compute_bound_len'])} positions: T G / (G + 1) > "
-        f"{four_digits(critical)} FLOPs/byte, G = {group}",
+        f"{four_digits(critical_flops)} FLOPs/byte, G = {group_size}",
         COLUMN,
     )
-    count = facts["batch_seqs"]
-    never = "never compute-bound" if group <= critical else "compute-bound"
+    num_seqs = facts["batch_seqs"]
+    bound_text = "never compute-bound" if group_size <= critical_flops else "compute-bound"
     yield Fact(
         "generation",
-        f"near G = {group} FLOPs/byte: {never}; {count:,} sequence{'s' if count > 1 else ''} at once",
+        f"near G = {group_size} FLOPs/byte: {bound_text}; {num_seqs:,} sequence{'s' if num_seqs > 1 else ''} at once",
         COLUMN,
     )
     yield Fact(
@@ -148,17 +148,17 @@ def _figure(facts: Facts) -> Any:
     from meshwright.report.marks import ReferenceLine
     from meshwright.report.sweeps import curves_figure
 
-    count = facts["batch_seqs"]
-    marks = [ReferenceLine(axis="y", value=1.0, text="as long as the feed-forward block", at="end")]
+    batch_seqs = facts["batch_seqs"]
+    lines = [ReferenceLine(axis="y", value=1.0, text="as long as the feed-forward block", at="end")]
     lengths = [r["keys"] for r in facts["prefill"]]
     if min(lengths) < facts["compute_bound_len"] < max(lengths):
-        marks.append(ReferenceLine(axis="x", value=facts["compute_bound_len"], text="prefill compute-bound", at="end"))
-    names = {"prefill": "prefill", "generation": f"generation, {format_count(count)} at once"}
+        lines.append(ReferenceLine(axis="x", value=facts["compute_bound_len"], text="prefill compute-bound", at="end"))
+    name_by_phase = {"prefill": "prefill", "generation": f"generation, {format_count(batch_seqs)} at once"}
     return curves_figure(
-        {name: [(float(row["keys"]), row["ratio"]) for row in facts[phase]] for phase, name in names.items()},
+        {name: [(float(row["keys"]), row["ratio"]) for row in facts[phase]] for phase, name in name_by_phase.items()},
         x_title="context (positions)",
         y_title="time of attention over feed-forward",
         title=f"Attention beside the feed-forward block: {facts['model']} on {facts['chip']}",
         subtitle="One layer on one chip, each block the larger of compute and memory; projections left out.",
-        references=marks,
+        references=lines,
     )

@@ -45,18 +45,18 @@ def sweep_points(
 
     Raises InputError for a dim that is not one of the product's ``dims`` or is given twice, and for too many points.
     """
-    swept = [dim for sweep in sweeps for dim in sweep[0]]
-    for dim in swept:
+    swept_dims = [dim for sweep in sweeps for dim in sweep[0]]
+    for dim in swept_dims:
         if dim not in dims:
             raise InputError(f"--sweep {dim}: the product has no such dim. Choose of {', '.join(dims)}.")
-        if swept.count(dim) > 1 or dim in sizes:
+        if swept_dims.count(dim) > 1 or dim in sizes:
             raise InputError(f"dim {dim} is given twice. Leave it out of --dims, or of one --sweep.")
-    count = math.prod(map(len, sweeps))
-    if count > MAX_POINTS:
-        raise InputError(f"{count:,} combinations are too many to read. Give at most {MAX_POINTS}.")
+    num_points = math.prod(map(len, sweeps))
+    if num_points > MAX_POINTS:
+        raise InputError(f"{num_points:,} combinations are too many to read. Give at most {MAX_POINTS}.")
     lines = []
-    for chosen in itertools.product(*reversed(sweeps)):
-        point = {dim: size for part in reversed(chosen) for dim, size in part.items()}
+    for point_parts in itertools.product(*reversed(sweeps)):
+        point = {dim: size for dim_sizes_part in reversed(point_parts) for dim, size in dim_sizes_part.items()}
         lines.append((point, price(point)))
     return lines
 
@@ -64,7 +64,7 @@ def sweep_points(
 def with_knees(price: Callable[[SweptSizes], Roofline], points: SweptLines, along: Sweep) -> SweptLines:
     """Returns the points of curves along the first sweep and, between two of them, the first size that another bound
     binds: that point leaves out tiles that are not whole, which would put it below the curve."""
-    dims, drawn = tuple(along[0]), list(points[:1])
+    dims, drawn_points = tuple(along[0]), list(points[:1])
 
     def whole(size: int, beside: SweptSizes) -> tuple[SweptSizes, Roofline]:
         sizes = {**beside, **dict.fromkeys(dims, size)}
@@ -73,12 +73,12 @@ def with_knees(price: Callable[[SweptSizes], Roofline], points: SweptLines, alon
     def binds_as_there(size: int, there: SweptSizes) -> bool:
         return whole(size, there)[1].bound_by == whole(there[dims[0]], there)[1].bound_by
 
-    for (low, _), (high, last) in itertools.pairwise(points):
-        between = range(low[dims[0]], high[dims[0]])
-        first = bisect.bisect(between, 0, key=partial(binds_as_there, there=high))
-        drawn += [whole(between[first], high)] if 0 < first < len(between) else []
-        drawn.append((high, last))
-    return drawn
+    for (low, _), (high, line_at_high) in itertools.pairwise(points):
+        sizes_between = range(low[dims[0]], high[dims[0]])
+        first_index = bisect.bisect(sizes_between, 0, key=partial(binds_as_there, there=high))
+        drawn_points += [whole(sizes_between[first_index], high)] if 0 < first_index < len(sizes_between) else []
+        drawn_points.append((high, line_at_high))
+    return drawn_points
 
 
 RATE_COLUMNS: Facts = {
@@ -110,13 +110,13 @@ def sweep_answer(op: LocalOp, unit: Chip, given: Any, sizes: SweptSizes, sweeps:
         }
         for sizes, line in points
     ]
-    first = points[0][1]
+    first_line = points[0][1]
     facts = {
         "chip": unit.name,
         "channel": given.channel,
         "compute_dtype": dtype,
-        "peak_flops": first.peak_flops,
-        "bytes_per_s": first.bytes_per_s,
+        "peak_flops": first_line.peak_flops,
+        "bytes_per_s": first_line.bytes_per_s,
         "points": rows,
     }
     columns = {" = ".join(sweep[0]): (f"sizes/{next(iter(sweep[0]))}", "{:,}".format) for sweep in sweeps}
@@ -131,17 +131,17 @@ def _figure(title: str, unit: Chip, sweeps: Sequence[Sweep], points: SweptLines)
     from meshwright.report.marks import ReferenceLine
     from meshwright.report.sweeps import curves_figure
 
-    along, *further = sweeps
+    first_sweep, *further = sweeps
     curves: dict[str, list[tuple[float, float]]] = {}
     for sizes, line in points:
         name = ", ".join(f"{' = '.join(sweep[0])} = {sizes[next(iter(sweep[0]))]:,}" for sweep in further) or unit.name
-        curves.setdefault(name, []).append((float(sizes[next(iter(along[0]))]), float(line.reached_flops_per_s)))
-    top = points[0][1].peak_flops
+        curves.setdefault(name, []).append((float(sizes[next(iter(first_sweep[0]))]), float(line.reached_flops_per_s)))
+    peak_flops = points[0][1].peak_flops
     return curves_figure(
         curves,
-        x_title=" = ".join(along[0]),
+        x_title=" = ".join(first_sweep[0]),
         y_title="rate (FLOP/s)",
         title=title,
         subtitle="The rate that a roofline allows, perfect overlap.",
-        references=[ReferenceLine(axis="y", value=float(top), text=f"peak {format_flops(top)}")],
+        references=[ReferenceLine(axis="y", value=float(peak_flops), text=f"peak {format_flops(peak_flops)}")],
     )

@@ -61,17 +61,17 @@ def command(given: Given) -> Answer:
         result |= _result(schedule, simulation, times)
         text += _schedule_text(schedule, simulation, result, times)
         pictures[given.png] = lambda: _figure(schedule, simulation, times)
-    stepped: Facts = {"step": ("step", times.cell), "idle": ("bubble_share", "{:.1%}".format)}
-    stash = {"peak stash": ("peak_stash", "{:.4g}".format)}
+    step_columns: Facts = {"step": ("step", times.cell), "idle": ("bubble_share", "{:.1%}".format)}
+    stash_columns = {"peak stash": ("peak_stash", "{:.4g}".format)}
     if given.compare:
         sizes = _sizes(given, "--compare")
         result["compare"] = [_compared(name, sizes, given.chunks, times) for name in schedule_names()]
         columns = {
             "schedule": "schedule",
             "chunks": "chunks",
-            **stepped,
+            **step_columns,
             "bubble without barrier": ("bubble_without_barrier", times.cell),
-            **stash,
+            **stash_columns,
             "weights": "weight_copies",
             "in lockstep": ("fused_step", times.cell),
         }
@@ -79,7 +79,7 @@ def command(given: Given) -> Answer:
     if given.sweep_stages:
         result["sweep"] = _sweep(given, times)
         rows = [{**row, "name": f"{counted(row['stages'], 'stage')}"} for row in result["sweep"]]
-        columns = {"stages": "stages", "microbatches per replica": "microbatches", **stepped, **stash}
+        columns = {"stages": "stages", "microbatches per replica": "microbatches", **step_columns, **stash_columns}
         columns["of the whole model"] = ("peak_stash_of_model", "{:.3g}".format)
         text += _rows_text("More stages on the same chips, the same batch:", rows, columns)
     if not schedule and (given.out or given.png):
@@ -87,10 +87,10 @@ def command(given: Given) -> Answer:
     if schedule and given.out:
         write_text_whole(given.out, format_schedule(schedule))
         say(f"wrote {given.out}")
-    of_devices = {name: result[name] for name in ("busy", "idle", "peak_stash") if schedule}
-    devices = [dict(zip(of_devices, row, strict=True)) for row in zip(*of_devices.values(), strict=True)]
-    tables = (devices, result.get("compare", ()), result.get("sweep", ()), [result])
-    raw = [[{**row, "unit": times.unit} for row in rows] for rows in tables]
+    figures_by_name = {name: result[name] for name in ("busy", "idle", "peak_stash") if schedule}
+    devices = [dict(zip(figures_by_name, row, strict=True)) for row in zip(*figures_by_name.values(), strict=True)]
+    row_tables = (devices, result.get("compare", ()), result.get("sweep", ()), [result])
+    raw = [[{**row, "unit": times.unit} for row in rows] for rows in row_tables]
     return Answer(result, text, pictures, raw)
 
 
@@ -136,8 +136,8 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
     def _seconds(self, schedule: Schedule) -> Facts:
         """Returns times by virtual stage: forward, backward without weight gradients, weight gradients; and a send."""
-        forward, whole, weight = (_spread(name, getattr(self, name), schedule) for name in PASSES)
-        backward = [both - part for both, part in zip(whole, weight, strict=True)]
+        forward, backward_with_weight, weight = (_spread(name, getattr(self, name), schedule) for name in PASSES)
+        backward = [total - weight_part for total, weight_part in zip(backward_with_weight, weight, strict=True)]
         return {"forward_s": forward, "backward_s": backward, "weight_s": weight, "send_s": self.send}
 
     def show(self, time: float) -> str:
@@ -151,13 +151,13 @@ class Times(msgspec.Struct, frozen=True, kw_only=True):
 
 def _spread(name: str, given: tuple[float, ...], schedule: Schedule) -> list[float]:
     """Returns a time for each virtual stage: the given ones, or a device's one time divided among its stages."""
-    count = schedule.num_virtual_stages
+    num_stages = schedule.num_virtual_stages
     if len(given) == 1:
-        return [given[0] * schedule.piece_share] * count
-    if len(given) != count:
+        return [given[0] * schedule.piece_share] * num_stages
+    if len(given) != num_stages:
         raise InputError(
-            f"--{name} has {len(given)} times; {schedule.name} has {count} virtual stages here. "
-            f"Give one time for all devices, or {count}, one for each virtual stage."
+            f"--{name} has {len(given)} times; {schedule.name} has {num_stages} virtual stages here. "
+            f"Give one time for all devices, or {num_stages}, one for each virtual stage."
         )
     return list(given)
 
@@ -177,31 +177,31 @@ def read_times(*, forward: str, backward: str | None, weight: str | None, send: 
         raise InputError(f"--send {send!r} is more than one time. Give one; it holds at every boundary.")
     if min(forwards + backwards) <= 0:
         raise InputError("--forward and --backward must be more than 0.")
-    longest = max(len(backwards), len(weights))
-    wholes, parts = (values * longest if len(values) == 1 else values for values in (backwards, weights))
+    num_times = max(len(backwards), len(weights))
+    totals, weight_parts = (values * num_times if len(values) == 1 else values for values in (backwards, weights))
     unit = "s" if "s" in units else UNITS
     times = Times(forward=forwards, backward=backwards, weight=weights, send=sends[0], unit=unit)
-    for whole, part in zip(wholes, parts, strict=False):
-        if part > whole:
-            problem = f"--weight {times.cell(part)} is more than --backward {times.cell(whole)}"
-            raise InputError(f"{problem}, of which it is a part.")
+    for full_backward, weight_part in zip(totals, weight_parts, strict=False):
+        if weight_part > full_backward:
+            problem_text = f"--weight {times.cell(weight_part)} is more than --backward {times.cell(full_backward)}"
+            raise InputError(f"{problem_text}, of which it is a part.")
     return times
 
 
 def _read(option: str, text: str, units: set[str]) -> tuple[float, ...]:
     """Returns the times of a text such as ``1.2ms`` or ``1,1,1.5``; adds their unit to ``units``, none for a bare 0."""
-    numbers = []
+    times = []
     for word in text.split(","):
-        match = _TIME.fullmatch(word.strip())
-        if match is None:
+        time_match = _TIME.fullmatch(word.strip())
+        if time_match is None:
             raise InputError(f"{option} {text!r} is not a time. Write for example 1.2ms, 1.5 or 1,1,1.5.")
-        number, unit = float(match[1]), match[2]
-        if number > LARGEST:
+        time, unit = float(time_match[1]), time_match[2]
+        if time > LARGEST:
             raise InputError(f"{option} {word!r} is too long. Give at most {LARGEST:g}.")
-        if unit or number:
+        if unit or time:
             units.add("s" if unit else UNITS)
-        numbers.append(number * _SECONDS[unit])
-    return tuple(numbers)
+        times.append(time * _SECONDS[unit])
+    return tuple(times)
 
 
 def _schedule(given: Given) -> Schedule | None:
@@ -221,12 +221,12 @@ def _sizes(given: Given, what: str) -> tuple[int, int]:
 
 def _build(name: str, sizes: tuple[int, int], chunks: int | None) -> Schedule:
     stages, microbatches = sizes
-    pieces = default_chunks(name) if chunks is None else chunks
-    if 3 * stages * microbatches * pieces > MAX_OPS:
+    num_chunks = default_chunks(name) if chunks is None else chunks
+    if 3 * stages * microbatches * num_chunks > MAX_OPS:
         raise InputError(
-            f"{stages} stages of {pieces} chunks x {microbatches} microbatches are more than {MAX_OPS:,} rows."
+            f"{stages} stages of {num_chunks} chunks x {microbatches} microbatches are more than {MAX_OPS:,} rows."
         )
-    return build(name, stages=stages, microbatches=microbatches, chunks=pieces)
+    return build(name, stages=stages, microbatches=microbatches, chunks=num_chunks)
 
 
 def _step(simulation: Simulation) -> dict[str, float]:
@@ -260,12 +260,12 @@ def _result(schedule: Schedule, simulation: Simulation, times: Times) -> Facts:
 
 def _published_s(schedule: Schedule, times: Times) -> float | None:
     """Returns the bubble by the formula of the schedule's paper; None if it is the same, or times are by stage."""
-    known = definitions().get(schedule.name)
-    if known is None or known.published is None or not times.per_device:
+    schedule_definition = definitions().get(schedule.name)
+    if schedule_definition is None or schedule_definition.published is None or not times.per_device:
         return None
     (forward,), (backward,), (weight,) = times.forward, times.backward, times.weight
-    sizes = schedule.num_devices, schedule.num_microbatches, known.chunks
-    return float(known.published.seconds(*sizes, forward, backward - weight, weight))
+    schedule_sizes = schedule.num_devices, schedule.num_microbatches, schedule_definition.chunks
+    return float(schedule_definition.published.seconds(*schedule_sizes, forward, backward - weight, weight))
 
 
 def _compared(name: str, sizes: tuple[int, int], chunks: int | None, times: Times) -> Facts:
@@ -298,18 +298,18 @@ def _sweep(given: Given, times: Times) -> list[Facts]:
     if given.name is None or not times.per_device:
         raise InputError("--sweep-stages needs the name of a schedule, and one time for all devices.")
     rows = []
-    for swept in (2**power for power in range(1, MAX_SWEPT_STAGES.bit_length())):
-        if microbatches * swept % stages:
+    for depth in (2**power for power in range(1, MAX_SWEPT_STAGES.bit_length())):
+        if microbatches * depth % stages:
             continue
-        row: Facts = {"stages": swept, "microbatches": microbatches * swept // stages}
+        row: Facts = {"stages": depth, "microbatches": microbatches * depth // stages}
         try:
-            schedule = _build(given.name, (swept, row["microbatches"]), given.chunks)
+            schedule = _build(given.name, (depth, row["microbatches"]), given.chunks)
         except InputError as error:
             rows.append({**row, "cannot": str(error)})
             continue
-        simulation = times.scaled(stages / swept).simulate(schedule)
-        stash = max(simulation.peak_stash)
-        rows.append({**row, **_step(simulation), "peak_stash": stash, "peak_stash_of_model": stash / swept})
+        simulation = times.scaled(stages / depth).simulate(schedule)
+        peak_stash = max(simulation.peak_stash)
+        rows.append({**row, **_step(simulation), "peak_stash": peak_stash, "peak_stash_of_model": peak_stash / depth})
     return rows
 
 
@@ -318,9 +318,9 @@ def _sweep(given: Given, times: Times) -> list[Facts]:
 
 def _schedule_text(schedule: Schedule, simulation: Simulation, r: Facts, times: Times) -> Iterator[Piece]:
     yield _title(schedule)
-    per = "device" if times.per_device else "virtual stage"
+    unit = "device" if times.per_device else "virtual stage"
     forward, backward, weight = (_listed(values, times) for values in (times.forward, times.backward, times.weight))
-    yield Fact("passes", f"forward {forward}, backward {backward} (weight gradients {weight} of it), per {per} and "
+    yield Fact("passes", f"forward {forward}, backward {backward} (weight gradients {weight} of it), per {unit} and "
                f"microbatch; send {times.show(times.send)}")  # fmt: skip
     yield Fact("step", f"{times.show(r['step'])}, of it work {times.show(max(r['busy']))}")
     yield Fact("bubble", f"{times.show(r['bubble'])}; devices are idle {r['bubble_share']:.1%} of the step")
@@ -328,8 +328,8 @@ def _schedule_text(schedule: Schedule, simulation: Simulation, r: Facts, times: 
         yield Fact("", f"{times.show(r['bubble_without_barrier'])} where the next step needs no barrier")
     if r["bubble_published"] is not None and (paper := definitions()[schedule.name].published):
         yield Fact("published", f"{times.show(r['bubble_published'])} by {paper.formula}: {paper.why}")
-    copies = "two copies of the weights" if r["weight_copies"] > 1 else "one copy of the weights"
-    yield Fact("peak stash", f"{counted(max(r['peak_stash']), 'whole-stage microbatch')}; {copies}")
+    copies_text = "two copies of the weights" if r["weight_copies"] > 1 else "one copy of the weights"
+    yield Fact("peak stash", f"{counted(max(r['peak_stash']), 'whole-stage microbatch')}; {copies_text}")
     lockstep = r["fused"]
     yield Fact("in lockstep", f"{counted(lockstep['ticks'], 'fused tick')}, {times.show(lockstep['step'])}, "
                f"peak stash {lockstep['peak_stash']:.4g}")  # fmt: skip
@@ -339,37 +339,37 @@ def _schedule_text(schedule: Schedule, simulation: Simulation, r: Facts, times: 
         yield "(The timeline is too long for this terminal: draw it with --png FILE.)"
         return
     yield Paragraph(timeline.rstrip("\n"), None)
-    chunks = "; small letters: odd chunks" if schedule.num_chunks > 1 else ""
-    weights = ", W weight gradients" if schedule.is_split else ""
-    yield f"(F forward, B backward{weights}, each with its microbatch where that fits{chunks}; dots: idle)"
+    chunks_text = "; small letters: odd chunks" if schedule.num_chunks > 1 else ""
+    weights_text = ", W weight gradients" if schedule.is_split else ""
+    yield f"(F forward, B backward{weights_text}, each with its microbatch where that fits{chunks_text}; dots: idle)"
 
 
 def _title(schedule: Schedule) -> str:
     """Returns the schedule and its sizes, for the text and the picture."""
-    per_device = schedule.num_virtual_stages // schedule.num_devices
-    chunks = f" of {per_device} chunks" if per_device > 1 else ""
-    devices, count = counted(schedule.num_devices, "device"), counted(schedule.num_microbatches, "microbatch")
-    return f"{schedule.name}: {devices}{chunks}, {count}"
+    chunks_per_device = schedule.num_virtual_stages // schedule.num_devices
+    chunks_text = f" of {chunks_per_device} chunks" if chunks_per_device > 1 else ""
+    devices_text, batch_text = counted(schedule.num_devices, "device"), counted(schedule.num_microbatches, "microbatch")
+    return f"{schedule.name}: {devices_text}{chunks_text}, {batch_text}"
 
 
 def _listed(given: Sequence[float], times: Times) -> str:
     """Returns one time, or the least and the most of the virtual stages."""
-    least, most = times.cell(min(given)), times.cell(max(given))
-    return least if least == most else f"{least} to {most}"
+    least_text, most_text = times.cell(min(given)), times.cell(max(given))
+    return least_text if least_text == most_text else f"{least_text} to {most_text}"
 
 
 def _devices_table(schedule: Schedule, r: Facts, times: Times) -> Table:
-    held: list[list[str]] = [[] for _ in schedule.orders]
+    stages_of_device: list[list[str]] = [[] for _ in schedule.orders]
     for route in schedule.routes:
         for stage, place in enumerate(route):
-            held[place.device].append(str(stage))
+            stages_of_device[place.device].append(str(stage))
     rows = [
-        [str(device), ", ".join(held[device]), times.cell(busy), times.cell(idle), f"{stash:.4g}"]
+        [str(device), ", ".join(stages_of_device[device]), times.cell(busy), times.cell(idle), f"{stash:.4g}"]
         for device, (busy, idle, stash) in enumerate(zip(r["busy"], r["idle"], r["peak_stash"], strict=True))
     ]
     if len(rows) > MAX_DEVICES_SHOWN:
-        half = MAX_DEVICES_SHOWN // 2
-        rows = [*rows[:half], ["..."] * 5, *rows[-half:]]
+        num_half = MAX_DEVICES_SHOWN // 2
+        rows = [*rows[:num_half], ["..."] * 5, *rows[-num_half:]]
     return Table(["device", "holds stage", "busy", "idle", "peak stash"], rows)
 
 

@@ -83,10 +83,10 @@ def command(given: Given) -> Answer:
     replica = _replica(given)
     context = given.context or given.prompt + given.output
     kv_bytes = replica.kv_bytes(context)
-    largest = replica.batch_that_fits(kv_bytes)
-    doubling = (1 << power for power in range(largest.bit_length()))
-    batches = _counts(given.batch, "--batch") or [*(batch for batch in doubling if batch < largest), largest]
-    steps = {name: column.tolist() for name, column in replica.points(batches, kv_bytes).items()}
+    max_batch = replica.batch_that_fits(kv_bytes)
+    powers = (1 << power for power in range(max_batch.bit_length()))
+    batches = _counts(given.batch, "--batch") or [*(batch for batch in powers if batch < max_batch), max_batch]
+    column_by_name = {name: column.tolist() for name, column in replica.points(batches, kv_bytes).items()}
     facts: Facts = {
         **{name: getattr(given, name) for name in ("prompt", "output", "weights", "dtype", "mfu")},
         "kv": given.kv if given.counts_caches else None,
@@ -99,9 +99,9 @@ def command(given: Given) -> Answer:
         "kv_bytes_per_token": replica.kv_bytes(1),
         "memory": _memory(replica, kv_bytes, batches[-1]),
         "free_bytes": replica.free_bytes,
-        "largest_batch": largest,
+        "largest_batch": max_batch,
         "critical_batch": replica.critical_batch,
-        "steps": [dict(zip(steps, row, strict=True)) for row in zip(*steps.values(), strict=True)],
+        "steps": [dict(zip(column_by_name, row, strict=True)) for row in zip(*column_by_name.values(), strict=True)],
         "requests": _requests(replica, given, batches[-1], kv_bytes),
         "slices": _slices(replica, given, kv_bytes),
         "sharding": replica.sharding(batches[-1]),
@@ -134,16 +134,16 @@ def _replica(given: Given) -> ServingReplica:
         model = with_fields(model, "model", parse_fields(given.fields, sections=("model",))["model"])
         if model.encoder:
             raise InputError(f"{model.name} has an encoder, whose keys and values are not counted here.")
-    whole = ":" in given.on or given.on.endswith(".toml")
-    cluster = parse_cluster(given.on) if whole else serving.smallest_slice(chip(given.on), 1)
+    is_cluster = ":" in given.on or given.on.endswith(".toml")
+    cluster = parse_cluster(given.on) if is_cluster else serving.smallest_slice(chip(given.on), 1)
     replica = ServingReplica(
         cluster=cluster, model=model, params=given.params, kv_token_bytes=given.kv_token_bytes,
         weights=given.weights, kv=given.kv, peak_flops=peak(cluster.chip, given.dtype), price_usd_per_hour=given.price,
     )  # fmt: skip
-    if whole:
+    if is_cluster:
         return replica
-    batch = max(_counts(given.batch, "--batch"), default=1)
-    num_bytes = replica.weight_bytes + batch * replica.kv_bytes(given.context or given.prompt + given.output)
+    batch_seqs = max(_counts(given.batch, "--batch"), default=1)
+    num_bytes = replica.weight_bytes + batch_seqs * replica.kv_bytes(given.context or given.prompt + given.output)
     return replace(replica, cluster=serving.smallest_slice(cluster.chip, num_bytes))
 
 
@@ -160,11 +160,11 @@ def _counts(text: str | None, flag: str) -> list[int]:
 
 def _memory(at: ServingReplica, kv_bytes: float, batch: int) -> list[Facts]:
     """Returns bytes, chips that they fill, and the smallest slice on offer, None beyond a pod."""
-    rows = {"weights": at.weight_bytes, counted(batch, "cache"): kv_bytes * batch,
+    bytes_by_item = {"weights": at.weight_bytes, counted(batch, "cache"): kv_bytes * batch,
             "both": at.weight_bytes + kv_bytes * batch, "another cache": kv_bytes}  # fmt: skip
     facts = []
-    for what, size in rows.items():
-        row = {"what": what, "bytes": size, "chips": serving.fractional_chips(size, at.memory_bytes)}
+    for item, size in bytes_by_item.items():
+        row = {"what": item, "bytes": size, "chips": serving.fractional_chips(size, at.memory_bytes)}
         facts.append(row | {"smallest_slice": None})
         with suppress(CannotRunError):
             facts[-1]["smallest_slice"] = times(serving.smallest_slice(at.cluster.chip, size).shape)
@@ -172,30 +172,30 @@ def _memory(at: ServingReplica, kv_bytes: float, batch: int) -> list[Facts]:
 
 
 def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> Facts:
-    chips, unit = at.cluster.num_chips, at.cluster.chip
+    num_chips, unit = at.cluster.num_chips, at.cluster.chip
     stream = serving.RequestStream(
         batch_seqs=batch, step_s=at.step(batch, kv_bytes).time_s, prompt_len=given.prompt, output_len=given.output,
-        num_chips=chips,
+        num_chips=num_chips,
     )  # fmt: skip
-    prefill = serving.prefill_s(
-        given.prompt, at.active_params, num_chips=chips, peak_flops=at.peak_flops, mfu=given.mfu
+    prefill_time_s = serving.prefill_s(
+        given.prompt, at.active_params, num_chips=num_chips, peak_flops=at.peak_flops, mfu=given.mfu
     )
     link, cache = unit.dcn_bytes_per_s if unit.topology == "torus" else unit.nic_bytes_per_s, at.kv_bytes(given.prompt)
     return {
         "batch": batch,
         "fits": batch <= at.batch_that_fits(kv_bytes),
-        "ttft_s": prefill,
+        "ttft_s": prefill_time_s,
         "tpot_s": stream.step_s,
-        "tpot_interleaved_s": stream.interleaved_step_s(prefill),
+        "tpot_interleaved_s": stream.interleaved_step_s(prefill_time_s),
         "generation_s": stream.generation_s,
         "per_s": stream.per_s,
         "per_s_per_chip": stream.per_s_per_chip,
-        "tokens_per_s_per_chip": batch / stream.step_s / chips,
+        "tokens_per_s_per_chip": batch / stream.step_s / num_chips,
         "finished_per_step": stream.finished_per_step,
         "evicted_per_step": stream.evicted_per_step,
-        "prefill_servers": stream.prefill_servers(prefill),
-        "kv_transfer_s": link and cache / (chips * link),  # section 7.4
-        "usd_per_million_input": at.usd_per_million_tokens(given.prompt / prefill),
+        "prefill_servers": stream.prefill_servers(prefill_time_s),
+        "kv_transfer_s": link and cache / (num_chips * link),  # section 7.4
+        "usd_per_million_input": at.usd_per_million_tokens(given.prompt / prefill_time_s),
         "usd_per_million_output": at.usd_per_million_tokens(batch / stream.step_s),
     }
 
@@ -208,39 +208,39 @@ def _slices(at: ServingReplica, given: Given, kv_bytes: float) -> list[Facts]:
     for replica in (replace(at, cluster=cluster) for cluster in clusters):
         batch = replica.batch_that_fits(kv_bytes)
         requests = _requests(replica, given, batch, kv_bytes)
-        names = (
+        fields = (
             "ttft_s", "tpot_s", "finished_per_step", "tokens_per_s_per_chip", "per_s", "per_s_per_chip",
             "usd_per_million_input", "usd_per_million_output",
         )  # fmt: skip
         rows.append({"cluster": replica.cluster.short_name, "free_bytes": replica.free_bytes, "largest_batch": batch}
-                     | {name: requests[name] for name in names})  # fmt: skip
+                     | {name: requests[name] for name in fields})  # fmt: skip
     return rows
 
 
 def _context(at: ServingReplica, num_positions: int) -> Facts:
     """Returns both ends of latency against throughput, batch 1 and the largest that fits, and every batch between."""
     kv_bytes = at.kv_bytes(num_positions)
-    largest = min(at.batch_that_fits(kv_bytes), MOST_BATCH)
-    points = at.points(range(1, largest + 1), kv_bytes)
-    last = {name: points[name][-1].item() for name in ("time_s", "tokens_per_s_per_chip", "longest")}
-    ends = {"context": num_positions, "fastest_s": points["time_s"][0].item(), "largest_batch": largest, **last}
-    return {**ends, "points": points}
+    max_batch = min(at.batch_that_fits(kv_bytes), MOST_BATCH)
+    points = at.points(range(1, max_batch + 1), kv_bytes)
+    last_point = {name: points[name][-1].item() for name in ("time_s", "tokens_per_s_per_chip", "longest")}
+    row = {"context": num_positions, "fastest_s": points["time_s"][0].item(), "largest_batch": max_batch, **last_point}
+    return {**row, "points": points}
 
 
 def _speculation(given: Given, step: serving.DecodeStep) -> Facts:
     """Returns tokens and speed-up by drafts."""
-    tokens = serving.expected_tokens(given.accept, serving.DRAFTS)
-    faster = step.speedups(given.accept, draft_cost=given.draft_cost)
-    best = int(faster.argmax())
-    return {"best": best, "tokens": tokens, "speedup": faster, "tpot_s": step.time_s / faster[best]}
+    expected = serving.expected_tokens(given.accept, serving.DRAFTS)
+    speedups = step.speedups(given.accept, draft_cost=given.draft_cost)
+    num_drafts = int(speedups.argmax())
+    return {"best": num_drafts, "tokens": expected, "speedup": speedups, "tpot_s": step.time_s / speedups[num_drafts]}
 
 
 def _prefixes(at: ServingReplica, given: Given) -> Facts:
-    size = at.free_bytes if given.prefix_cache is None else given.prefix_cache
-    room = size / at.kv_bytes(given.prompt)
-    hits = serving.lru_hit_share(room, [rank**-given.zipf for rank in range(1, (given.prefixes or 1) + 1)])
-    left = serving.uncached_share(hits * given.prompt, given.prompt)
-    return {"cache_bytes": size, "room": room, "hit_share": hits, "prefill_left": left}
+    cache_size = at.free_bytes if given.prefix_cache is None else given.prefix_cache
+    num_prompts = cache_size / at.kv_bytes(given.prompt)
+    hit_share = serving.lru_hit_share(num_prompts, [rank**-given.zipf for rank in range(1, (given.prefixes or 1) + 1)])
+    left_share = serving.uncached_share(hit_share * given.prompt, given.prompt)
+    return {"cache_bytes": cache_size, "room": num_prompts, "hit_share": hit_share, "prefill_left": left_share}
 
 
 # -- text -----------------------------------------------------------------------------------------------
@@ -293,24 +293,24 @@ def _text(facts: Facts) -> Iterator[Piece]:
         f"{facts['prompt']:,}, {facts['output']:,} generated"
     )
     yield Table.of(facts["memory"], MEMORY)
-    free, most = BYTES(facts["free_bytes"]), facts["largest_batch"]
-    yield Fact("fits", f"{counted(most, 'cache')} of {facts['context']:,} in the {free} that weights leave", WIDE)
+    free, max_batch = BYTES(facts["free_bytes"]), facts["largest_batch"]
+    yield Fact("fits", f"{counted(max_batch, 'cache')} of {facts['context']:,} in the {free} that weights leave", WIDE)
     yield Table.of(facts["steps"], STEPS, "A step: caches, then weights or FLOPs, whichever takes longer")
-    late = facts["requests"]["batch"] > MANY * facts["critical_batch"]
-    longer = "; with more, a step is longer and tokens/s hardly more, so that such batches are of no use" * late
-    least = four_digits(facts["critical_batch"])
-    yield Fact("bound by FLOPs", f"products with weights, from {least} sequences{longer}", WIDE)
+    is_late = facts["requests"]["batch"] > MANY * facts["critical_batch"]
+    longer_text = "; with more, a step is longer and tokens/s hardly more, so that such batches are of no use" * is_late
+    least_text = four_digits(facts["critical_batch"])
+    yield Fact("bound by FLOPs", f"products with weights, from {least_text} sequences{longer_text}", WIDE)
     if not facts["requests"]["fits"]:
         yield Fact("does not fit", f"a batch of {facts['requests']['batch']:,}: what follows is as if it did", WIDE)
     yield from _requests_text(facts["requests"], facts["mfu"])
-    if laid := facts["sharding"]:
-        yield Table.of(laid["bounds"], BOUNDS)
-        links, memory, flops = map(SECONDS, laid["product"].values())
-        yield Fact("a product", f"over all chips: links {links}, memory {memory}, FLOPs {flops}", WIDE)
-        tensor, two = map(SECONDS, laid["layer"].values())
-        yield Fact("a layer", f"its collectives: {tensor} with tensor, {two} with weights over D and F", WIDE)
-        letters = {**laid["letters"], "W": format_rate(laid["letters"]["W"]), "hop": SECONDS(laid["letters"]["hop"])}
-        yield Fact("latency", f"binds gathers of less than {BYTES(laid['latency_bound_bytes'])} over all chips", WIDE)
+    if split := facts["sharding"]:
+        yield Table.of(split["bounds"], BOUNDS)
+        links_text, memory_text, flops_text = map(SECONDS, split["product"].values())
+        yield Fact("a product", f"over all chips: links {links_text}, memory {memory_text}, FLOPs {flops_text}", WIDE)
+        tensor_text, two_dims = map(SECONDS, split["layer"].values())
+        yield Fact("a layer", f"its collectives: {tensor_text} with tensor, {two_dims} with weights over D and F", WIDE)
+        letters = {**split["letters"], "W": format_rate(split["letters"]["W"]), "hop": SECONDS(split["letters"]["hop"])}
+        yield Fact("latency", f"binds gathers of less than {BYTES(split['latency_bound_bytes'])} over all chips", WIDE)
         yield Fact("letters", LETTERS.format(**letters), WIDE)
     slices = facts["slices"]
     cells = {name: [row[field] for row in slices] for name, (field, _) in SLICES.items()}
@@ -327,30 +327,30 @@ def _text(facts: Facts) -> Iterator[Piece]:
             "without one kv head and int8 weights"
         )
     if spec := facts["speculation"]:
-        gain = (
+        gain_text = (
             f"{THREE(spec['tokens'][spec['best']])} tokens a step, {THREE(spec['speedup'][spec['best']])} times faster"
         )
-        gain = f"{counted(spec['best'], 'draft')}: {gain}"
-        yield Fact("speculation", f"best with {gain}, TPOT {SECONDS(spec['tpot_s'])}", WIDE)
+        gain_text = f"{counted(spec['best'], 'draft')}: {gain_text}"
+        yield Fact("speculation", f"best with {gain_text}, TPOT {SECONDS(spec['tpot_s'])}", WIDE)
     if prefixes := facts["prefixes"]:
-        hits = f"{prefixes['hit_share']:.1%} of prompts found, {three_digits(prefixes['room'])} fit into"
-        left = f"{BYTES(prefixes['cache_bytes'])}; {prefixes['prefill_left']:.1%} of prefill is left"
-        yield Fact("prefix cache", f"{hits} {left}", WIDE)
+        hits_text = f"{prefixes['hit_share']:.1%} of prompts found, {three_digits(prefixes['room'])} fit into"
+        left_text = f"{BYTES(prefixes['cache_bytes'])}; {prefixes['prefill_left']:.1%} of prefill is left"
+        yield Fact("prefix cache", f"{hits_text} {left_text}", WIDE)
 
 
 def _requests_text(at: Facts, mfu: float) -> Iterator[Piece]:
     yield Fact("TTFT", f"{SECONDS(at['ttft_s'])}: the prompt's FLOPs at {mfu:.0%} of the peak", WIDE)
-    alone, mixed = SECONDS(at["tpot_s"]), SECONDS(at["tpot_interleaved_s"])
-    whole = f"{SECONDS(at['generation_s'])} a request"
-    yield Fact("TPOT", f"{alone} at batch {at['batch']:,}, {whole}; {mixed} if the same chips prefill", WIDE)
-    step = f"{THREE(at['finished_per_step'])} finish and free {four_digits(at['evicted_per_step'])} cached tokens"
-    rate = f"{THREE(at['per_s'])} a second, {THREE(at['per_s_per_chip'])} a chip"
-    yield Fact("requests", f"{rate}; each step {step}", WIDE)
-    sent = f"; a cache is sent in {SECONDS(at['kv_transfer_s'])}" if at["kv_transfer_s"] else ""
-    yield Fact("prefill", f"{THREE(at['prefill_servers'])} such slices keep one generating slice busy{sent}", WIDE)
+    tpot_text, mixed_text = SECONDS(at["tpot_s"]), SECONDS(at["tpot_interleaved_s"])
+    total = f"{SECONDS(at['generation_s'])} a request"
+    yield Fact("TPOT", f"{tpot_text} at batch {at['batch']:,}, {total}; {mixed_text} if the same chips prefill", WIDE)
+    step_text = f"{THREE(at['finished_per_step'])} finish and free {four_digits(at['evicted_per_step'])} cached tokens"
+    rate_text = f"{THREE(at['per_s'])} a second, {THREE(at['per_s_per_chip'])} a chip"
+    yield Fact("requests", f"{rate_text}; each step {step_text}", WIDE)
+    suffix = f"; a cache is sent in {SECONDS(at['kv_transfer_s'])}" if at["kv_transfer_s"] else ""
+    yield Fact("prefill", f"{THREE(at['prefill_servers'])} such slices keep one generating slice busy{suffix}", WIDE)
     if at["usd_per_million_input"]:
-        prices = (f"${at[f'usd_per_million_{side}']:.3g}" for side in ("input", "output"))
-        yield Fact("cost", "{} a million tokens of input, {} of output".format(*prices), WIDE)
+        price_texts = (f"${at[f'usd_per_million_{side}']:.3g}" for side in ("input", "output"))
+        yield Fact("cost", "{} a million tokens of input, {} of output".format(*price_texts), WIDE)
 
 
 def _figure(facts: Facts) -> Any:
@@ -369,8 +369,8 @@ def _figure(facts: Facts) -> Any:
         return curves_figure(curves, x_title="time per token (ms)", y_title="tokens/s per chip", title=title)
     rows = facts["steps"]
     scale, unit = si_scale(max(row["time_s"] for row in rows), "s")
-    parts = {
+    points_by_part = {
         words: [(row["batch"], row[name] / scale) for row in rows]
         for name, words in {**PARTS, "time_s": "whole step"}.items()
     }
-    return curves_figure(parts, x_title="batch (sequences)", y_title=f"time of a step ({unit})", title=title)
+    return curves_figure(points_by_part, x_title="batch (sequences)", y_title=f"time of a step ({unit})", title=title)

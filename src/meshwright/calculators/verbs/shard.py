@@ -93,18 +93,18 @@ def command(given: Given) -> Answer:
         raise InputError(f"--calibration {given.calibration} needs the cluster it is for: give --on.")
     rates = einsum_rates(cluster, mesh, calibration=rates_for(cluster, given.calibration)) if cluster else None
     result = _result(question, dims, mesh, rates)
-    ways = {"": question.steps}
+    shown_ways = {"": question.steps}
     # measured rates may lack those of ways that nobody asked for
     if given.every or (question.factors and cluster is not None and cluster.kind != "host"):
         lhs, rhs = question.factors
-        every = all_ways(lhs, rhs, question.result)
-        rows = _ways(every, dims, mesh, rates)
-        result["cheapest"] = {key: rows[0][key] for key in result["cheapest"]}
+        steps_by_way = all_ways(lhs, rhs, question.result)
+        way_rows = _ways(steps_by_way, dims, mesh, rates)
+        result["cheapest"] = {key: way_rows[0][key] for key in result["cheapest"]}
     if given.every:
-        ways, result["ways"] = every, rows
+        shown_ways, result["ways"] = steps_by_way, way_rows
         result["slice_and_sum"] = _slice_and_sum(question, dims, rates)
     if given.execute:
-        result["run"] = run_ways(question, list(ways.values()), dims, mesh)
+        result["run"] = run_ways(question, list(shown_ways.values()), dims, mesh)
     title = f"{question.title} on {given.on}" if given.on else question.title
     arrays = [{"array": name, **{key: result[key][name] for key in OF_ARRAYS}} for name in result["local_shapes"]]
     raw = [result["steps"], arrays, result.get("ways"), [result]]
@@ -118,14 +118,14 @@ def _refuse(asked: ShardQuestion, given: Given, dims: dict[str, int], mesh: dict
     if given.execute and not asked.steps:
         raise InputError(f"--run has no step to execute for {asked.title}. Write where it should go: A[I_X] -> A[I].")
     devices = math.prod(mesh.values())
-    for name, wanted, most in (
+    for name, is_wanted, limit in (
         ("--run", given.execute, MAX_RUN_DEVICES),
         ("--png", given.png is not None, MAX_DRAWN_DEVICES),
     ):
-        if wanted and devices > most:
-            raise InputError(f"{name} takes at most {most} devices and the mesh has {devices}. Use smaller axes.")
-    elements = max(math.prod(dims[d] for d in a.dims) for a in asked.arrays)
-    if given.execute and max(elements, math.prod(dims.values()) / 1000) > MAX_RUN_ELEMENTS:
+        if is_wanted and devices > limit:
+            raise InputError(f"{name} takes at most {limit} devices and the mesh has {devices}. Use smaller axes.")
+    max_elements = max(math.prod(dims[d] for d in a.dims) for a in asked.arrays)
+    if given.execute and max(max_elements, math.prod(dims.values()) / 1000) > MAX_RUN_ELEMENTS:
         raise InputError(
             f"--run holds whole arrays on this machine: at most {format_params(MAX_RUN_ELEMENTS)} elements each and "
             f"a thousand times as many products. Use smaller dims; the steps stay the same."
@@ -137,9 +137,9 @@ def _result(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], ra
         price_einsum(asked.steps, dims, mesh, rates),
         [s for s in asked.steps if s.op == "reduce_scatter"],
     )
-    devices, flops = math.prod(mesh.values()), sum(p.flops for p in prices)
-    names, whole = [a.name for a in asked.arrays], {dim for a in asked.factors for dim in a.dims}
-    named = {a.name if names.count(a.name) == 1 else str(a): a for a in asked.arrays}
+    num_shards, device_flops = math.prod(mesh.values()), sum(p.flops for p in prices)
+    names, all_dims = [a.name for a in asked.arrays], {dim for a in asked.factors for dim in a.dims}
+    by_name = {a.name if names.count(a.name) == 1 else str(a): a for a in asked.arrays}
     return {
         "steps": [
             {
@@ -153,24 +153,24 @@ def _result(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int], ra
             }
             for step, price in zip(asked.steps, prices, strict=True)
         ],
-        "local_shapes": {name: list(local_shape(a, dims, mesh)) for name, a in named.items()},
+        "local_shapes": {name: list(local_shape(a, dims, mesh)) for name, a in by_name.items()},
         "bytes_per_device": {
-            name: bytes_per_device(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in named.items()
+            name: bytes_per_device(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in by_name.items()
         },
         "bytes_total": {
-            name: bytes_total(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in named.items()
+            name: bytes_total(a, dims, mesh, element_bytes=DTYPE_BYTES[a.dtype]) for name, a in by_name.items()
         },
         # of each block, over the axes that neither split the array nor hold addends (section 3.1)
         "copies": {
             name: math.prod(size for axis, size in mesh.items() if axis not in (*a.spread, *a.unreduced))
-            for name, a in named.items()
+            for name, a in by_name.items()
         },
-        "addends": {name: math.prod(mesh[axis] for axis in a.unreduced) for name, a in named.items()},
-        "devices": devices,
-        "flops_per_device": flops,
-        "flops_total": flops * devices,
+        "addends": {name: math.prod(mesh[axis] for axis in a.unreduced) for name, a in by_name.items()},
+        "devices": num_shards,
+        "flops_per_device": device_flops,
+        "flops_total": device_flops * num_shards,
         # on one device that holds everything: 2 for every combination of all dims
-        "flops_unsharded": 2.0 * math.prod(map(dims.__getitem__, whole)) if whole else 0.0,
+        "flops_unsharded": 2.0 * math.prod(map(dims.__getitem__, all_dims)) if all_dims else 0.0,
         "time_s": total_time(prices),
         "placement": rates.laid.describe() if rates else None,
         "cheapest": {"way": "", "time_s": None},
@@ -185,13 +185,13 @@ def _ways(
     rows: list[Facts] = []
     for name, steps in ways.items():
         prices = price_einsum(steps, dims, mesh, rates)
-        sent = sum(p.num_bytes for s, p in zip(steps, prices, strict=True) if s.is_collective)
-        row = {"way": name, "steps": list(map(str, steps)), "bytes": sent}
+        sent_bytes = sum(p.num_bytes for s, p in zip(steps, prices, strict=True) if s.is_collective)
+        row = {"way": name, "steps": list(map(str, steps)), "bytes": sent_bytes}
         rows.append(row | {"flops_per_device": sum(p.flops for p in prices), "time_s": total_time(prices)})
     rows.sort(key=lambda r: (r["time_s"] or 0, r["bytes"]))
-    figure = "time_s" if rows[0]["time_s"] else "bytes"
-    least = rows[0][figure]
-    return [{**row, "times_cheapest": row[figure] / least if least else None} for row in rows]
+    cost_field = "time_s" if rows[0]["time_s"] else "bytes"
+    least_cost = rows[0][cost_field]
+    return [{**row, "times_cheapest": row[cost_field] / least_cost if least_cost else None} for row in rows]
 
 
 def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRates | None) -> Facts | None:
@@ -205,16 +205,16 @@ def _slice_and_sum(asked: ShardQuestion, dims: dict[str, int], rates: EinsumRate
     width = None if rates is None else torus_width(rates.cluster)
     if dim is None or rates is None or width is None:
         return None
-    split = next((a.axes[a.dims.index(dim)] for a in (lhs, rhs) if a.axes[a.dims.index(dim)]), ())
-    legs = group_legs(rates.laid, split)
-    speed, words = width.bytes_per_s, width.words
+    split_axes = next((a.axes[a.dims.index(dim)] for a in (lhs, rhs) if a.axes[a.dims.index(dim)]), ())
+    legs = group_legs(rates.laid, split_axes)
+    link_rate, words = width.bytes_per_s, width.words
     if legs:
-        speed = sum((1 + leg.wraps) * leg.bytes_per_s / leg.sharing for leg in legs)
+        link_rate = sum((1 + leg.wraps) * leg.bytes_per_s / leg.sharing for leg in legs)
         words = "both ways" if any(leg.wraps for leg in legs) else "one way, no ring"
     chip = rates.cluster.chip
-    alpha = ici_intensity(peak(chip, compute_dtype(chip, lhs.dtype, rhs.dtype)), speed)
-    most = reduce_after_max_shards(dims[dim], alpha)
-    return {"dim": dim, "size": dims[dim], "min_size": reduce_after_min_dim(alpha), "max_shards": most, "width": words}
+    alpha = ici_intensity(peak(chip, compute_dtype(chip, lhs.dtype, rhs.dtype)), link_rate)
+    limit = reduce_after_max_shards(dims[dim], alpha)
+    return {"dim": dim, "size": dims[dim], "min_size": reduce_after_min_dim(alpha), "max_shards": limit, "width": words}
 
 
 MAX_RELATIVE_ERROR = 1e-5
@@ -226,25 +226,25 @@ def run_ways(asked: ShardQuestion, ways: Sequence[Sequence[Step]], dims: dict[st
     from meshwright.parallel.mesh import emulate_devices
 
     emulate_devices(num_devices(mesh))
-    before, inputs, sizes = _inputs(asked, dims, mesh)
+    steps_before, inputs, sizes = _inputs(asked, dims, mesh)
     rng = np.random.default_rng(0)
     values = {a: rng.standard_normal([sizes[d] for d in a.dims], np.float32) for a in inputs}
     blocks = {a: split(v, a, mesh) for a, v in values.items()}
-    whole = Step(op="einsum", inputs=inputs, result=asked.result)
-    expected = execute([whole], {a: [v.astype(np.float64)] for a, v in values.items()}, {})[asked.result][0]
-    errors, in_numpy = [], []
-    for way in ways:
-        steps = (*before, *way)
+    whole_step = Step(op="einsum", inputs=inputs, result=asked.result)
+    expected = execute([whole_step], {a: [v.astype(np.float64)] for a, v in values.items()}, {})[asked.result][0]
+    errors, numpy_errors = [], []
+    for way_steps in ways:
+        steps = (*steps_before, *way_steps)
         result = steps[-1].result
         joined = join(execute(steps, blocks, mesh)[result], result, mesh, rel_tol=1e-4)
         errors.append(_error(run_steps(steps, values, mesh), expected))
-        in_numpy.append(_error(joined, expected))
+        numpy_errors.append(_error(joined, expected))
     return {
         "devices": num_devices(mesh),
         "ways": len(ways),
         "largest_error": max(errors),
-        "largest_error_numpy": max(in_numpy),
-        "equal": max(*errors, *in_numpy) < MAX_RELATIVE_ERROR,
+        "largest_error_numpy": max(numpy_errors),
+        "equal": max(*errors, *numpy_errors) < MAX_RELATIVE_ERROR,
     }
 
 
@@ -265,13 +265,13 @@ def _inputs(
     array = asked.arrays[0]
     if not array.unreduced:
         return (), (array,), dims
-    terms = "terms"
+    terms_dim = "terms"
     split_terms = array.replace(
-        name=f"{array.name}_terms", dims=(*array.dims, terms), axes=(*array.axes, array.unreduced), unreduced=()
+        name=f"{array.name}_terms", dims=(*array.dims, terms_dim), axes=(*array.axes, array.unreduced), unreduced=()
     )
-    ones = ShardedArray(f"{array.name}_factors", (terms,), (array.unreduced,), (), array.dtype)
-    step = Step(op="einsum", inputs=(split_terms, ones), result=array)
-    return (step,), step.inputs, dims | {terms: product(mesh[axis] for axis in array.unreduced)}
+    factors_array = ShardedArray(f"{array.name}_factors", (terms_dim,), (array.unreduced,), (), array.dtype)
+    step = Step(op="einsum", inputs=(split_terms, factors_array), result=array)
+    return (step,), step.inputs, dims | {terms_dim: product(mesh[axis] for axis in array.unreduced)}
 
 
 def run_steps(
@@ -291,8 +291,8 @@ def run_steps(
         out_specs=partition_spec(result),
         check_vma=False,
     )
-    placed = [jax.device_put(value, named_sharding(mesh, array)) for array, value in values.items()]
-    return np.asarray(jax.jit(mapped)(*placed))
+    device_arrays = [jax.device_put(value, named_sharding(mesh, array)) for array, value in values.items()]
+    return np.asarray(jax.jit(mapped)(*device_arrays))
 
 
 # -- text and picture ------------------------------------------------------------------------------------
@@ -310,42 +310,42 @@ def _text(title: str, result: Facts) -> Iterator[Piece]:
     yield Table(["array", "block of a device", "bytes", "in all", "copies"], rows, "" if result["steps"] else title)
     if result["flops_unsharded"]:
         local, total, full = (format_flop_count(result[f"flops_{key}"]) for key in ("per_device", "total", "unsharded"))
-        times = result["flops_total"] / result["flops_unsharded"]
-        factor = f"{four_digits(times)} times" if times != 1 else "as many as"
+        flops_ratio = result["flops_total"] / result["flops_unsharded"]
+        factor_text = f"{four_digits(flops_ratio)} times" if flops_ratio != 1 else "as many as"
         yield Fact("FLOPs per device", local, column=COLUMN)
-        text = f"{total} on {counted(result['devices'], 'device')}, {factor} the unsharded product's {full}"
+        text = f"{total} on {counted(result['devices'], 'device')}, {factor_text} the unsharded product's {full}"
         yield Fact("FLOPs in all", text, column=COLUMN)
     if result["time_s"] is not None and result["placement"]:
-        where = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
-        time = f"{format_seconds(result['time_s'])}, one step after the other ({where})"
+        placement_text = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
+        time_text = f"{format_seconds(result['time_s'])}, one step after the other ({placement_text})"
     else:
-        time = "not known: name a cluster with --on"
+        time_text = "not known: name a cluster with --on"
     if result["steps"]:
-        yield Fact("time", time, column=COLUMN)
+        yield Fact("time", time_text, column=COLUMN)
     for turns in result["turns"]:
         yield Fact("turns", turns, column=COLUMN)
-    way, least = result["cheapest"]["way"], result["cheapest"]["time_s"]
-    if least and f"{result['time_s'] / least:.2f}" != "1.00":
-        share = f"{format_seconds(least)}, {result['time_s'] / least:.2f} times less"
-        yield Fact("cheapest way", f"{share}: {way} (--all lists all; above, as programs run it)", column=COLUMN)
+    best_way, least_s = result["cheapest"]["way"], result["cheapest"]["time_s"]
+    if least_s and f"{result['time_s'] / least_s:.2f}" != "1.00":
+        saving = f"{format_seconds(least_s)}, {result['time_s'] / least_s:.2f} times less"
+        yield Fact("cheapest way", f"{saving}: {best_way} (--all lists all; above, as programs run it)", column=COLUMN)
     if "ways" in result:
         yield ""
         yield Table.of(result["ways"], WAYS)
         if result["slice_and_sum"]:
             sliced = result["slice_and_sum"]
-            most = f"compute-bound below {sliced['dim']} / (2 alpha) = {sliced['max_shards']:.3g} devices"
+            limit_text = f"compute-bound below {sliced['dim']} / (2 alpha) = {sliced['max_shards']:.3g} devices"
             yield Fact(
                 "slice and sum",
                 f"over one ICI axis beats the whole product on each device from {sliced['dim']} = 2 alpha = "
                 f"{sliced['min_size']:,.0f} (here {sliced['size']:,}; W {sliced['width']}); "
-                f"{'never compute-bound' if sliced['max_shards'] < 1 else most}",
+                f"{'never compute-bound' if sliced['max_shards'] < 1 else limit_text}",
                 column=COLUMN,
             )
     if "run" in result:
-        run, what = result["run"], "product" if result["flops_unsharded"] else "array"
-        ways = f"all {run['ways']} ways" if run["ways"] > 1 else "steps"
-        equal = "equal to" if run["equal"] else "DIFFERENT from"
-        text = f"{ways} on {run['devices']} emulated devices {equal} the unsharded {what}"
+        run, noun = result["run"], "product" if result["flops_unsharded"] else "array"
+        ways_text = f"all {run['ways']} ways" if run["ways"] > 1 else "steps"
+        equal_text = "equal to" if run["equal"] else "DIFFERENT from"
+        text = f"{ways_text} on {run['devices']} emulated devices {equal_text} the unsharded {noun}"
         yield Fact("run", f"{text}: largest error {run['largest_error']:.1e} of the largest entry", column=COLUMN)
 
 
@@ -356,16 +356,16 @@ def _figure(asked: ShardQuestion, dims: dict[str, int], mesh: dict[str, int]) ->
     arrays = asked.arrays[:-1] if asked.steps else asked.arrays
     panels = [panel(array, dims, mesh) for array in arrays]
     panels += [panel(step.result, dims, mesh, by=_step_words(step)) for step in asked.steps]
-    axes = ", ".join(f"{a}={n}" for a, n in mesh.items())
-    when = " Arrays as given and after each step;" if asked.steps else ""
-    subtitle = f"Mesh {axes}.{when} {'n' if when else 'N'}umbers in blocks are devices."
+    mesh_text = ", ".join(f"{a}={n}" for a, n in mesh.items())
+    when_text = " Arrays as given and after each step;" if asked.steps else ""
+    subtitle = f"Mesh {mesh_text}.{when_text} {'n' if when_text else 'N'}umbers in blocks are devices."
     return sharding_figure(panels, title=asked.title, subtitle=subtitle)
 
 
 def _step_words(step: Step) -> str:
     """Returns ``"after AllGather over Y: "``."""
-    over = f" over {','.join(step.axes)}" if step.axes else ""
-    return f"after {BOOK_NAMES.get(step.op, 'the product')}{over}: "
+    axes_suffix = f" over {','.join(step.axes)}" if step.axes else ""
+    return f"after {BOOK_NAMES.get(step.op, 'the product')}{axes_suffix}: "
 
 
 def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int], *, by: str = "") -> Any:
@@ -375,18 +375,18 @@ def panel(array: ShardedArray, dims: dict[str, int], mesh: dict[str, int], *, by
     """
     from meshwright.report.arrays.sharding import ShardingPanel
 
-    held = holders(array, mesh)
-    rows = sorted({index[:-1] for index in held})
-    cols = sorted({index[-1:] for index in held})
+    devices_by_block = holders(array, mesh)
+    rows = sorted({index[:-1] for index in devices_by_block})
+    cols = sorted({index[-1:] for index in devices_by_block})
     shape = local_shape(array, dims, mesh)
     # Dims that are whole have one block: naming it in every row says nothing.
-    split = [i for i, axes in enumerate(array.axes[:-1]) if axes]
+    split_dims = [i for i, axes in enumerate(array.axes[:-1]) if axes]
     return ShardingPanel(
         title=str(array),
-        cells=tuple(tuple(tuple(held[r + c]) for c in cols) for r in rows),
-        row_labels=tuple(",".join(str(r[i]) for i in split) for r in rows),
+        cells=tuple(tuple(tuple(devices_by_block[r + c]) for c in cols) for r in rows),
+        row_labels=tuple(",".join(str(r[i]) for i in split_dims) for r in rows),
         col_labels=tuple(str(c[0]) if c else "" for c in cols),
-        row_title=", ".join(array.dims[i] for i in split),
+        row_title=", ".join(array.dims[i] for i in split_dims),
         col_title=array.dims[-1] if array.dims else "",
         note=f"{by}{' x '.join(map(str, shape))} on each device" + (", partial sums" if array.unreduced else ""),
         is_sum=bool(array.unreduced),

@@ -28,7 +28,7 @@ def command(given: Given) -> Answer:
     """Show THING: models, chips, a model (name, config.json, mlp:DxF), a chip (name, .toml), a cluster (v5p:4x4x4)."""
     thing = given.thing
     if thing == "models":
-        counts = [
+        model_rows = [
             {
                 "name": m.name,
                 "family": m.family,
@@ -40,24 +40,24 @@ def command(given: Given) -> Answer:
             }
             for m in map(load_model, models())
         ]
-        return Answer({"models": counts}, [Table.of(counts, MODELS)])
+        return Answer({"models": model_rows}, [Table.of(model_rows, MODELS)])
     if thing == "chips":
         rows = [chip_facts(c) for c in chips().values()]
         table = Table.of(rows, CHIPS, "Dense TFLOP/s by dtype, memory and the fastest link")
         return Answer({"chips": rows}, [table, BOOK_WORDS])
     if thing.endswith(".toml"):
-        keys = read_toml(Path(thing)).data.keys()
-        if {"version", "strategy"} <= keys:
+        top_keys = read_toml(Path(thing)).data.keys()
+        if {"version", "strategy"} <= top_keys:
             raise InputError(f"{thing} is a plan. Use meshwright explain {thing}, or show the cluster it names.")
-        if not {"shape", "levels"} & keys:
+        if not {"shape", "levels"} & top_keys:
             return chip_answer(chip(thing))
     if (layer := mlp_work(thing)) is not None:
         params = 2 * layer.dims["D"] * layer.d_ff
         flops = {"forward": 2 * params, "training": 6 * params}
         facts = {"name": thing, "d_model": layer.dims["D"], "d_ff": layer.d_ff, "params": params, "token_flops": flops}
         heading = f"{thing}: Win[D,F] and Wout[F,D], {format_params(params)} parameters"
-        words = " a token forward, ".join(map(format_flop_count, flops.values()))
-        return Answer(facts, [heading, Fact("FLOPs", f"{words} in training")])
+        flops_text = " a token forward, ".join(map(format_flop_count, flops.values()))
+        return Answer(facts, [heading, Fact("FLOPs", f"{flops_text} in training")])
     if ":" in thing or thing.endswith(".toml"):
         return clusters_answer(parse_clusters(thing))
     if thing.lower() in _chip_names():

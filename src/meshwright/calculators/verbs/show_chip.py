@@ -27,44 +27,44 @@ def _text(c: Chip, facts: Facts) -> Iterator[Piece]:
     yield from _figures_text(c)
     rows = _derived_rows(c, facts)
     if c.mxu_dim and c.mxus_per_core and c.num_cores and c.clock_hz:
-        rate = anatomy.mxu_flops_per_cycle(c.mxu_dim) * c.clock_hz
-        rows.append(["one MXU", format_flops(rate), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
-        what = f"{counted(c.num_cores, 'core')} x {counted(c.mxus_per_core, 'MXU')}"
-        rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), what])
+        mxu_rate = anatomy.mxu_flops_per_cycle(c.mxu_dim) * c.clock_hz
+        rows.append(["one MXU", format_flops(mxu_rate), f"{c.mxu_dim} x {c.mxu_dim} at {c.clock_hz / 1e9:g} GHz"])
+        formula = f"{counted(c.num_cores, 'core')} x {counted(c.mxus_per_core, 'MXU')}"
+        rows.append(["all MXUs", format_flops(anatomy.tpu_peak_from_anatomy(c)), formula])
     if rows:
         yield ""
-        links = "link: one way; W: a torus axis, both ways" if c.topology == "torus" else "link: one way"
-        yield Table(["", "", "formula"], rows, f"What follows, {facts['compute_dtype']} products ({links})")
+        links_text = "link: one way; W: a torus axis, both ways" if c.topology == "torus" else "link: one way"
+        yield Table(["", "", "formula"], rows, f"What follows, {facts['compute_dtype']} products ({links_text})")
     if facts["gpu"]:
         yield from _gpu_text(c, facts["gpu"], facts["compute_dtype"])
     if facts["max_params"]:
-        states = ", ".join(f"{state} {format_params(count)}" for state, count in facts["max_params"].items())
-        yield Fact("largest model", f"whose training state alone fills one chip, in parameters: {states}")
+        states_text = ", ".join(f"{state} {format_params(size)}" for state, size in facts["max_params"].items())
+        yield Fact("largest model", f"whose training state alone fills one chip, in parameters: {states_text}")
 
 
 def chip_facts(c: Chip) -> Facts:
     """Returns every figure of a chip and those that follow; None for those that need an unknown figure."""
     dtype = product_dtype(c)
-    rate = c.peak_flops[dtype] if dtype else None
-    link, hop_s = _link(c)
-    alpha = _over(limits.ici_intensity, rate, c.ici_axis_bytes_per_s)
-    memory = c.memory_bytes
+    peak_rate = c.peak_flops[dtype] if dtype else None
+    link_rate, hop_s = _link(c)
+    alpha = _over(limits.ici_intensity, peak_rate, c.ici_axis_bytes_per_s)
+    capacity = c.memory_bytes
     return {
         **msgspec.structs.asdict(c),
         "dcn_bytes_per_s": c.dcn_bytes_per_s,
         "compute_dtype": dtype,
-        "critical_intensity": _over(roofline.critical_intensity, rate, c.hbm_bytes_per_s),
+        "critical_intensity": _over(roofline.critical_intensity, peak_rate, c.hbm_bytes_per_s),
         "critical_batch": _critical_batches(c, dtype),
-        "critical_batch_pcie": _over(roofline.critical_batch, rate, c.pcie_bytes_per_s),
-        "critical_split_dim": _over(roofline.critical_split_dim, rate, link),
+        "critical_batch_pcie": _over(roofline.critical_batch, peak_rate, c.pcie_bytes_per_s),
+        "critical_split_dim": _over(roofline.critical_split_dim, peak_rate, link_rate),
         "ici_intensity": alpha,
         "reduce_after_min_dim": None if alpha is None else limits.reduce_after_min_dim(alpha),
         "int8_over_bf16": _over(anatomy.ratio, c.peak_flops.get("int8"), c.peak_flops.get("bf16")),
-        "link_bytes_per_s": link,
-        "memory_over_link": _over(anatomy.ratio, c.hbm_bytes_per_s, link),
-        "latency_bound_bytes": None if link is None else network.latency_bound_bytes(link, hop_s=hop_s),
+        "link_bytes_per_s": link_rate,
+        "memory_over_link": _over(anatomy.ratio, c.hbm_bytes_per_s, link_rate),
+        "latency_bound_bytes": None if link_rate is None else network.latency_bound_bytes(link_rate, hop_s=hop_s),
         "gpu": _gpu_facts(c, dtype),
-        "max_params": {} if memory is None else {s: accounting.max_params(memory, state=s) for s in STATE_BYTES},
+        "max_params": {} if capacity is None else {s: accounting.max_params(capacity, state=s) for s in STATE_BYTES},
     }
 
 
@@ -139,9 +139,9 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
             notes.append(source)
         return f"{notes.index(source) + 1}" if source else ""
 
-    every = c.sources.get("peak_flops", "")
+    usual_source = c.sources.get("peak_flops", "")
     rows: list[list[Any]] = [
-        [f"{dtype}, dense", format_flops(flops), note(c.sources.get(f"peak_flops.{dtype}", every))]
+        [f"{dtype}, dense", format_flops(flops), note(c.sources.get(f"peak_flops.{dtype}", usual_source))]
         for dtype, flops in c.peak_flops.items()
     ]
     for words, key, show in _FIGURES:
@@ -151,10 +151,10 @@ def _figures_text(c: Chip) -> Iterator[Piece]:
     yield Table(["", c.name, "source"], rows, c.full_name)
     if c.variant == "custom":
         if missing := [name for name in PAID_FOR if getattr(c, name) is None]:
-            of_base = " (the base's figures are of other hardware)" if c.base else ""
-            yield Paragraph(f"not known: {', '.join(missing)}{of_base}", indent=4)
-        rates = family(c)
-        yield Paragraph(f"times: {f'fitted numbers of {rates}' if rates else 'rates of the data sheet'}", indent=4)
+            base_text = " (the base's figures are of other hardware)" if c.base else ""
+            yield Paragraph(f"not known: {', '.join(missing)}{base_text}", indent=4)
+        label = family(c)
+        yield Paragraph(f"times: {f'fitted numbers of {label}' if label else 'rates of the data sheet'}", indent=4)
         yield from (Paragraph(note, indent=4) for note in power_notes(c, fitted_calibration(c)))
     for number, source in enumerate(notes, 1):
         yield Paragraph(f"{number:>2}  {source}", indent=4)
@@ -206,21 +206,21 @@ UNITS: tuple[tuple[str, str, Show], ...] = (
 
 def _gpu_facts(c: Chip, dtype: str | None) -> Facts | None:
     """Returns the parts of the chip and of its whole die, and the peaks that follow; None without SMs."""
-    sold, die = anatomy.gpu_anatomy(c), anatomy.full_die(c)
-    if sold is None:
+    sold_chip, die = anatomy.gpu_anatomy(c), anatomy.full_die(c)
+    if sold_chip is None:
         return None
-    per_sm = sold.tensor_flops_per_sm_cycle
-    fp32, clocked = c.peak_flops.get("fp32"), c.clock_hz is not None
-    over = anatomy.ratio(c.peak_flops[dtype], fp32) if dtype and fp32 and per_sm else None
+    per_sm = sold_chip.tensor_flops_per_sm_cycle
+    fp32_peak, has_clock = c.peak_flops.get("fp32"), c.clock_hz is not None
+    peak_ratio = anatomy.ratio(c.peak_flops[dtype], fp32_peak) if dtype and fp32_peak and per_sm else None
     return {
-        "sold": sold,
+        "sold": sold_chip,
         "die": die,
-        "sms_used": anatomy.ratio(sold.sms, die.sms) if die else None,
-        "tensor_over_fp32_a_cycle": anatomy.ratio(per_sm, sold.fp32_flops_per_sm_cycle) if per_sm else None,
-        "tensor_over_fp32_peak": over,
-        "time_of_one_percent_on_fp32": anatomy.share_after_speedup(0.01, over) if over else None,
-        "peak_flops_from_anatomy": anatomy.gpu_peak_from_anatomy(c) if per_sm and clocked else None,
-        "fp32_flops_from_anatomy": vector_peak(c) if clocked else None,
+        "sms_used": anatomy.ratio(sold_chip.sms, die.sms) if die else None,
+        "tensor_over_fp32_a_cycle": anatomy.ratio(per_sm, sold_chip.fp32_flops_per_sm_cycle) if per_sm else None,
+        "tensor_over_fp32_peak": peak_ratio,
+        "time_of_one_percent_on_fp32": anatomy.share_after_speedup(0.01, peak_ratio) if peak_ratio else None,
+        "peak_flops_from_anatomy": anatomy.gpu_peak_from_anatomy(c) if per_sm and has_clock else None,
+        "fp32_flops_from_anatomy": vector_peak(c) if has_clock else None,
     }
 
 
@@ -239,9 +239,9 @@ def _gpu_text(c: Chip, g: Facts, dtype: str | None) -> Iterator[Piece]:
     yield ""
     yield Table(["", c.name, *([f"whole {die.name}"] if die else [])], rows, title)
     if sold.tensor_flops_per_sm_cycle:
-        cores, lanes = sold.tensor_flops_per_sm_cycle, sold.fp32_flops_per_sm_cycle
+        in_cores, in_lanes = sold.tensor_flops_per_sm_cycle, sold.fp32_flops_per_sm_cycle
         ratio = f"{g['tensor_over_fp32_a_cycle']:.3g} times as many"
-        yield Fact("an SM, a cycle", f"{cores:,} FLOPs in its tensor cores, {lanes:,} in its FP32 lanes: {ratio}")
+        yield Fact("an SM, a cycle", f"{in_cores:,} FLOPs in its tensor cores, {in_lanes:,} in its FP32 lanes: {ratio}")
     yield from _peak_text("peak from these", g["peak_flops_from_anatomy"], c.peak_flops.get(dtype or ""), c.clock_hz)
     yield from _peak_text("FP32 from these", g["fp32_flops_from_anatomy"], c.peak_flops.get("fp32"), c.clock_hz)
     if g["tensor_over_fp32_peak"]:
@@ -256,6 +256,6 @@ def _peak_text(label: str, derived: float | None, listed: float | None, clock_hz
     """Yields a peak that follows from units and clock beside the data sheet's, and the difference if it shows."""
     if derived and listed and clock_hz:
         difference = listed / derived - 1
-        off = f" ({difference:+.1%})" if abs(difference) >= 5e-4 else ""
-        sheet = f"the data sheet says {format_flops(listed)}{off}"
-        yield Fact(label, f"{format_flops(derived)} at {clock_hz / 1e9:.3g} GHz; {sheet}")
+        difference_text = f" ({difference:+.1%})" if abs(difference) >= 5e-4 else ""
+        sheet_text = f"the data sheet says {format_flops(listed)}{difference_text}"
+        yield Fact(label, f"{format_flops(derived)} at {clock_hz / 1e9:.3g} GHz; {sheet_text}")

@@ -37,13 +37,13 @@ SLICES: Facts = {
 
 def clusters_answer(clusters: Sequence[Cluster]) -> Answer:
     """Returns one cluster as a table; or every shape of a number of chips, with the links that bind."""
-    first = clusters[0]
+    first_cluster = clusters[0]
     if len(clusters) > 1:
         rows = [slice_facts(c) for c in clusters]
-        title = f"{first.num_chips:,} {first.chip.name}, most links across the middle first"
+        title = f"{first_cluster.num_chips:,} {first_cluster.chip.name}, most links across the middle first"
         return Answer({"slices": rows}, [Table.of(rows, SLICES, title)])
-    facts = cluster_facts(first)
-    blocks: list[Piece] = [Table(["", first.short_name, ""], _rows(first, facts))]
+    facts = cluster_facts(first_cluster)
+    blocks: list[Piece] = [Table(["", first_cluster.short_name, ""], _rows(first_cluster, facts))]
     if facts["levels"] and len(facts["levels"]) > 1:
         blocks += ["", Table.of(facts["levels"], LEVELS, "Levels")]
     return Answer(facts, blocks, raw=[[facts], facts["levels"]])
@@ -51,9 +51,9 @@ def clusters_answer(clusters: Sequence[Cluster]) -> Answer:
 
 def slice_facts(c: Cluster) -> Facts:
     """Returns rings, links across the middle of one slice, and the seconds in which its chips exchange 1 GB each."""
-    placed = physical_placement(c)
-    torus = [link.name for link in placed.links if link.level == "ici"]
-    rates = group_rates(placed, torus)
+    placement = physical_placement(c)
+    torus_links = [link.name for link in placement.links if link.level == "ici"]
+    rates = group_rates(placement, torus_links)
     return {
         "cluster": c.short_name,
         "rings": sum(c.wraps),
@@ -71,7 +71,7 @@ def cluster_levels(c: Cluster) -> list[Facts] | None:
         links = physical_links(c)
     except InputError:
         return None
-    inside = itertools.accumulate(c.shape, operator.mul)
+    chips_by_level = itertools.accumulate(c.shape, operator.mul)
     return [
         {
             "name": link.name,
@@ -80,7 +80,7 @@ def cluster_levels(c: Cluster) -> list[Facts] | None:
             "bytes_per_s": link.bytes_per_s if link.size > 1 else None,
             "hop_s": link.hop_s,
         }
-        for link, chips in zip(links, inside, strict=True)
+        for link, chips in zip(links, chips_by_level, strict=True)
     ]
 
 
@@ -102,26 +102,26 @@ def cluster_facts(c: Cluster) -> Facts:
         "compute_dtype": dtype,
         **totals,
     }
-    watts, peak, width, host = unit.power_w, dtype and unit.peak_flops[dtype], torus_width(c), unit.chips_per_host
+    watts, peak, width, per_host = unit.power_w, dtype and unit.peak_flops[dtype], torus_width(c), unit.chips_per_host
     # tokens a step (of a slice) from which plain data parallelism is not bound by the network
-    fsdp = over_dcn = None
+    fsdp_tokens = dcn_tokens = None
     if peak and width:
         alpha = limits.ici_intensity(peak, width.bytes_per_s)
-        fsdp = limits.data_parallel_min_batch(alpha, sum(width.axes), c.num_chips // c.num_slices)
-    if peak and unit.dcn_bytes_per_s_per_host and host:
-        over_dcn = limits.dcn_min_batch_per_pod(peak, unit.dcn_bytes_per_s_per_host, host)
+        fsdp_tokens = limits.data_parallel_min_batch(alpha, sum(width.axes), c.num_chips // c.num_slices)
+    if peak and unit.dcn_bytes_per_s_per_host and per_host:
+        dcn_tokens = limits.dcn_min_batch_per_pod(peak, unit.dcn_bytes_per_s_per_host, per_host)
     return {
         **facts,
         "energy_kwh_per_day": watts and energy_kwh(DAY_S, num_chips=c.num_chips, watts_per_chip=watts),
-        "fsdp_min_batch_tokens": fsdp,
+        "fsdp_min_batch_tokens": fsdp_tokens,
         "width": width and width.words,
-        "dcn_min_batch_tokens_per_slice": over_dcn,
+        "dcn_min_batch_tokens_per_slice": dcn_tokens,
     }
 
 
 def _rows(c: Cluster, facts: Facts) -> list[list[Any]]:
     """Returns rows of label, value and source."""
-    sums: tuple[tuple[str, str, Show, str], ...] = (
+    columns: tuple[tuple[str, str, Show, str], ...] = (
         ("chips", "num_chips", "{:,}".format, ""),
         ("hosts", "num_hosts", "{:,}".format, ""),
         ("cores", "num_cores", "{:,}".format, ""),
@@ -140,10 +140,10 @@ def _rows(c: Cluster, facts: Facts) -> list[list[Any]]:
     )  # fmt: skip
     rows = [["kind", c.kind, ""]]
     if c.kind == "torus":
-        rings = ", ".join(f"{n} {'ring' if w else 'line'}" for n, w in zip(c.shape, c.wraps, strict=True) if n > 1)
-        closed = "ring: wraps around" if any(c.wraps) else ""
-        rows.append(["axes", rings or "one chip", f"{closed}, twisted" if c.twisted else closed])
-    return rows + known_rows(facts, sums)
+        rings_text = ", ".join(f"{n} {'ring' if w else 'line'}" for n, w in zip(c.shape, c.wraps, strict=True) if n > 1)
+        closed_text = "ring: wraps around" if any(c.wraps) else ""
+        rows.append(["axes", rings_text or "one chip", f"{closed_text}, twisted" if c.twisted else closed_text])
+    return rows + known_rows(facts, columns)
 
 
 def _millions(count: int) -> str:

@@ -46,10 +46,10 @@ def model_answer(m: Model, seq_len: int | None = None, folder: str = "") -> Answ
         raise InputError(f"{m.name} has two lengths, of its encoder and its decoder. Leave --seq out.")
     facts = model_facts(m) | ({"folder": _folder_facts(m, Path(folder))} if folder else {})
     if seq_len is not None:
-        sent = accounting.layer_traffic(m, seq_len)
+        traffic_of = accounting.layer_traffic(m, seq_len)
         names = ("strategy", "forward", "forward_bytes", "backward", "backward_bytes")
         facts["flops"] = _flops(m, seq_len)
-        facts["layer_traffic"] = [dict(zip(names, (name, *row), strict=True)) for name, row in sent.items()]
+        facts["layer_traffic"] = [dict(zip(names, (name, *row), strict=True)) for name, row in traffic_of.items()]
     rows = (
         facts["weights"],
         facts["kv_cache"],
@@ -118,18 +118,18 @@ def model_facts(m: Model) -> Facts:
 
 def _folder_facts(m: Model, folder: Path) -> Facts:
     """Returns the bytes of a folder's tensors by dtype, those of the weights as served, and why refused, or ""."""
-    by_dtype = stored_bytes(folder) if (of_gguf := is_gguf(folder)) else {}
+    bytes_by_dtype = stored_bytes(folder) if (from_gguf := is_gguf(folder)) else {}
     with open_files(as_folder(folder)) as tensors:
-        for tensor in () if of_gguf else tensors.values():
+        for tensor in () if from_gguf else tensors.values():
             size = math.prod(tensor.shape) * tensor.dtype.itemsize
-            by_dtype[tensor.dtype.name] = by_dtype.get(tensor.dtype.name, 0) + size
+            bytes_by_dtype[tensor.dtype.name] = bytes_by_dtype.get(tensor.dtype.name, 0) + size
         weights = folder_weights(m, folder, tensors)
-        refused = why_refused(m, tensors, weights.quantisation)
+        refusal = why_refused(m, tensors, weights.quantisation)
     served = weight_bytes(replace(m, stored=weights.stored), "", width=int(DTYPE_BYTES[weights.dtype]))
-    method = "GGUF" if of_gguf and by_dtype.keys() - {"F32", "F16", "BF16"} else None
+    method = "GGUF" if from_gguf and bytes_by_dtype.keys() - {"F32", "F16", "BF16"} else None
     method = weights.quantisation.method if weights.quantisation else method
-    return {"stored_bytes": by_dtype, "method": method, "served_dtype": weights.dtype, "served_bytes": served,
-            "notes": list(weights.notes), "refused": refused}  # fmt: skip
+    return {"stored_bytes": bytes_by_dtype, "method": method, "served_dtype": weights.dtype, "served_bytes": served,
+            "notes": list(weights.notes), "refused": refusal}  # fmt: skip
 
 
 def _flops(m: Model, seq_len: int) -> Facts:
@@ -149,11 +149,11 @@ def _attention_intensity(m: Model) -> dict[str, float] | None:
     """Returns FLOPs per byte of a layer's attention in bf16; None with latent attention, whose keys are not stored."""
     if m.latent_attention:
         return None
-    keys = min(PREFILL_POSITIONS, m.max_positions)
-    shape = {"heads": m.num_heads, "kv_heads": m.num_kv_heads, "head_dim": m.head_dim, "keys": keys}
+    num_keys = min(PREFILL_POSITIONS, m.max_positions)
+    shape = {"heads": m.num_heads, "kv_heads": m.num_kv_heads, "head_dim": m.head_dim, "keys": num_keys}
     return {
-        "positions": keys,
-        "prefill": accounting.attention_work(queries=keys, **shape).intensity,
+        "positions": num_keys,
+        "prefill": accounting.attention_work(queries=num_keys, **shape).intensity,
         "generation": accounting.attention_work(queries=1, **shape).intensity,
     }
 
@@ -164,26 +164,26 @@ def cache_designs(m: Model) -> list[Facts]:
     Full heads (MHA), own groups or latent, one head (MQA), layers that share; no windows if the model has some. A head
     keeps a key and a value, H + Hv. Sources: How to Scale Your Model, sections 4.5 and 7.2.
     """
-    latent, heads, groups = m.latent_attention, m.num_heads, m.num_kv_heads
-    head = m.head_dim + (m.v_head_dim if latent else m.head_dim)
-    sizes = {f"MHA, {heads} heads": heads * head}
-    if latent:
-        sizes[f"MLA, rank {m.kv_lora_rank}"] = m.kv_lora_rank + m.qk_rope_head_dim
-    elif 1 < groups < heads:
-        sizes[f"GQA, {groups} heads"] = groups * head
-    full, *narrower = sizes
-    sizes["MQA, 1 head"] = head
-    model_design = narrower[0] if narrower else full if groups == heads else "MQA, 1 head"
+    is_latent, num_heads, num_groups = m.latent_attention, m.num_heads, m.num_kv_heads
+    head_elements = m.head_dim + (m.v_head_dim if is_latent else m.head_dim)
+    size_of = {f"MHA, {num_heads} heads": num_heads * head_elements}
+    if is_latent:
+        size_of[f"MLA, rank {m.kv_lora_rank}"] = m.kv_lora_rank + m.qk_rope_head_dim
+    elif 1 < num_groups < num_heads:
+        size_of[f"GQA, {num_groups} heads"] = num_groups * head_elements
+    full_name, *narrower_names = size_of
+    size_of["MQA, 1 head"] = head_elements
+    model_design = narrower_names[0] if narrower_names else full_name if num_groups == num_heads else "MQA, 1 head"
     windows: Facts = {"window": m.sliding_window, "num_local": len(m.sliding_layers)} if m.sliding_layers else {}
-    designs = [(name, size, windows, 1) for name, size in sizes.items()]
-    designs.append((f"{model_design}, {SHARED_LAYERS} layers share", sizes[model_design], windows, SHARED_LAYERS))
+    designs = [(name, size, windows, 1) for name, size in size_of.items()]
+    designs.append((f"{model_design}, {SHARED_LAYERS} layers share", size_of[model_design], windows, SHARED_LAYERS))
     if windows:
-        designs.append((f"{model_design}, no windows", sizes[model_design], {}, 1))
+        designs.append((f"{model_design}, no windows", size_of[model_design], {}, 1))
     rows = []
-    for name, size, near, layers in designs:
+    for name, size, window_args, layers_per_cache in designs:
         token, sequence = (
             accounting.cached_elements(
-                positions, per_position=size, num_layers=m.num_layers, layers_per_cache=layers, **near
+                positions, per_position=size, num_layers=m.num_layers, layers_per_cache=layers_per_cache, **window_args
             )
             for positions in (1, CACHE_POSITIONS)
         )
@@ -192,7 +192,7 @@ def cache_designs(m: Model) -> list[Facts]:
                 "design": name,
                 "own": name == model_design,
                 "elements_per_layer": size,
-                "layers_per_cache": layers,
+                "layers_per_cache": layers_per_cache,
                 "bytes_per_token": {dtype: token * DTYPE_BYTES[dtype] for dtype in CACHE_DTYPES},
                 "sequence": {"positions": CACHE_POSITIONS, "bytes": sequence * DTYPE_BYTES[CACHE_DTYPES[0]]},
             }
@@ -202,14 +202,14 @@ def cache_designs(m: Model) -> list[Facts]:
 
 def _saved(m: Model) -> Facts:
     """Returns by remat policy the elements that a layer keeps of a token, on average, and bytes of all layers."""
-    widths = {remat: accounting.saved_widths(m, remat) for remat in REMATS}
+    widths_by_remat = {remat: accounting.saved_widths(m, remat) for remat in REMATS}
     return {
         remat: {
             "results": list(results),
             "elements_per_layer": sum(results.values()),
             "bytes": accounting.saved_bytes(1, num_layers=m.num_layers, width=sum(results.values())),
         }
-        for remat, results in widths.items()
+        for remat, results in widths_by_remat.items()
     }
 
 
@@ -217,7 +217,7 @@ def _saved(m: Model) -> Facts:
 
 
 def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
-    published, active = facts["published_params"], facts["active_params"]
+    published, active_params = facts["published_params"], facts["active_params"]
     if published and published.isdigit():
         published = f"{int(published):,}"
     suffix = f", published as {published}" if published else ""
@@ -225,8 +225,8 @@ def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
     shares = {part: count / facts["params"] for part, count in facts["params_by_part"].items()}
     share_words = [f"{part.replace('_', ' ')} {share:.1%}" for part, share in shares.items() if share >= MIN_SHARE]
     yield Fact("", f"{', '.join(share_words)}; vocabulary {facts['vocabulary_params'] / facts['params']:.1%}")
-    if active != facts["params"]:
-        yield Fact("active per token", f"{active:,} ({format_params(active)})")
+    if active_params != facts["params"]:
+        yield Fact("active per token", f"{active_params:,} ({format_params(active_params)})")
     if extra := facts["mtp_params"]:
         yield Fact("besides", f"{extra:,} ({format_params(extra)}) that predict the token after the next (mtp_weight)")
     yield Fact(
@@ -247,11 +247,11 @@ def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
             f"{at['positions']:,} positions{' without a window' * bool(m.sliding_layers)}: T S G / (T G + S)",
         )
     yield Fact("KV cache", f"{format_bytes(facts['kv_cache_bytes_per_token'])} a token in bf16")
-    states = ", ".join(f"{s} {format_bytes(v)}" for s, v in facts["state_bytes"].items())
+    states_text = ", ".join(f"{s} {format_bytes(v)}" for s, v in facts["state_bytes"].items())
     if folder := facts.get("folder"):
         parts = ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in sorted(folder["stored_bytes"].items()))
-        total, method = sum(folder["stored_bytes"].values()), folder["method"]
-        yield Fact("stored", f"{format_bytes(total)}: {parts}" + (f"; quantised by {method}" if method else ""))
+        total_bytes, method = sum(folder["stored_bytes"].values()), folder["method"]
+        yield Fact("stored", f"{format_bytes(total_bytes)}: {parts}" + (f"; quantised by {method}" if method else ""))
         yield Fact(
             "serving",
             f"{format_bytes(folder['served_bytes'])} of weights, in {folder['served_dtype']} where not kept narrow",
@@ -262,7 +262,7 @@ def _totals_text(m: Model, facts: Facts) -> Iterator[Piece]:
             yield Fact("", note)
         if method:
             yield Fact("training", "widens the weights to the dtypes of its state; the base of an adapter too")
-    yield Fact("training state", f"{states} (bf16-adam without its short-lived gradients)")
+    yield Fact("training state", f"{states_text} (bf16-adam without its short-lived gradients)")
     yield Fact("here", f"counted and planned, not run: {m.missing_to_run}" if m.missing_to_run else "trains")
 
 
@@ -308,18 +308,18 @@ def _cache_text(m: Model, rows: list[Facts]) -> Iterator[Piece]:
          *(format_bytes(size) for size in row["bytes_per_token"].values()), format_bytes(row["sequence"]["bytes"])]
         for row in rows
     ]  # fmt: skip
-    windows = f"; {_windows(m)}" if m.sliding_layers and m.sliding_window else ""
+    windows_text = f"; {_windows(m)}" if m.sliding_layers and m.sliding_window else ""
     yield Table(
         ["heads", "elements", *CACHE_DTYPES, f"{CACHE_POSITIONS:,} tokens"],
         table,
-        f"KV cache of a token: elements of a layer, bytes of all {m.num_layers}, and a sequence in bf16{windows} "
+        f"KV cache of a token: elements of a layer, bytes of all {m.num_layers}, and a sequence in bf16{windows_text} "
         f"(* as it is)",
     )
 
 
 def _zero_text(zero: Facts) -> Iterator[Piece]:
-    parts = STATE_BYTES[zero["state"]]
-    words = ", ".join(f"{part} {parts[part]:g}" for part in ("weights", "gradients", "optimizer"))
+    bytes_of_part = STATE_BYTES[zero["state"]]
+    words = ", ".join(f"{part} {bytes_of_part[part]:g}" for part in ("weights", "gradients", "optimizer"))
     rows = [
         [f"ZeRO-{stage}{' (FSDP)' if stage == '3' else ''}",
          ", ".join(accounting.ZERO_SHARDS[int(stage)]) or "nothing", *map(format_bytes, sizes)]

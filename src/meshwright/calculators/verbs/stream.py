@@ -48,16 +48,16 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Stream the tiles of one loop through VMEM: matmul (x[T,D] w[D,F]), flash or flash-backward (one head, bf16)."""
-    unit, name, memory = given.on, given.loop, known(given.on, "vmem_bytes")
+    unit, name, vmem = given.on, given.loop, known(given.on, "vmem_bytes")
     if name == "matmul" and given.causal:
         raise InputError("--causal: a product leaves out no tile. Use it with flash or flash-backward.")
     block = given.block or max(128, given.seq_len // MOST_A_SIDE if given.png else 0)
     sizes = {"seq": given.seq_len, "width": given.width or (given.seq_len if name == "matmul" else 128)}
     loop = tiled_loop(name, **sizes, block=block, causal=given.causal)
     loops = {block: loop}
-    if loop.vmem_bytes > memory:
-        need, has = format_bytes(loop.vmem_bytes), f"{unit.name} has {format_bytes(memory)}"
-        raise CannotRunError(f"tiles of {block} need {need} of VMEM, {has}. Use a smaller --block.")
+    if loop.vmem_bytes > vmem:
+        needed_text, room_text = format_bytes(loop.vmem_bytes), f"{unit.name} has {format_bytes(vmem)}"
+        raise CannotRunError(f"tiles of {block} need {needed_text} of VMEM, {room_text}. Use a smaller --block.")
     for size in BLOCKS:
         with suppress(InputError):
             loops[size] = tiled_loop(name, **sizes, block=size, causal=given.causal)
@@ -68,12 +68,12 @@ def command(given: Given) -> Answer:
         "arrays_bytes": sum(math.prod(array.shape) * array.itemsize for array in (*loop.operands, *loop.results)),
         "untiled": None if name == "matmul" else _bounds(*untiled_attention(name, **sizes), unit),
         "steps": _steps(loop, unit, shown(loop.num_steps, ROWS, 2)),
-        "blocks": [_totals(tiled, size, unit) for size, tiled in sorted(loops.items()) if tiled.vmem_bytes <= memory],
+        "blocks": [_totals(tiled, size, unit) for size, tiled in sorted(loops.items()) if tiled.vmem_bytes <= vmem],
     }
-    tiles = f"tiles of {block}{', causal' * given.causal}"
-    title = f"{name} of {given.seq_len:,} x {sizes['width']:,} in bf16, {tiles}, on {unit.name}"
-    drawn = {given.png: lambda: _figure(loop, unit, title), given.roofline: lambda: _roofline(facts, unit)}
-    return Answer(facts, _text(facts, title), drawn, [facts["steps"], facts["blocks"]])
+    tiles_text = f"tiles of {block}{', causal' * given.causal}"
+    title = f"{name} of {given.seq_len:,} x {sizes['width']:,} in bf16, {tiles_text}, on {unit.name}"
+    pictures = {given.png: lambda: _figure(loop, unit, title), given.roofline: lambda: _roofline(facts, unit)}
+    return Answer(facts, _text(facts, title), pictures, [facts["steps"], facts["blocks"]])
 
 
 def _bounds(num_bytes: int, flops: int, unit: Chip) -> Facts:
@@ -83,25 +83,25 @@ def _bounds(num_bytes: int, flops: int, unit: Chip) -> Facts:
 
 
 def _totals(loop: TiledLoop, block: int, unit: Chip) -> Facts:
-    ends, _ = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
-    moved = int(loop.moved_bytes((*loop.operands, *loop.results)).sum())
-    bounds = _bounds(moved, loop.flops_per_step * loop.num_steps, unit)
-    return {"block": block, **bounds, "vmem_bytes": loop.vmem_bytes, "time_s": float(ends[-1])}
+    end_s, _ = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
+    moved_bytes = int(loop.moved_bytes((*loop.operands, *loop.results)).sum())
+    bounds = _bounds(moved_bytes, loop.flops_per_step * loop.num_steps, unit)
+    return {"block": block, **bounds, "vmem_bytes": loop.vmem_bytes, "time_s": float(end_s[-1])}
 
 
 def _steps(loop: TiledLoop, unit: Chip, numbers: Iterable[int | None]) -> list[Facts]:
     """Returns the steps of these numbers: what moves for each, and sums at its end."""
-    ends, computes = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
-    moved = np.cumsum(loop.moved_bytes((*loop.operands, *loop.results)))
+    end_s, is_compute_bound = loop.times(peak(unit, "bf16"), channel_rate(unit, "hbm"))
+    moved_bytes = np.cumsum(loop.moved_bytes((*loop.operands, *loop.results)))
     return [
         {
             "step": step + 1,
             "fetched": loop.titles(loop.operands, step, moving=True),
             "written": loop.titles(loop.results, step, moving=True),
-            "hbm_bytes": int(moved[step]),
+            "hbm_bytes": int(moved_bytes[step]),
             "flops": loop.flops_per_step * (step + 1),
-            "end_s": float(ends[step]),
-            "bound_by": "compute" if computes[step] else "hbm",
+            "end_s": float(end_s[step]),
+            "bound_by": "compute" if is_compute_bound[step] else "hbm",
         }
         for step in numbers
         if step is not None
@@ -109,30 +109,30 @@ def _steps(loop: TiledLoop, unit: Chip, numbers: Iterable[int | None]) -> list[F
 
 
 def _text(facts: Facts, title: str) -> Iterator[Piece]:
-    moved, flops = ("hbm_bytes", format_bytes), ("flops", FLOPS)
+    bytes_column, flops_column = ("hbm_bytes", format_bytes), ("flops", FLOPS)
     sums: TableColumns = {
-        "HBM so far": moved,
-        "FLOPs so far": flops,
+        "HBM so far": bytes_column,
+        "FLOPs so far": flops_column,
         "ends at": ("end_s", format_seconds),
         "bound by": "bound_by",
     }
     tiles: TableColumns = {"fetched for it": ("fetched", " ".join), "written after": ("written", " ".join)}
     yield Table.of(facts["steps"], {"step": "step", **tiles, **sums}, f"{title}: {counted(facts['num_steps'], 'step')}")
-    columns: TableColumns = {"block": "block", "HBM": moved, "FLOPs": flops, "FLOPs/byte": "intensity"}
+    columns: TableColumns = {"block": "block", "HBM": bytes_column, "FLOPs": flops_column, "FLOPs/byte": "intensity"}
     times: TableColumns = {
         "VMEM": ("vmem_bytes", format_bytes),
         "time": ("time_s", format_seconds),
         "bound by": "bound_by",
     }
-    critical = four_digits(facts["critical_intensity"])
-    yield Table.of(facts["blocks"], {**columns, **times}, f"Other tiles; compute binds from {critical} FLOPs/byte")
+    critical_text = four_digits(facts["critical_intensity"])
+    yield Table.of(facts["blocks"], {**columns, **times}, f"Other tiles; compute binds from {critical_text} FLOPs/byte")
     total, copies, math_s = (format_seconds(facts[name]) for name in ("time_s", "transfer_s", "math_s"))
     yield Fact(f"tiles of {facts['block']}", f"{total}: copies {copies}, products {math_s}; {facts['bound_by']} binds")
     yield Fact("VMEM", f"two buffers of each tile, and the accumulators: {format_bytes(facts['vmem_bytes'])}")
     yield Fact("each array once", f"{format_bytes(facts['arrays_bytes'])}: no tiles move less")
-    if (plain := facts["untiled"]) is not None:
-        least = format_seconds(max(plain["math_s"], plain["transfer_s"]))
-        cost = f"{format_bytes(plain['hbm_bytes'])}, {plain['intensity']:.3g} FLOPs/byte, at least {least}"
+    if (untiled := facts["untiled"]) is not None:
+        least_text = format_seconds(max(untiled["math_s"], untiled["transfer_s"]))
+        cost = f"{format_bytes(untiled['hbm_bytes'])}, {untiled['intensity']:.3g} FLOPs/byte, at least {least_text}"
         yield Fact("without tiles", f"{cost}: scores in fp32 go through HBM")
     yield "counted: matrix products at the bf16 peak; exponentials and sums over rows take no time"
 
@@ -142,8 +142,8 @@ def _text(facts: Facts, title: str) -> Iterator[Piece]:
 
 def _roofline(facts: Facts, unit: Chip) -> Any:
     points = [(f"b = {row['block']:,}", row, row["time_s"]) for row in facts["blocks"]]
-    if (plain := facts["untiled"]) is not None:
-        points.append(("without tiles", plain, max(plain["math_s"], plain["transfer_s"])))
+    if (untiled := facts["untiled"]) is not None:
+        points.append(("without tiles", untiled, max(untiled["math_s"], untiled["transfer_s"])))
     return roofline_figure(
         peak_flops_per_s=peak(unit, "bf16"),
         link_bytes_per_s={"HBM": channel_rate(unit, "hbm")},
@@ -155,31 +155,31 @@ def _roofline(facts: Facts, unit: Chip) -> Any:
 def _figure(loop: TiledLoop, unit: Chip, title: str) -> Any:
     """Draws the first three steps, three from the first complete result on, and the last two."""
     last, first = loop.num_steps - 1, max(3, int(np.flatnonzero(loop.moves[loop.results[0].name])[0]))
-    chosen = sorted({step for step in (0, 1, 2, first, first + 1, first + 2, last - 1, last) if 0 <= step <= last})
-    frames = [_frame(loop, row) for row in _steps(loop, unit, chosen)]
+    steps_shown = sorted({step for step in (0, 1, 2, first, first + 1, first + 2, last - 1, last) if 0 <= step <= last})
+    frames = [_frame(loop, row) for row in _steps(loop, unit, steps_shown)]
     return stream_figure(frames, title=title, subtitle="Bytes and FLOPs so far, when the step ends, and what binds it.")
 
 
 def _frame(loop: TiledLoop, row: Facts) -> StreamFrame:
     step, arrays = row["step"] - 1, (*loop.operands, *loop.results)
-    written = [loop.titles(loop.results, before, moving=True) for before in range(-1, step)]
-    in_use, here = loop.titles(loop.operands, step), loop.titles(arrays, step)
+    written_at = [loop.titles(loop.results, before, moving=True) for before in range(-1, step)]
+    in_use, titles = loop.titles(loop.operands, step), loop.titles(arrays, step)
     arriving = [name for name in loop.titles(loop.operands, step + 1, moving=True) if name not in in_use]
-    sums = [*loop.titles(loop.results, step), *(name for name in loop.sums if name not in loop.moves)]
-    states = {"in use": in_use, "arriving": arriving, "leaving": written[-1], "in HBM": chain(*written[:-1])}
-    in_hbm = {name: state for state, names in states.items() for name in names}
-    known_as = {name: (title, in_hbm.get(title, SUM)) for name, title in zip(loop.moves, here, strict=True)}
+    sum_names = [*loop.titles(loop.results, step), *(name for name in loop.sums if name not in loop.moves)]
+    states = {"in use": in_use, "arriving": arriving, "leaving": written_at[-1], "in HBM": chain(*written_at[:-1])}
+    state_of = {name: state for state, names in states.items() for name in names}
+    tile_of = {name: (title, state_of.get(title, SUM)) for name, title in zip(loop.moves, titles, strict=True)}
 
     def grid(one: TiledArray) -> list[list[str]]:
-        rest = "in HBM" if one in loop.operands else "not in HBM yet"
+        other_state = "in HBM" if one in loop.operands else "not in HBM yet"
         rows, columns = (size // tile for size, tile in zip(one.shape, one.tile, strict=True))
-        return [[in_hbm.get(one.title((i, j)), rest) for j in range(columns)] for i in range(rows)]
+        return [[state_of.get(one.title((i, j)), other_state) for j in range(columns)] for i in range(rows)]
 
-    moved, done, end = format_bytes(row["hbm_bytes"]), FLOPS(row["flops"]), format_seconds(row["end_s"])
+    moved_text, flops_text, end_text = format_bytes(row["hbm_bytes"]), FLOPS(row["flops"]), format_seconds(row["end_s"])
     return StreamFrame(
         title=f"step {row['step']:,} of {loop.num_steps:,}",
-        note=f"{moved}, {done}, {end}: {row['bound_by']}",
+        note=f"{moved_text}, {flops_text}, {end_text}: {row['bound_by']}",
         hbm={array.name: grid(array) for array in arrays},
-        vmem=[(name, in_hbm.get(name, SUM)) for name in (*in_use, *arriving, *sums, *written[-1])],
-        products=[[known_as.get(name, (name, "in registers alone")) for name in product] for product in loop.products],
+        vmem=[(name, state_of.get(name, SUM)) for name in (*in_use, *arriving, *sum_names, *written_at[-1])],
+        products=[[tile_of.get(name, (name, "in registers alone")) for name in product] for product in loop.products],
     )

@@ -33,26 +33,26 @@ class Given(Options):
 @verb(Given)
 def command(given: Given) -> Answer:
     """Show bytes that every chip receives per second in each collective over all chips of a growing cluster."""
-    named = sweep_clusters(given.on)
-    clusters = (growing(named[0]) or named) if len(named) == 1 else named
+    named_clusters = sweep_clusters(given.on)
+    clusters = (growing(named_clusters[0]) or named_clusters) if len(named_clusters) == 1 else named_clusters
     num_bytes = parse_bytes(given.size)
     if not 1 <= num_bytes <= 1e18:
         raise InputError(f"--bytes {given.size} must be between 1 B and 1 EB.")
     require_links(given.on, clusters)
     rates = rates_for(clusters[-1], given.calibration, fitted=True)
     points = bandwidth_sweep(clusters, num_bytes, calibration=rates)
-    chip, size = clusters[0].short_name.partition(":")[0], format_bytes(num_bytes)
+    chip_name, size_text = clusters[0].short_name.partition(":")[0], format_bytes(num_bytes)
 
     def picture() -> Figure:
         return bandwidth_figure(
             [point["num_chips"] for point in points if point["collective"] == SWEPT[0]],
             {name: [row["bytes_per_s"] for row in points if row["collective"] == kind] for kind, name in NAMES.items()},
-            title=f"Collectives on {chip}: bandwidth against chips",
-            subtitle=f"Bytes that every chip receives per second, in collectives of {size}.",
+            title=f"Collectives on {chip_name}: bandwidth against chips",
+            subtitle=f"Bytes that every chip receives per second, in collectives of {size_text}.",
         )
 
     text: list[Piece] = [
-        f"{chip}: what every chip receives per second in collectives of {size} over all chips",
+        f"{chip_name}: what every chip receives per second in collectives of {size_text} over all chips",
         Table.of(
             _rows(points),
             {
@@ -78,22 +78,22 @@ def bandwidth_sweep(
     """
     points = []
     for cluster in (cluster for cluster in clusters if cluster.num_chips > 1):
-        size = cluster.num_chips
-        groups = [group_rates(laid, ["data"], calibration) for laid in place_axes(cluster, {"data": size})]
+        num_chips = cluster.num_chips
+        groups = [group_rates(layout, ["data"], calibration) for layout in place_axes(cluster, {"data": num_chips})]
         for kind in SWEPT:
             # rates count the whole array on the group: an all-to-all's is the buffers of all chips together
-            whole = num_bytes * size if kind == "all_to_all" else num_bytes
+            full_bytes = num_bytes * num_chips if kind == "all_to_all" else num_bytes
             seconds, group = min(
-                ((float(collective_time(kind, whole, group)), group) for group in groups), key=lambda pair: pair[0]
+                ((float(collective_time(kind, full_bytes, group)), group) for group in groups), key=lambda pair: pair[0]
             )
             points.append(
                 {
                     "cluster": cluster.short_name,
-                    "num_chips": size,
+                    "num_chips": num_chips,
                     "collective": kind,
                     "seconds": seconds,
-                    "bytes_per_s": float(received_share(kind, size)) * whole / seconds,
-                    "bound_by": collective_bound_by(kind, whole, group),
+                    "bytes_per_s": float(received_share(kind, num_chips)) * full_bytes / seconds,
+                    "bound_by": collective_bound_by(kind, full_bytes, group),
                 }
             )
     return points
@@ -103,6 +103,6 @@ def _rows(points: Sequence[Facts]) -> Iterator[Facts]:
     """Yields a row of the table for each cluster."""
     for cluster, group in groupby(points, key=lambda point: point["cluster"]):
         row = list(group)
-        rates = {point["collective"]: point["bytes_per_s"] for point in row}
-        bound = ", ".join(dict.fromkeys(point["bound_by"] for point in row))
-        yield {"shape": cluster.partition(":")[2], "chips": row[0]["num_chips"], "bound by": bound, **rates}
+        rate_by_kind = {point["collective"]: point["bytes_per_s"] for point in row}
+        bound_text = ", ".join(dict.fromkeys(point["bound_by"] for point in row))
+        yield {"shape": cluster.partition(":")[2], "chips": row[0]["num_chips"], "bound by": bound_text, **rate_by_kind}

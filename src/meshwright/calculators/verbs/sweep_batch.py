@@ -69,8 +69,8 @@ def command(given: Given) -> Answer:
         raise InputError(f"{given.model} is one layer without a loss: it has a forward pass only. Leave out --step.")
     tokens = _tokens(given.batches, clusters[0].num_chips)
     curves = scheme_curves(work, clusters, tokens, axes=given.axes, whole_axes=given.whole_axes, calibration=rates)
-    closed = closed_forms(work, clusters[0], rates)
-    crossings = [crossing(curve, closed) for curve in curves]
+    form_by_name = closed_forms(work, clusters[0], rates)
+    crossings = [crossing(curve, form_by_name) for curve in curves]
     facts = {
         "model": work.name,
         "cluster": given.on,
@@ -87,50 +87,50 @@ def command(given: Given) -> Answer:
          "axes": curve.meshes[n], **{f"comms_s.{k}": s[n] for k, s in curve.comms_s.items()}}
         for curve in curves for n, batch in enumerate(tokens)
     ]  # fmt: skip
-    basis = f"times rest on {(rates or datasheet_calibration(clusters[0].chip)).describe()}"
-    return Answer(facts, [*_text(work, given.on, curves, crossings), basis], pictures, [points, crossings])
+    basis_text = f"times rest on {(rates or datasheet_calibration(clusters[0].chip)).describe()}"
+    return Answer(facts, [*_text(work, given.on, curves, crossings), basis_text], pictures, [points, crossings])
 
 
 def _tokens(batches: str | None, num_chips: int) -> np.ndarray:
     """Returns batches in tokens, four to an octave."""
     low, high = (size * num_chips for size in TOKENS_PER_CHIP)
     if batches is not None:
-        first, dots, last = batches.partition("..")
-        low, high = parse_count(first, what="batches"), parse_count(last, what="batches") if dots else 0
+        first_text, range_dots, last_text = batches.partition("..")
+        low, high = parse_count(first_text, what="batches"), parse_count(last_text, what="batches") if range_dots else 0
         if not 0 < low < high:
             raise InputError(f"--batches {batches!r} is not a range. Write for example 256Ki..64Mi.")
-    count = max(2, round(np.log2(high / low) * STEPS_PER_OCTAVE) + 1)
-    return low * (high / low) ** (np.arange(count) / (count - 1))
+    num_points = max(2, round(np.log2(high / low) * STEPS_PER_OCTAVE) + 1)
+    return low * (high / low) ** (np.arange(num_points) / (num_points - 1))
 
 
 # -- text -----------------------------------------------------------------------------------------------
 
 
 def _what(work: SweptWork) -> str:
-    what = "the whole training step" if work.whole else "the forward pass of the layers"
-    return "one layer, forward pass" if work.model is None else what
+    pass_text = "the whole training step" if work.whole else "the forward pass of the layers"
+    return "one layer, forward pass" if work.model is None else pass_text
 
 
 def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Facts]) -> Iterator[Piece]:
     turns = slice_turns_text(parse_clusters(on)[0])
     yield f"{work.name} on {on}, {_what(work)}: collectives one after the other, nothing hidden{turns}"
-    first, last = curves[0], curves[-1]
-    columns = {"compute": last.compute_s}
+    first_curve, last_curve = curves[0], curves[-1]
+    columns = {"compute": last_curve.compute_s}
     if len(curves) == 1:
-        columns |= {f"{axis} comms": seconds for axis, seconds in last.comms_s.items()}
-        columns |= {"all comms": last.total_s, "ratio": last.ratio}
+        columns |= {f"{axis} comms": seconds for axis, seconds in last_curve.comms_s.items()}
+        columns |= {"all comms": last_curve.total_s, "ratio": last_curve.ratio}
     else:
-        columns |= {first.name: first.total_s, "best mesh": last.total_s, "ratio": last.ratio}
-        columns |= {"which": last.meshes, "shape": last.shapes}
-    heads = [Heading("tokens", format_count), *(Heading(name, SHOWS.get(name, format_seconds)) for name in columns)]
-    yield Table(heads, list(zip(map(round, last.tokens), *columns.values(), strict=True))[::STEPS_PER_OCTAVE])
+        columns |= {first_curve.name: first_curve.total_s, "best mesh": last_curve.total_s, "ratio": last_curve.ratio}
+        columns |= {"which": last_curve.meshes, "shape": last_curve.shapes}
+    headings = [Heading("tokens", format_count), *(Heading(name, SHOWS.get(name, format_seconds)) for name in columns)]
+    yield Table(headings, list(zip(map(round, last_curve.tokens), *columns.values(), strict=True))[::STEPS_PER_OCTAVE])
     for row in found:
-        bound, form = "no crossing here", ""
+        bound_text, form_text = "no crossing here", ""
         if row["tokens"] is not None:
-            bound = f"compute-bound from {format_params(row['tokens'])} tokens"
+            bound_text = f"compute-bound from {format_params(row['tokens'])} tokens"
         if row["closed_form"] is not None:
-            form = f"; in closed form {row['formula']} = {format_params(row['closed_form'])}"
-        yield f"{row['name']}: {bound}{form}"
+            form_text = f"; in closed form {row['formula']} = {format_params(row['closed_form'])}"
+        yield f"{row['name']}: {bound_text}{form_text}"
     if any(row["closed_form"] for row in found):
         yield "closed forms: How to Scale Your Model, section 5.1.4; N chips, F the width of the layer"
     if work.model is not None:
@@ -141,28 +141,28 @@ def _text(work: SweptWork, on: str, curves: Sequence[Curve], found: Sequence[Fac
 
 
 def _figure(title: str, what: str, curves: Sequence[Curve], found: Sequence[Facts]) -> Figure:
-    drawn: list[CommsCurve] = []
-    for curve, met in zip(curves, found, strict=True):
-        lines = {curve.name: curve.total_s}
+    comms_curves: list[CommsCurve] = []
+    for curve, crossing_facts in zip(curves, found, strict=True):
+        seconds_of = {curve.name: curve.total_s}
         if len(curves) == 1 and len(curve.comms_s) > 1:
-            lines = {**{f"over {axis}": seconds for axis, seconds in curve.comms_s.items()}, **lines}
-        for name, seconds in lines.items():
-            whole = name == curve.name
-            drawn.append(
+            seconds_of = {**{f"over {axis}": seconds for axis, seconds in curve.comms_s.items()}, **seconds_of}
+        for name, seconds in seconds_of.items():
+            is_total = name == curve.name
+            comms_curves.append(
                 CommsCurve(
                     name=name,
                     seconds=seconds.tolist(),
                     compute_s=curve.compute_s.tolist(),
                     memory_bound=curve.memory_bound,
-                    crossing=met["tokens"] if whole else None,
-                    strong=whole and curve is curves[-1],
+                    crossing=crossing_facts["tokens"] if is_total else None,
+                    strong=is_total and curve is curves[-1],
                 )
             )
-    crossed = {row["name"]: row["tokens"] for row in (found[0], found[-1]) if row["tokens"] is not None}
-    where = ", ".join(f"{name} {format_params(batch)} tokens" for name, batch in crossed.items())
+    tokens_by_name = {row["name"]: row["tokens"] for row in (found[0], found[-1]) if row["tokens"] is not None}
+    crossings_text = ", ".join(f"{name} {format_params(batch)} tokens" for name, batch in tokens_by_name.items())
     return comm_compute_figure(
         curves[0].tokens.tolist(),
-        drawn,
+        comms_curves,
         title=f"{title}: communication against compute",
-        subtitle=f"{what.capitalize()}. Compute-bound from: {where or 'nowhere in this range'}.",
+        subtitle=f"{what.capitalize()}. Compute-bound from: {crossings_text or 'nowhere in this range'}.",
     )

@@ -45,17 +45,17 @@ class Figures(msgspec.Struct, frozen=True):
 
 def refusals(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns ``"2 of 8 points do not run: does not fit (2, nearest remat full: 130 GB of 80 GB)"``; "" if all run."""
-    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    rows_of: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["reason"]:
-            kinds.setdefault(row["reason"].partition(":")[0], []).append(row)
+            rows_of.setdefault(row["reason"].partition(":")[0], []).append(row)
     texts = []
-    for kind, refused in kinds.items():
-        nearest = min(refused, key=lambda row: row["least_bytes"] or 0)
+    for kind, refused_rows in rows_of.items():
+        nearest = min(refused_rows, key=lambda row: row["least_bytes"] or 0)
         word = "such as" if nearest["least_bytes"] is None else "nearest"
-        why = nearest["reason"].removeprefix(kind).rstrip(".")
-        texts.append(f"{kind} ({len(refused)}, {word} {nearest['label']}{why})")
-    return f"{sum(map(len, kinds.values()))} of {len(rows)} points do not run: {'; '.join(texts)}" if texts else ""
+        detail = nearest["reason"].removeprefix(kind).rstrip(".")
+        texts.append(f"{kind} ({len(refused_rows)}, {word} {nearest['label']}{detail})")
+    return f"{sum(map(len, rows_of.values()))} of {len(rows)} points do not run: {'; '.join(texts)}" if texts else ""
 
 
 PERCENT = "{:.0%}".format
@@ -127,19 +127,19 @@ def command(given: Given) -> Answer:
     the chips that are left, each replica on that many sequences at a time. Numbers double in batch=1Mi..16Mi. remat,
     state, schedule, zero, context_attention, seq_len and tensor have usual values and may stand alone.
     """
-    options = {"batch": given.batch, "seq_len": given.seq_len}
-    texts = (*(f"{name}={text}" for name, text in options.items() if text is not None), *given.texts)
+    text_by_option = {"batch": given.batch, "seq_len": given.seq_len}
+    texts = (*(f"{name}={text}" for name, text in text_by_option.items() if text is not None), *given.texts)
     fields = read_fields(given.models, given.on, texts)
     varied = varied_fields(fields)
-    largest = {cluster.chip.name: cluster for cluster in fields["on"].values()}
-    rates = {name: rates_for(cluster, given.calibration, fitted=True) for name, cluster in largest.items()}
+    largest_by_chip = {cluster.chip.name: cluster for cluster in fields["on"].values()}
+    rates = {name: rates_for(cluster, given.calibration, fitted=True) for name, cluster in largest_by_chip.items()}
     points = sweep_points(fields, varied, rates, weak=given.weak)
     rows = records(points)
     if all(row["axes"] is None for row in rows):
         raise CannotRunError(f"{', '.join(fields['model'])}: {refusals(rows)}. Change them, or take more chips.")
-    best = [(point.setting, point.best.strategy) for point in points if point.best]
+    planned = [(point.setting, point.best.strategy) for point in points if point.best]
     notes = dict.fromkeys(
-        note for setting, strategy in best for note in (*assumption_notes(setting), *slots_note(setting, strategy))
+        note for setting, strategy in planned for note in (*assumption_notes(setting), *slots_note(setting, strategy))
     )
     figure = "hbm_bytes_per_chip" if len(varied) > 1 and given.figure == "memory" else given.figure
     swept = Swept(rows=rows, varied=varied, figure=figure, weak=given.weak, held="micro" in fields)
@@ -196,13 +196,13 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def title(self) -> str:
         """``"llama3-8b on h100: strong scaling"``, ``"h100: MFU by model and chips"``."""
-        where = " on ".join(filter(None, (self.same("model"), self.same("cluster") or self.same("chip"))))
+        place_text = " on ".join(filter(None, (self.same("model"), self.same("cluster") or self.same("chip"))))
         if self.varied == ["on"] and self.noun == "plans":
-            what = f"{'weak' if self.weak else 'strong'} scaling"
+            subject = f"{'weak' if self.weak else 'strong'} scaling"
         else:
-            shown = self.figures[self.figure].title if len(self.varied) > 1 else self.figure == "memory" and "memory"
-            what = f"{shown or self.noun} by {' and '.join(map(self.header, self.varied))}"
-        return f"{where}: {what}" if where else what
+            label = self.figures[self.figure].title if len(self.varied) > 1 else self.figure == "memory" and "memory"
+            subject = f"{label or self.noun} by {' and '.join(map(self.header, self.varied))}"
+        return f"{place_text}: {subject}" if place_text else subject
 
     @property
     def shared(self) -> str:
@@ -215,15 +215,15 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         """What differs between the plans of the points besides the swept fields of the plan; "" if nothing does."""
         if self.noun != "plans" or {*self.varied} & {*OWN}:
             return ""
-        ran = [row for row in self.rows if row["axes"] is not None]
-        meshes = {short_mesh({axis: n for axis, n in row["axes"].items() if axis not in self.varied}) for row in ran}
-        changed = [words for words, name in CHANGING.items() if len({str(row[name]) for row in ran}) > 1]
-        changed = [words for words in ("axes", *changed) if words not in self.varied][len(meshes) < 2 :]
+        rows = [row for row in self.rows if row["axes"] is not None]
+        meshes = {short_mesh({axis: n for axis, n in row["axes"].items() if axis not in self.varied}) for row in rows}
+        changed_words = [words for words, name in CHANGING.items() if len({str(row[name]) for row in rows}) > 1]
+        changed_words = [words for words in ("axes", *changed_words) if words not in self.varied][len(meshes) < 2 :]
         if self.held:
-            filled = len({row["axes"].get("fsdp") for row in ran}) > 1
-            return "fsdp takes the chips that are left; with fsdp=1 data takes them" if filled else ""
-        best = "each value has its own best plan, with other"
-        return f"{best} {', '.join(changed)}; micro=1 in place of a batch holds them" if changed else ""
+            fsdp_varies = len({row["axes"].get("fsdp") for row in rows}) > 1
+            return "fsdp takes the chips that are left; with fsdp=1 data takes them" if fsdp_varies else ""
+        start = "each value has its own best plan, with other"
+        return f"{start} {', '.join(changed_words)}; micro=1 in place of a batch holds them" if changed_words else ""
 
     def text(self) -> Iterator[Piece]:
         """Yields the figures as a table or a grid, and why a point does not run."""
@@ -233,17 +233,17 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
             yield from self.grid()
             return
         (name,) = self.varied
-        first = {self.header(name): f"values/{name}"}
-        yield from self.memory(first) if self.figure == "memory" else self.table(first)
+        first_column = {self.header(name): f"values/{name}"}
+        yield from self.memory(first_column) if self.figure == "memory" else self.table(first_column)
         for row in self.rows:
             if row["reason"]:
                 yield f"{self.header(name)} {row['values'][name]}: {row['reason']}"
 
     def table(self, first: Facts) -> Iterator[Piece]:
         """Yields the figures of every point."""
-        above = any((row["mfu"] or 0) > 1 for row in self.rows)
-        shown = {key: of for key, of in COLUMNS.items() if key != "unmasked" or above}
-        yield Table.of(self.rows, {**first, **shown, **(MORE_COLUMNS if width() >= WIDE else {})})
+        exceeds_peak = any((row["mfu"] or 0) > 1 for row in self.rows)
+        shown_columns = {key: column for key, column in COLUMNS.items() if key != "unmasked" or exceeds_peak}
+        yield Table.of(self.rows, {**first, **shown_columns, **(MORE_COLUMNS if width() >= WIDE else {})})
         yield "scaling: tokens/s per chip beside the first row's; exposed: share of the step that waits for links"
 
     def memory(self, first: Facts) -> Iterator[Piece]:
@@ -253,36 +253,36 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
         def scaled(size: float) -> str:
             return f"{size / unit:.3g}"
 
-        items = {header: (f"memory/{item}", scaled) for header, item in ITEMS.items()}
-        ends = {"total": ("hbm_bytes_per_chip", scaled), "fits": ("fits", lambda fits: "yes" if fits else "no")}
-        yield Table.of(self.rows, first | items | ends, f"memory of a chip in {unit_name}")
-        limit = self.same("limit_bytes")
-        yield f"a chip holds {format_bytes(limit)}" if limit else "the memory of a chip is not known"
+        item_columns = {header: (f"memory/{item}", scaled) for header, item in ITEMS.items()}
+        totals = {"total": ("hbm_bytes_per_chip", scaled), "fits": ("fits", lambda fits: "yes" if fits else "no")}
+        yield Table.of(self.rows, first | item_columns | totals, f"memory of a chip in {unit_name}")
+        limit_bytes = self.same("limit_bytes")
+        yield f"a chip holds {format_bytes(limit_bytes)}" if limit_bytes else "the memory of a chip is not known"
         yield f"{FULLEST}, so that an item can jump from row to row"
 
     def grid(self) -> Iterator[Piece]:
         """Yields one figure with the mesh below it: rows are values of the second field, columns of the first."""
-        first, second = self.varied
+        col_key, row_key = self.varied
         cells = {}
         for row in self.rows:
             headline, *mesh = self.lines(row)
-            large = f" {TOO_LARGE}" if row["axes"] is not None and row.get("fits") is False else ""
-            cells[row["values"][first], row["values"][second]] = "\n".join([headline + large, *mesh])
-        across, down = (list(dict.fromkeys(row["values"][name] for row in self.rows)) for name in self.varied)
-        per_table = max(1, (width() - max(map(len, (*down, second))) - 2) // CELL_WIDTH)
-        for start in range(0, len(across), per_table):
-            names = across[start : start + per_table]
-            yield Table([self.header(second), *names], [[row, *(cells[name, row] for name in names)] for row in down])
-        large = f"{TOO_LARGE} does not fit; " * any(TOO_LARGE in text for text in cells.values())
-        yield f"columns are values of {self.header(first)}; {self.meanings}; {large}{refusals(self.rows) or 'all run'}"
+            mark = f" {TOO_LARGE}" if row["axes"] is not None and row.get("fits") is False else ""
+            cells[row["values"][col_key], row["values"][row_key]] = "\n".join([headline + mark, *mesh])
+        columns, rows = (list(dict.fromkeys(row["values"][name] for row in self.rows)) for name in self.varied)
+        per_table = max(1, (width() - max(map(len, (*rows, row_key))) - 2) // CELL_WIDTH)
+        for start in range(0, len(columns), per_table):
+            names = columns[start : start + per_table]
+            yield Table([self.header(row_key), *names], [[row, *(cells[name, row] for name in names)] for row in rows])
+        mark = f"{TOO_LARGE} does not fit; " * any(TOO_LARGE in text for text in cells.values())
+        yield f"columns are values of {self.header(col_key)}; {self.meanings}; {mark}{refusals(self.rows) or 'all run'}"
 
     def lines(self, row: Mapping[str, Any]) -> list[str]:
         """Returns a figure and, below, the mesh in short form, broken between axes; or why nothing runs."""
         if row["axes"] is None:
             return [row["reason"].partition(":")[0].replace("does not", "no")[: CELL_WIDTH - 1]]
         value = row[self.figure]
-        shown = "-" if value is None else self.figures[self.figure].show(value)
-        return [shown, *wrap(self.mesh(row), CELL_WIDTH - 1)]
+        value_text = "-" if value is None else self.figures[self.figure].show(value)
+        return [value_text, *wrap(self.mesh(row), CELL_WIDTH - 1)]
 
     def mesh(self, row: Mapping[str, Any]) -> str:
         """Returns the mesh in short form."""
@@ -292,29 +292,29 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
 
     def picture(self) -> Figure:
         """Returns curves over one field, bars of memory, or the heatmap of two fields."""
-        ran = [row for row in self.rows if row["axes"] is not None]
+        planned = [row for row in self.rows if row["axes"] is not None]
         texts = [self.shared, self.changing, FULLEST if self.figure == "memory" else ""]
-        words, limit = {"title": self.title, "subtitle": "; ".join(filter(None, texts))}, self.same("limit_bytes")
+        words, limit_bytes = {"title": self.title, "subtitle": "; ".join(filter(None, texts))}, self.same("limit_bytes")
         if len(self.varied) > 1:
             return self.heatmap()
         if self.figure == "memory":
-            bars = {row["label"]: {item.replace("_", " "): v for item, v in row["memory"].items()} for row in ran}
-            return memory_figure(bars, limit_bytes=limit, **words)
-        return scaling_figure(ran, over=self.varied[0], limit_bytes=limit, **words)
+            bars = {row["label"]: {item.replace("_", " "): v for item, v in row["memory"].items()} for row in planned}
+            return memory_figure(bars, limit_bytes=limit_bytes, **words)
+        return scaling_figure(planned, over=self.varied[0], limit_bytes=limit_bytes, **words)
 
     def heatmap(self) -> Figure:
         """Returns a heatmap: rows are values of the first field, columns of the second."""
-        shown, (first, second) = self.figures[self.figure], self.varied
+        figure, (col_key, row_key) = self.figures[self.figure], self.varied
         cells = []
         for row in self.rows:
-            value = None if row[self.figure] is None else row[self.figure] * shown.times
-            place, fits = (row["values"][first], row["values"][second]), row.get("fits") is not False
-            cells.append(HeatCell(*place, value, self.lines(row), fits or value is None))
+            value = None if row[self.figure] is None else row[self.figure] * figure.times
+            position, is_fitting = (row["values"][col_key], row["values"][row_key]), row.get("fits") is not False
+            cells.append(HeatCell(*position, value, self.lines(row), is_fitting or value is None))
         return heatmap_figure(
             cells,
             axes=[self.header(name) for name in self.varied],
-            value_title=shown.title,
-            unit=shown.unit,
+            value_title=figure.title,
+            unit=figure.unit,
             title=self.title,
             subtitle=f"{self.shared}; {ABBREVIATED}",
         )

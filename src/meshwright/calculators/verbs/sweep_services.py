@@ -87,7 +87,7 @@ def command(given: Given) -> Answer:
             raise InputError(f"a sweep of services needs {name}. Write {name}=512, or several values.")
     varied, points = varied_fields(fields), combinations(fields)
     rates = {cluster.chip.name: rates_for(cluster, given.calibration, fitted=True) for cluster in fields["on"].values()}
-    rows = [_point(shown, values, varied, rates) for shown, values in points]
+    rows = [_point(texts, values, varied, rates) for texts, values in points]
     if all(row["axes"] is None for row in rows):
         raise CannotRunError(f"{', '.join(fields['model'])}: {refusals(rows)}. Change them, or take more chips.")
     swept = SweptServices(rows=rows, varied=varied, figure=given.figure)
@@ -113,17 +113,17 @@ class SweptServices(Swept, frozen=True, kw_only=True):
 
     def table(self, first: Facts) -> Iterator[Piece]:
         """Yields the figures of every point."""
-        loaded = "rate" in self.rows[0]["values"] or "rate " in self.rows[0]["held"]
-        columns = {name: of for name, of in COLUMNS.items() if not (loaded and name == "tok/s/chip")}
-        columns |= {"chips used": "num_chips"} if loaded else {}
+        has_rate = "rate" in self.rows[0]["values"] or "rate " in self.rows[0]["held"]
+        columns = {name: column for name, column in COLUMNS.items() if not (has_rate and name == "tok/s/chip")}
+        columns |= {"chips used": "num_chips"} if has_rate else {}
         yield Table.of(self.rows, {**first, **columns, **(MORE_COLUMNS if width() >= WIDE else {})}).known()
 
     def picture(self) -> Figure:
         """Returns curves over one field, or the heatmap of two."""
         if len(self.varied) > 1:
             return self.heatmap()
-        served = [row for row in self.rows if row["axes"] is not None]
-        return service_figure(served, over=self.varied[0], title=self.title, subtitle=self.shared)
+        served_rows = [row for row in self.rows if row["axes"] is not None]
+        return service_figure(served_rows, over=self.varied[0], title=self.title, subtitle=self.shared)
 
 
 def _point(shown: dict[str, str], at: Facts, varied: list[str], rates: Mapping[str, Calibration | None]) -> Facts:
@@ -131,10 +131,10 @@ def _point(shown: dict[str, str], at: Facts, varied: list[str], rates: Mapping[s
     by_section = parse_fields(
         [f"{name}={value}" for name, value in at.items() if name not in OWN], sections=("model", "strategy")
     )
-    axes = take_axes(None, by_section["strategy"])
+    mesh_axes = take_axes(None, by_section["strategy"])
     for name in by_section["strategy"]:
         raise InputError(f"{name} is no field of a service. Sweep {', '.join(SERVED)}, weights, kv, tensor or expert.")
-    service = Service(**{of: read(at[name], what=name) for name, (of, read) in SERVED.items() if name in at})
+    service = Service(**{field: read(at[name], what=name) for name, (field, read) in SERVED.items() if name in at})
     cluster, model = at["on"], with_fields(at["model"], "model", by_section["model"])
     values = {name: shown[name] for name in varied}
     row: Facts = {
@@ -148,20 +148,20 @@ def _point(shown: dict[str, str], at: Facts, varied: list[str], rates: Mapping[s
             ("reason", "least_bytes", "kv", "batch_seqs", "axes", "engines", "num_engines", "prefill_engines", *OF_PLAN)
         ),
     }
-    stored = stored_dtypes(*((at[name],) if name in at else () for name in ("weights", "kv")), chip=cluster.chip)
+    dtypes = stored_dtypes(*((at[name],) if name in at else () for name in ("weights", "kv")), chip=cluster.chip)
     try:
         setting = service_setting(model, cluster, rates.get(cluster.chip.name))
-        best = plan_service(setting, service, stored=stored, axes=axes).plans[0]
+        best_plan = plan_service(setting, service, stored=dtypes, axes=mesh_axes).plans[0]
     except (CannotRunError, InputError) as error:
-        kind = next((kind for kind, words in REFUSED.items() if words in str(error)), "no engine")
-        return {**row, "reason": f"{kind}: {error}"}
-    generate, prefill = best.generate, best.prefill
+        reason_kind = next((reason_kind for reason_kind, words in REFUSED.items() if words in str(error)), "no engine")
+        return {**row, "reason": f"{reason_kind}: {error}"}
+    generate, prefill = best_plan.generate, best_plan.prefill
     return {
         **row,
-        **{name: getattr(best, name) for name in OF_PLAN},
-        "kv": best.cache,
+        **{name: getattr(best_plan, name) for name in OF_PLAN},
+        "kv": best_plan.cache,
         "batch_seqs": generate.batch_seqs,
         "axes": dict(generate.strategy.mesh),
         "engines": generate.words,
-        "prefill_engines": prefill.words if best.has_pools else "same",
+        "prefill_engines": prefill.words if best_plan.has_pools else "same",
     }

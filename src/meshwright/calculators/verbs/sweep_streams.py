@@ -62,18 +62,18 @@ def command(given: Given) -> Answer:
         for way in WAYS
         if given.zero is None or way.zero == int(given.zero)
     ]
-    sequences = job.batch_seqs // cluster.num_chips
-    words = (
-        f"{given.layers} layer{'s' if given.layers > 1 else ''}, one microbatch of {sequences} "
-        f"sequence{'s' if sequences > 1 else ''} of {format_count(job.seq_len)} tokens per chip"
+    seqs_per_chip = job.batch_seqs // cluster.num_chips
+    layers_text = (
+        f"{given.layers} layer{'s' if given.layers > 1 else ''}, one microbatch of {seqs_per_chip} "
+        f"sequence{'s' if seqs_per_chip > 1 else ''} of {format_count(job.seq_len)} tokens per chip"
     )
-    ways = [
+    way_rows = [
         {"name": lanes.name, **{name: getattr(lanes, name) for name, _ in SECONDS.values()}, "boxes": lanes.slices}
         for lanes in timelines
     ]
-    where = f"{given.model} on {cluster.short_name}"
+    place_text = f"{given.model} on {cluster.short_name}"
     text: list[Piece] = [
-        f"{where}, data parallel: {words}",
+        f"{place_text}, data parallel: {layers_text}",
         Table.of(timelines, {"way": "name", **SECONDS}),
         f"exposed: the chip waits for the links; buckets of {format_bytes(parse_bytes(given.bucket))}; weights are "
         f"gathered one pass ahead; the optimizer waits for all gradients; embedding and head are left out"
@@ -83,9 +83,9 @@ def command(given: Given) -> Answer:
     def picture() -> Figure:
         return two_streams_figure(
             timelines,
-            title=f"{where}: data parallelism on two streams",
-            subtitle=f"{words}; F and B are forward and backward passes over a layer, R forward passes again.",
+            title=f"{place_text}: data parallelism on two streams",
+            subtitle=f"{layers_text}; F and B are forward and backward passes over a layer, R forward passes again.",
         )
 
-    facts = {"model": given.model, "cluster": cluster.short_name, "layers": given.layers, "ways": ways}
+    facts = {"model": given.model, "cluster": cluster.short_name, "layers": given.layers, "ways": way_rows}
     return Answer(facts, text, {given.png: picture})

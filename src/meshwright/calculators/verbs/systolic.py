@@ -46,28 +46,28 @@ def command(given: Given) -> Answer:
     """Multiply on an array of SHAPE cells (rows x columns, such as 8x8): cycles, utilisation, bubble."""
     rows, cols = array = _array_shape(given.shape, given.on)
     depth, width = _shape(given.weights_shape, "--weights") if given.weights_shape else array
-    counted = systolic_cycles(given.num_inputs, depth, width, rows=rows, cols=cols)
+    cycles = systolic_cycles(given.num_inputs, depth, width, rows=rows, cols=cols)
     facts: Facts = {
         "rows": rows,
         "cols": cols,
         "inputs": given.num_inputs,
         "weights": [depth, width],
-        **msgspec.structs.asdict(counted),
-        "bubble_share": 1 - counted.useful_share,
+        **msgspec.structs.asdict(cycles),
+        "bubble_share": 1 - cycles.useful_share,
         "simulated_cycles": None,
         "product_is_right": None,
         "busy_cells": None,
-        **_speed(counted, array, given.on),
+        **_speed(cycles, array, given.on),
     }
-    if max(counted.total * rows * cols, given.num_inputs * depth * width) <= MAX_CELL_UPDATES:
+    if max(cycles.total * rows * cols, given.num_inputs * depth * width) <= MAX_CELL_UPDATES:
         inputs, weights = _matrices(given, depth, width)
-        product, busy = simulate(inputs, weights, rows=rows, cols=cols)
-        facts |= {"simulated_cycles": len(busy), "busy_cells": busy}
+        product, busy_cells = simulate(inputs, weights, rows=rows, cols=cols)
+        facts |= {"simulated_cycles": len(busy_cells), "busy_cells": busy_cells}
         facts["product_is_right"] = bool((product == inputs @ weights).all())
     if given.png or given.folder:
-        facts["files"] = _draw(given, _matrices(given, depth, width, low=1), counted, array)
-    plain = {name: value for name, value in facts.items() if name != "busy_cells"}
-    return Answer(facts, _text(facts, counted), raw=[[plain]])
+        facts["files"] = _draw(given, _matrices(given, depth, width, low=1), cycles, array)
+    facts_without_busy = {name: value for name, value in facts.items() if name != "busy_cells"}
+    return Answer(facts, _text(facts, cycles), raw=[[facts_without_busy]])
 
 
 def _array_shape(shape: str | None, on: str | None) -> tuple[int, int]:
@@ -75,15 +75,15 @@ def _array_shape(shape: str | None, on: str | None) -> tuple[int, int]:
         return _shape(shape, "SHAPE")
     if on is None:
         raise InputError("an array needs a shape. Give one such as 8x8, or a TPU with --on v5e.")
-    side = int(known(chip(on), "mxu_dim"))
-    return side, side
+    mxu_dim = int(known(chip(on), "mxu_dim"))
+    return mxu_dim, mxu_dim
 
 
 def _shape(text: str, what: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,7})x(\d{1,7})", text.strip())
-    if match is None or "0" in match.groups():
+    shape_match = re.fullmatch(r"(\d{1,7})x(\d{1,7})", text.strip())
+    if shape_match is None or "0" in shape_match.groups():
         raise InputError(f"{what} {text!r} is not rows x columns. Write for example 8x8.")
-    return int(match[1]), int(match[2])
+    return int(shape_match[1]), int(shape_match[2])
 
 
 def _matrices(given: Given, depth: int, width: int, *, low: int = -9) -> tuple[Matrix, Matrix]:
@@ -94,20 +94,20 @@ def _matrices(given: Given, depth: int, width: int, *, low: int = -9) -> tuple[M
 def _speed(counted: SystolicCycles, array: tuple[int, int], on: str | None) -> Facts:
     """Returns seconds and FLOP/s of one array at a chip's clock; None if no clock is published."""
     unit = None if on is None else chip(on)
-    clock = unit and unit.clock_hz
-    peak = clock and 2 * array[0] * array[1] * clock
+    clock_hz = unit and unit.clock_hz
+    peak_flops = clock_hz and 2 * array[0] * array[1] * clock_hz
     return {
         "chip": unit and unit.name,
-        "time_s": clock and counted.total / clock,
-        "peak_flops": peak,
-        "flops_per_s": peak and peak * counted.useful_share,
+        "time_s": clock_hz and counted.total / clock_hz,
+        "peak_flops": peak_flops,
+        "flops_per_s": peak_flops and peak_flops * counted.useful_share,
     }
 
 
 def _text(found: Facts, counted: SystolicCycles) -> Iterator[Piece]:
-    rows, cols, tiles = found["rows"], found["cols"], counted.num_tiles
+    rows, cols, num_tiles = found["rows"], found["cols"], counted.num_tiles
     depth, width = found["weights"]
-    of = f", in {tiles:,} tiles" if tiles > 1 else ""
+    tiles_text = f", in {num_tiles:,} tiles" if num_tiles > 1 else ""
     yield Table(
         ["phase", "cycles", "what happens"],
         [
@@ -115,15 +115,15 @@ def _text(found: Facts, counted: SystolicCycles) -> Iterator[Piece]:
             ["fill", counted.fill, "inputs enter; the far corner does not work yet"],
             ["stream", counted.stream, "inputs enter while the far corner works"],
             ["drain", counted.drain, "none enter; the last ones reach the far corner"],
-            ["total", counted.total, f"M + (t - 1) max(B, M) + B + M + N - 2, t = {tiles:,}"],
+            ["total", counted.total, f"M + (t - 1) max(B, M) + B + M + N - 2, t = {num_tiles:,}"],
         ],
-        f"[{found['inputs']:,}, {depth:,}] x [{depth:,}, {width:,}] on {rows} x {cols} cells{of}",
+        f"[{found['inputs']:,}, {depth:,}] x [{depth:,}, {width:,}] on {rows} x {cols} cells{tiles_text}",
     )
     yield Fact("utilisation", f"{counted.useful_share:.1%} of cells x cycles; bubble {found['bubble_share']:.1%}")
     yield Fact("many tiles", f"tend to {counted.steady_share:.1%}: the next weights move in while these work")
     if found["time_s"] is not None:
-        rate = f"{format_flops(found['flops_per_s'])} of {format_flops(found['peak_flops'])}"
-        yield Fact(f"one MXU of {found['chip']}", f"{format_seconds(found['time_s'])}, {rate}")
+        rate_text = f"{format_flops(found['flops_per_s'])} of {format_flops(found['peak_flops'])}"
+        yield Fact(f"one MXU of {found['chip']}", f"{format_seconds(found['time_s'])}, {rate_text}")
     elif found["chip"]:
         yield Fact("time", f"not known: no clock of {found['chip']} is published (clock_hz)")
     if found["product_is_right"] is None:
@@ -142,17 +142,17 @@ def _draw(given: Given, matrices: tuple[Matrix, Matrix], counted: SystolicCycles
     if given.folder and counted.total > MAX_FRAMES:
         raise InputError(f"{counted.total:,} cycles are too many pictures. Draw at most {MAX_FRAMES}, or use --png.")
     title = f"{rows} x {cols} systolic array, {given.num_inputs} inputs"
-    written = []
+    written_paths = []
     if given.png:
-        chosen = frames(*matrices, rows=rows, cols=cols, cycles=telling_cycles(counted))
+        chosen_frames = frames(*matrices, rows=rows, cols=cols, cycles=telling_cycles(counted))
         note = f"{counted.total} cycles in all, {counted.useful_share:.0%} of cells x cycles multiply"
-        written.append(save(systolic_figure(chosen, title=title, subtitle=note), given.png))
+        written_paths.append(save(systolic_figure(chosen_frames, title=title, subtitle=note), given.png))
     if given.folder:
         for frame in frames(*matrices, rows=rows, cols=cols):
-            spec = systolic_figure([frame], title=title)
-            written.append(save(spec, given.folder / f"cycle_{frame.cycle + 1:03}.png"))
-    say(f"wrote {written[0]}" + (f" and {len(written) - 1} more" if len(written) > 1 else ""))
-    return [str(path) for path in written]
+            figure = systolic_figure([frame], title=title)
+            written_paths.append(save(figure, given.folder / f"cycle_{frame.cycle + 1:03}.png"))
+    say(f"wrote {written_paths[0]}" + (f" and {len(written_paths) - 1} more" if len(written_paths) > 1 else ""))
+    return [str(path) for path in written_paths]
 
 
 def telling_cycles(counted: SystolicCycles) -> tuple[int, ...]:
@@ -160,10 +160,10 @@ def telling_cycles(counted: SystolicCycles) -> tuple[int, ...]:
     load, last = counted.load, counted.total - 1
     entered = load + counted.fill + counted.stream
     far = load + counted.drain
-    wanted = [load, far, last, load // 2, load + counted.fill // 2, entered + counted.drain // 2, (entered + far) // 2]
-    evenly = [round(last * part / MAX_PANELS) for part in range(1, MAX_PANELS)]
-    chosen = dict.fromkeys(min(last, cycle) for cycle in (*wanted, load - 1, *evenly, *range(last)))
-    return tuple(sorted(list(chosen)[:MAX_PANELS]))
+    cycles = [load, far, last, load // 2, load + counted.fill // 2, entered + counted.drain // 2, (entered + far) // 2]
+    even_cycles = [round(last * part / MAX_PANELS) for part in range(1, MAX_PANELS)]
+    ordered = dict.fromkeys(min(last, cycle) for cycle in (*cycles, load - 1, *even_cycles, *range(last)))
+    return tuple(sorted(list(ordered)[:MAX_PANELS]))
 
 
 def frames(
@@ -171,37 +171,37 @@ def frames(
 ) -> tuple[SystolicFrame, ...]:
     """Returns the array in these cycles, or in all of them; cycle 0 is the first in which a weight enters."""
     array = SystolicArray(inputs, weights, rows=rows, cols=cols)
-    drawn: list[SystolicFrame] = []
-    left: list[tuple[int, int, int]] = []
+    drawn_frames: list[SystolicFrame] = []
+    results_left: list[tuple[int, int, int]] = []
     for cycle in range(array.last_cycle):
         array.step()
         if cycles is None or cycle in cycles:
-            busy = array.tag >= 0
+            is_busy = array.tag >= 0
             # a cell has had a weight once the diagonal front of the weights has passed it
-            arrived = busy | (np.add.outer(np.arange(rows), np.arange(cols)) <= cycle)
-            near = range(cycle + 1, cycle + REACH + 1)
-            drawn.append(
+            has_weight = is_busy | (np.add.outer(np.arange(rows), np.arange(cols)) <= cycle)
+            near_cycles = range(cycle + 1, cycle + REACH + 1)
+            drawn_frames.append(
                 SystolicFrame(
                     cycle=cycle,
-                    weights=_cells(np.where(busy, array.held, array.moving), arrived),
-                    activations=_cells(array.activation, busy),
-                    inputs=_outside(list(map(array.inputs_at, near))),
-                    coming=_outside(list(map(array.weights_at, near))),
+                    weights=_cells(np.where(is_busy, array.held, array.moving), has_weight),
+                    activations=_cells(array.activation, is_busy),
+                    inputs=_outside(list(map(array.inputs_at, near_cycles))),
+                    coming=_outside(list(map(array.weights_at, near_cycles))),
                     results=tuple(
                         BoundaryValue(lane=col, distance=cycle - exit_cycle, value=value)
-                        for exit_cycle, col, value in left
+                        for exit_cycle, col, value in results_left
                         if cycle - exit_cycle <= REACH
                     ),
                 )
             )
-        left += [(cycle, col, int(array.sums[-1, col])) for col in range(cols) if array.tag[-1, col] >= 0]
-    return tuple(drawn)
+        results_left += [(cycle, col, int(array.sums[-1, col])) for col in range(cols) if array.tag[-1, col] >= 0]
+    return tuple(drawn_frames)
 
 
 def _cells(values: Matrix, shown: NDArray[np.bool_]) -> tuple[tuple[int | None, ...], ...]:
     return tuple(
-        tuple(int(value) if here else None for value, here in zip(row, there, strict=True))
-        for row, there in zip(values, shown, strict=True)
+        tuple(int(value) if is_shown else None for value, is_shown in zip(row, shown_row, strict=True))
+        for row, shown_row in zip(values, shown, strict=True)
     )
 
 
@@ -210,6 +210,6 @@ def _outside(near: list[tuple[Matrix, Matrix]]) -> tuple[BoundaryValue, ...]:
     return tuple(
         BoundaryValue(lane=lane, distance=distance, value=int(values[lane]))
         for lane in range(len(near[0][0]))
-        for distance, (there, values) in enumerate(near, start=1)
-        if there[lane] >= 0
+        for distance, (entry_of_lane, values) in enumerate(near, start=1)
+        if entry_of_lane[lane] >= 0
     )

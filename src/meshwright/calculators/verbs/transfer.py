@@ -68,8 +68,8 @@ class Given(Options):
     @property
     def between_hosts(self) -> bool:
         """True if bytes may cross the network between hosts: from all hosts, or between slices."""
-        slices = {(end or "").removeprefix("host:").rpartition(":")[0] or "0" for end in (self.source, self.target)}
-        return self.source == "hosts" or len(slices) > 1
+        slice_ids = {(end or "").removeprefix("host:").rpartition(":")[0] or "0" for end in (self.source, self.target)}
+        return self.source == "hosts" or len(slice_ids) > 1
 
     @property
     def computes(self) -> bool:
@@ -96,11 +96,11 @@ def command(given: Given) -> Answer:
         source, target = (parse_place(text, cluster) for text in (given.source, given.target))
         legs += route(cluster, source, target, num_bytes, via=given.via)
     legs += [parse_leg(text, cluster.chip, num_bytes=num_bytes, dtype=given.dtype) for text in given.extra]
-    times = transfer_times(legs)
-    units = ["FLOP" if leg.channel == "compute" else "bytes" for leg in legs]
-    rows = [{**asdict(leg), "unit": unit, "send_s": leg.send_s} for leg, unit in zip(legs, units, strict=True)]
-    facts = {"cluster": cluster.short_name, "bytes": num_bytes, "legs": rows, **times}
-    text = _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, times)
+    time_facts = transfer_times(legs)
+    unit_of_leg = ["FLOP" if leg.channel == "compute" else "bytes" for leg in legs]
+    rows = [{**asdict(leg), "unit": unit, "send_s": leg.send_s} for leg, unit in zip(legs, unit_of_leg, strict=True)]
+    facts = {"cluster": cluster.short_name, "bytes": num_bytes, "legs": rows, **time_facts}
+    text = _transfer_text(f"{format_bytes(num_bytes)} on {cluster.short_name}", legs, time_facts)
     return Answer(facts, text, raw=[rows, [facts]])
 
 
@@ -108,23 +108,23 @@ def _transfer_text(title: str, legs: list[TransferLeg], found: Facts) -> Iterato
     rows = []
     for number, leg in enumerate(legs, 1):
         amount, rate = (format_flop_count, format_flops) if leg.channel == "compute" else (format_bytes, format_rate)
-        times = f"{leg.lanes} x " if leg.lanes > 1 else ""
-        figures = (
+        lanes_text = f"{leg.lanes} x " if leg.lanes > 1 else ""
+        cells = (
             amount(leg.amount),
-            times + rate(leg.rate),
+            lanes_text + rate(leg.rate),
             format_seconds(leg.latency_s),
             format_seconds(leg.send_s),
         )
-        rows.append([f"{number}  {leg.name}", leg.channel, *figures])
+        rows.append([f"{number}  {leg.name}", leg.channel, *cells])
     yield Table(["leg", "channel", "amount", "rate", "latency", "time"], rows, title)
-    seconds = {name: format_seconds(value) for name, value in found.items() if isinstance(value, float)}
-    yield Fact("first byte", f"{seconds['first_byte_s']} (the latency of every hop)", column=COLUMN)
-    slow = max(legs, key=lambda leg: leg.send_s)
-    yield Fact("slowest leg", f"{slow.name} ({slow.channel}), {seconds['slowest_leg_s']}", column=COLUMN)
-    total = f"{seconds['time_s_pipelined']} pipelined: first byte + slowest leg"
+    text_by_field = {name: format_seconds(value) for name, value in found.items() if isinstance(value, float)}
+    yield Fact("first byte", f"{text_by_field['first_byte_s']} (the latency of every hop)", column=COLUMN)
+    slowest = max(legs, key=lambda leg: leg.send_s)
+    yield Fact("slowest leg", f"{slowest.name} ({slowest.channel}), {text_by_field['slowest_leg_s']}", column=COLUMN)
+    total_text = f"{text_by_field['time_s_pipelined']} pipelined: first byte + slowest leg"
     if len(legs) > 1:
-        total += f"; {seconds['time_s_in_turn']} if each leg waits for the one before"
-    yield Fact("last byte", total, column=COLUMN)
+        total_text += f"; {text_by_field['time_s_in_turn']} if each leg waits for the one before"
+    yield Fact("last byte", total_text, column=COLUMN)
     yield Fact("bound by", found["bound_by"], column=COLUMN)
 
 
@@ -143,18 +143,18 @@ COLUMNS: Facts = {
 
 def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
     """Returns seconds of each collective over whole physical axes, for an array of ``num_bytes`` in all."""
-    placed = physical_placement(cluster)
+    placement = physical_placement(cluster)
     if given.axis is None:
-        raise InputError(f"--collective needs --axis, one or several of {', '.join(placed.mesh)}.")
+        raise InputError(f"--collective needs --axis, one or several of {', '.join(placement.mesh)}.")
     axes, two_way = [name.strip() for name in given.axis.split(",")], not given.one_way
-    legs, measured = group_legs(placed, axes), rates_for(cluster, given.calibration)
-    rates = leg_rates(legs, measured) if two_way else one_way_rates(legs, measured)
+    legs, calibration = group_legs(placement, axes), rates_for(cluster, given.calibration)
+    rates = leg_rates(legs, calibration) if two_way else one_way_rates(legs, calibration)
     if rates.size == 1:
         raise InputError(f"axis {','.join(axes)} of {cluster.short_name} has one chip: there is nothing to send.")
-    priced = []
+    rows = []
     for kind in (kind for kind in COLLECTIVES if kind in rates.kinds and given.collective in (None, kind)):
         rate, time_s = rates[kind], collective_time(kind, num_bytes, rates)
-        priced.append(
+        rows.append(
             {
                 "kind": kind,
                 "bandwidth_s": num_bytes * rate.seconds_per_byte,
@@ -172,10 +172,10 @@ def _collectives(given: Given, cluster: Cluster, num_bytes: float) -> Answer:
         "group_size": rates.size,
         "bytes": num_bytes,
         "two_way": two_way,
-        "rates": _rates_text(cluster, legs, measured),
-        "turns": turns_text(placed, axes),
+        "rates": _rates_text(cluster, legs, calibration),
+        "turns": turns_text(placement, axes),
         "latency_forms": _latency_forms(legs),
-        "collectives": priced,
+        "collectives": rows,
     }
     if given.frames is not None:
         facts["frames"] = _draw_frames(given.frames, given.collective, legs, cluster.short_name, two_way=two_way)
@@ -187,8 +187,8 @@ def _rates_text(cluster: Cluster, legs: tuple[Leg, ...], measured: Calibration |
     if measured is not None:
         return measured.describe()
     fitted, levels = fitted_calibration(cluster.chip), dict.fromkeys(leg.level for leg in legs)
-    shares = [f"{getattr(fitted.efficiency, level):.0%} of {level}" for level in levels] if fitted else []
-    return "line rates of the data sheet" + (f"; plans take the fitted {', '.join(shares)}" if shares else "")
+    share_texts = [f"{getattr(fitted.efficiency, level):.0%} of {level}" for level in levels] if fitted else []
+    return "line rates of the data sheet" + (f"; plans take the fitted {', '.join(share_texts)}" if share_texts else "")
 
 
 def is_ring(legs: tuple[Leg, ...]) -> bool:
@@ -205,19 +205,19 @@ def one_way_rates(legs: tuple[Leg, ...], calibration: Calibration | None = None)
     """
     if not is_ring(legs):
         raise InputError("--one-way needs a ring: a torus axis that wraps around, such as one of 16 of v5e:16x16.")
-    leg, share, hop_s = legs[0], 1.0, legs[0].hop_s
+    leg, efficiency, hop_s = legs[0], 1.0, legs[0].hop_s
     if calibration is not None:
-        share, hop_s = calibration.efficiency.ici, calibration.hop_s.get("ici", hop_s)
-    per_byte, floor = leg.sharing / (leg.bytes_per_s * share), ring_hops(leg.size) * hop_s
-    once = KindRate(per_byte, floor, level="ici")
+        efficiency, hop_s = calibration.efficiency.ici, calibration.hop_s.get("ici", hop_s)
+    s_per_byte, ring_latency_s = leg.sharing / (leg.bytes_per_s * efficiency), ring_hops(leg.size) * hop_s
+    once_around = KindRate(s_per_byte, ring_latency_s, level="ici")
     return GroupRates(
         size=leg.size,
         kinds={
-            "all_gather": once,
-            "reduce_scatter": once,
-            "all_reduce": KindRate(2 * per_byte, 2 * floor, level="ici"),
-            "all_to_all": KindRate(per_byte / 2, floor, level="ici"),
-            "permute": KindRate(per_byte, hop_s, level="ici"),
+            "all_gather": once_around,
+            "reduce_scatter": once_around,
+            "all_reduce": KindRate(2 * s_per_byte, 2 * ring_latency_s, level="ici"),
+            "all_to_all": KindRate(s_per_byte / 2, ring_latency_s, level="ici"),
+            "permute": KindRate(s_per_byte, hop_s, level="ici"),
         },
     )
 
@@ -231,12 +231,12 @@ def link_bytes(kind: CollectiveKind, num_bytes: float, legs: tuple[Leg, ...], *,
 
 def _latency_forms(legs: tuple[Leg, ...]) -> dict[str, float] | None:
     """Returns hops and latency of a gather over switches, in a ring and in a tree; None without switches."""
-    network = [leg for leg in legs if leg.level in ("network", "dcn")]
+    network_legs = [leg for leg in legs if leg.level in ("network", "dcn")]
     forms: dict[str, float] = {}
-    for name, hops in (("ring", ring_hops), ("tree", tree_hops)):
-        forms[f"{name}_hops"] = sum(hops(leg.size) for leg in network)
-        forms[f"{name}_s"] = sum(hops(leg.size) * leg.hop_s for leg in network)
-    return forms if network else None
+    for name, num_hops in (("ring", ring_hops), ("tree", tree_hops)):
+        forms[f"{name}_hops"] = sum(num_hops(leg.size) for leg in network_legs)
+        forms[f"{name}_s"] = sum(num_hops(leg.size) * leg.hop_s for leg in network_legs)
+    return forms if network_legs else None
 
 
 def _collectives_text(found: Facts) -> Iterator[Piece]:
@@ -245,16 +245,16 @@ def _collectives_text(found: Facts) -> Iterator[Piece]:
         f"{counted(found['group_size'], 'chip')}{'' if found['two_way'] else ', one way round'}"
     )
     kinds = [row["kind"] for row in found["collectives"]]
-    on_a_ring = any(row["link_bytes"] is not None for row in found["collectives"])
-    link_column = {"over a link": ("link_bytes", format_bytes)} if on_a_ring else {}
+    has_link_bytes = any(row["link_bytes"] is not None for row in found["collectives"])
+    link_column = {"over a link": ("link_bytes", format_bytes)} if has_link_bytes else {}
     yield Table.of(found["collectives"], {**COLUMNS, **link_column}, title)
-    if on_a_ring:
-        ways = (
+    if has_link_bytes:
+        ways_text = (
             "both directions of the ring are used, and this is their mean"
             if found["two_way"]
             else "the ring is used in one direction"
         )
-        yield f"over a link: bytes that cross each link of the ring in one direction; {ways}"
+        yield f"over a link: bytes that cross each link of the ring in one direction; {ways_text}"
     yield f"rates: {found['rates']}"
     if found["turns"] and "reduce_scatter" in kinds:
         yield found["turns"]
@@ -279,30 +279,30 @@ def _draw_frames(
     from meshwright.report.arrays.ring import MAX_DEVICES, Numbers, ring_figure
     from meshwright.report.figure import PICTURES, save
 
-    chosen = next((drawn for drawn in DRAWN_KINDS if drawn == kind), None)
-    if chosen is None:
+    to_draw = next((drawable for drawable in DRAWN_KINDS if drawable == kind), None)
+    if to_draw is None:
         kinds = f"{', '.join(DRAWN_KINDS[:-1])} or {DRAWN_KINDS[-1]}"
         raise InputError(f"--frames draws one collective: give --collective {kinds}.")
     if len(legs) != 1:
         raise InputError("--frames draws one axis. Name one --axis, such as x of v5e:4x4 or domain of h100:8x4.")
-    leg, size, moves = legs[0], int(legs[0].size), leg_moves(chosen, legs[0], two_way=two_way)
+    leg, size, moves = legs[0], int(legs[0].size), leg_moves(to_draw, legs[0], two_way=two_way)
     if size > MAX_DEVICES:
         raise InputError(f"--frames shows at most {MAX_DEVICES} devices and the axis has {size}. Name a smaller one.")
-    where, used = "a line", "both directions of each link are used"
+    shape, usage = "a line", "both directions of each link are used"
     if leg.level != "ici":
-        where, used = ("a switch", "in one step") if len(moves) == 1 else ("trees", "each step reaches twice as far")
+        shape, usage = ("a switch", "in one step") if len(moves) == 1 else ("trees", "each step reaches twice as far")
     elif leg.wraps:
-        where, used = "a ring", "both ways round" if two_way else "one way round"
-    frames = collective_frames(chosen, size, moves)
-    title = f"{BOOK_NAMES[chosen]} on {where} of {size}: {len(frames) - 1} step{'s' * (len(frames) > 2)}"
-    subtitle = f"{WORDS[chosen]}; {used} ({on})."
-    numbers: Numbers = "sources" if chosen == "all_gather" else "blocks" if chosen == "all_to_all" else "addends"
+        shape, usage = "a ring", "both ways round" if two_way else "one way round"
+    frames = collective_frames(to_draw, size, moves)
+    title = f"{BOOK_NAMES[to_draw]} on {shape} of {size}: {len(frames) - 1} step{'s' * (len(frames) > 2)}"
+    subtitle = f"{WORDS[to_draw]}; {usage} ({on})."
+    numbers: Numbers = "sources" if to_draw == "all_gather" else "blocks" if to_draw == "all_to_all" else "addends"
     if path.suffix.lower() in PICTURES:
-        written = [save(ring_figure(frames, title=title, subtitle=subtitle, numbers=numbers), path)]
+        paths = [save(ring_figure(frames, title=title, subtitle=subtitle, numbers=numbers), path)]
     else:
-        written = [
+        paths = [
             save(ring_figure([frame], title=title, numbers=numbers), path / f"step-{frame.step:02}.png")
             for frame in frames
         ]
-    say(f"wrote {written[0]}" if len(written) == 1 else f"wrote {len(written)} pictures to {path}")
-    return [str(file) for file in written]
+    say(f"wrote {paths[0]}" if len(paths) == 1 else f"wrote {len(paths)} pictures to {path}")
+    return [str(file) for file in paths]

@@ -55,29 +55,29 @@ def command(given: Given) -> Answer:
 
     The default FILE has the published steps of this repository: benchmarks/data/published_training.jsonl.
     """
-    default = KERNELS if given.kernels else PUBLISHED
-    if given.file == PUBLISHED and not default.exists():
-        raise InputError(f"{default}, the default, is in a checkout of meshwright. Work there, or give a FILE.")
+    default_file = KERNELS if given.kernels else PUBLISHED
+    if given.file == PUBLISHED and not default_file.exists():
+        raise InputError(f"{default_file}, the default, is in a checkout of meshwright. Work there, or give a FILE.")
     if given.kernels:
         return _kernels(given)
     records = read_records(given.file)
-    chosen = tuple(record for record in records if given.only is None or record.group == given.only)
-    if not chosen:
+    chosen_records = tuple(record for record in records if given.only is None or record.group == given.only)
+    if not chosen_records:
         groups = dict.fromkeys(record.group for record in records)
         raise InputError(f"{given.file} has no group {given.only!r}.{nearest(str(given.only), groups)}")
-    if {record.kind for record in chosen} & {"decode", "train"} == {"decode"}:
-        return _served(given, chosen)
+    if {record.kind for record in chosen_records} & {"decode", "train"} == {"decode"}:
+        return _served(given, chosen_records)
     if given.cross_validate or given.out or given.page:
-        return _fitted(chosen, out=given.out, page=given.page)
-    result = accuracy(chosen, datasheet=given.datasheet)
-    how = "data-sheet rates" if given.datasheet else "fitted numbers"
-    listed = Table.of(result.predictions, RECORDS)
-    text = [*_accuracy_text(result, title=how)]
+        return _fitted(chosen_records, out=given.out, page=given.page)
+    result = accuracy(chosen_records, datasheet=given.datasheet)
+    basis = "data-sheet rates" if given.datasheet else "fitted numbers"
+    table = Table.of(result.predictions, RECORDS)
+    text = [*_accuracy_text(result, title=basis)]
     if given.worst:
-        worst = sorted(result.predictions, key=lambda prediction: -abs(prediction.error))[: given.worst]
-        text.append(Table.of(worst, {"worst": "id", **{name: RECORDS[name] for name in SHOWN_OF_WORST}}))
-    text += [listed] if given.every else []
-    return Answer(result.to_json(), text, {given.png: lambda: _figure(result, how)}, [listed, _summaries(result)])
+        worst_predictions = sorted(result.predictions, key=lambda prediction: -abs(prediction.error))[: given.worst]
+        text.append(Table.of(worst_predictions, {"worst": "id", **{name: RECORDS[name] for name in SHOWN_OF_WORST}}))
+    text += [table] if given.every else []
+    return Answer(result.to_json(), text, {given.png: lambda: _figure(result, basis)}, [table, _summaries(result)])
 
 
 RECORDS: TableColumns = {
@@ -111,17 +111,17 @@ def _accuracy_text(found: Accuracy, *, title: str) -> Iterator[Piece]:
             f"the pick: of the configurations measured for one job, the one predicted fastest takes {pick.regret:.1%} "
             f"longer than the fastest ({pick.num_jobs} jobs, right in {pick.right:.0%}); a random one {pick.random:.0%}"
         )
-    whole = [prediction for prediction in found.predictions if not prediction.adapters]
-    if whole and (rest := len(found.predictions) - len(whole)):
-        mape = summarise(whole).mape
-        yield f"all: {rest:,} train adapters and are in no fit; the other {len(whole):,} have a MAPE of {mape:.1%}"
+    unadapted = [prediction for prediction in found.predictions if not prediction.adapters]
+    if unadapted and (rest := len(found.predictions) - len(unadapted)):
+        mape = summarise(unadapted).mape
+        yield f"all: {rest:,} train adapters and are in no fit; the other {len(unadapted):,} have a MAPE of {mape:.1%}"
     unfitted = [prediction for prediction in found.predictions if not prediction.fitted]
     if unfitted and len(unfitted) < len(found.predictions):
-        chips = ", ".join(dict.fromkeys(prediction.chip for prediction in unfitted))
-        yield f"by data-sheet rates: {len(unfitted):,}, nothing is fitted for {chips}"
+        chips_text = ", ".join(dict.fromkeys(prediction.chip for prediction in unfitted))
+        yield f"by data-sheet rates: {len(unfitted):,}, nothing is fitted for {chips_text}"
     for reason, ids in found.reasons().items():
-        named = ", ".join(ids[:MAX_NAMED]) if len(ids) <= MAX_NAMED else f"{ids[0]} and {len(ids) - 1:,} more"
-        yield f"not predicted: {len(ids):,}, {reason} ({named})"
+        ids_text = ", ".join(ids[:MAX_NAMED]) if len(ids) <= MAX_NAMED else f"{ids[0]} and {len(ids) - 1:,} more"
+        yield f"not predicted: {len(ids):,}, {reason} ({ids_text})"
 
 
 def _summaries(found: Accuracy, title: str = "") -> Table:
@@ -131,17 +131,17 @@ def _summaries(found: Accuracy, title: str = "") -> Table:
     if found.what == "decode":
         kinds = {kind: [row for row in found.predictions if row.group.endswith(kind)] for kind in ("dense", "experts")}
         rows += [(kind, summarise(predictions)) for kind, predictions in kinds.items() if predictions]
-    core = "core training" if found.what == "train" else f"core {found.what}"
-    rows += [(f"{core}{' of ' * bool(date)}{date}", summary) for date, summary in found.cores.items()]
+    core_name = "core training" if found.what == "train" else f"core {found.what}"
+    rows += [(f"{core_name}{' of ' * bool(date)}{date}", summary) for date, summary in found.cores.items()]
     rows += [("all", found.summary())]
-    size, sign, share = "{:.1%}".format, "{:+.1%}".format, "{:.0%}".format
+    percent, signed_percent, whole_percent = "{:.1%}".format, "{:+.1%}".format, "{:.0%}".format
     columns: TableColumns = {
         "group": "group",
         "records": "n",
-        "MAPE": ("mape", size),
-        "median": ("median", size),
-        "bias": ("bias", sign),
-        "interval holds": ("coverage", share),
+        "MAPE": ("mape", percent),
+        "median": ("median", percent),
+        "bias": ("bias", signed_percent),
+        "interval holds": ("coverage", whole_percent),
     }
     return Table.of(({"group": name, **msgspec.structs.asdict(summary)} for name, summary in rows), columns, title)
 
@@ -153,27 +153,27 @@ def _kernels(given: Given) -> Answer:
     """Compares measured kernels with their predictions on held-out shapes; -o fits the numbers again."""
     from meshwright.accuracy import kernels
 
-    unused = ("worst", "every", "only", "datasheet", "png", "cross_validate")
-    if any(getattr(given, name) for name in unused):
+    other_options = ("worst", "every", "only", "datasheet", "png", "cross_validate")
+    if any(getattr(given, name) for name in other_options):
         raise InputError("--kernels goes with -o, --page and --json alone: its errors are cross-validated as they are.")
     folder = KERNELS if given.file == PUBLISHED else given.file
     if given.page:
         _with_tables(given.page, {"kernels": ""})
-    groups, left = kernels.read_kernels(folder)
-    rows = sum(len(group.measured_s) for group in groups)
-    stored = (
+    groups, omitted = kernels.read_kernels(folder)
+    num_rows = sum(len(group.measured_s) for group in groups)
+    fitted = (
         kernels.kernel_numbers()
         if not given.out
         else FittedNumbers(
             date=date.today().isoformat(),
-            source=f"fitted on {rows:,} measured kernels of {folder}, see docs/accuracy.md",
+            source=f"fitted on {num_rows:,} measured kernels of {folder}, see docs/accuracy.md",
             numbers=kernels.fit_kernels(groups),
         )
     )
     if given.out:
-        write_text_whole(given.out, dump_toml(stored))
+        write_text_whole(given.out, dump_toml(fitted))
         say(f"wrote {given.out}")
-    errors = kernels.kernel_errors(groups, stored.numbers)
+    errors = kernels.kernel_errors(groups, fitted.numbers)
     table = Table.of(errors, KERNEL_COLUMNS, f"kernels, on shapes held out in {NUM_FOLDS} folds")
     if given.page:
         write_text_whole(
@@ -185,10 +185,10 @@ def _kernels(given: Given) -> Answer:
         table,
         f"{sum(row.goal == 'yes' for row in due)} of {len(due)} chips and operations with {kernels.FEWEST_ROWS} rows "
         f"or more reach their goal: a median of {kernels.GOAL:.0%}, in token generation {kernels.GENERATION_GOAL:.0%}",
-        f"{len(stored.numbers)} numbers, {stored.source}, {stored.date}",
-        *(f"left out: {count:,}, {reason}" for reason, count in left.items()),
+        f"{len(fitted.numbers)} numbers, {fitted.source}, {fitted.date}",
+        *(f"left out: {count:,}, {reason}" for reason, count in omitted.items()),
     ]
-    facts = {"kernels": [msgspec.structs.asdict(row) for row in errors], "left_out": left, "numbers": stored.numbers}
+    facts = {"kernels": [msgspec.structs.asdict(row) for row in errors], "left_out": omitted, "numbers": fitted.numbers}
     return Answer(facts, text)
 
 
@@ -233,21 +233,21 @@ def _served(given: Given, records: tuple[Record, ...]) -> Answer:
     fitted = fit_served(records)
     say("simulating the queues of every client")
     numbers = fitted.numbers
-    by_heading = fitted.errors | queued_accuracy(fitted.cases, fitted.held_out, fitted.unpredicted)
-    by_heading |= pooled_accuracy(records, numbers)
+    errors_by_name = fitted.errors | queued_accuracy(fitted.cases, fitted.held_out, fitted.unpredicted)
+    errors_by_name |= pooled_accuracy(records, numbers)
     if given.out:
-        count = by_heading["served"].summary().n
-        source = f"fitted on {count:,} published times per output token, see docs/accuracy.md"
+        num_records = errors_by_name["served"].summary().n
+        source = f"fitted on {num_records:,} published times per output token, see docs/accuracy.md"
         stored = FittedNumbers(date=date.today().isoformat(), source=source, numbers=numbers)
         write_text_whole(given.out, dump_toml(stored))
         fitted_numbers.cache_clear()
         say(f"wrote {given.out}")
     if given.page:
-        tables = {name: as_markdown(_summaries(errors)) for name, errors in by_heading.items()}
+        tables = {name: as_markdown(_summaries(errors)) for name, errors in errors_by_name.items()}
         write_text_whole(given.page, _with_tables(given.page, tables))
         say(f"wrote {given.page}")
-    text = [piece for name, errors in by_heading.items() for piece in _accuracy_text(errors, title=SERVED[name])]
-    facts = {name: errors.to_json() for name, errors in by_heading.items()} | {"numbers": numbers}
+    text = [piece for name, errors in errors_by_name.items() for piece in _accuracy_text(errors, title=SERVED[name])]
+    facts = {name: errors.to_json() for name, errors in errors_by_name.items()} | {"numbers": numbers}
     return Answer(facts, [*text, Table(["number", "value"], [*numbers.items()])])
 
 
@@ -256,16 +256,16 @@ def _served(given: Given, records: tuple[Record, ...]) -> Answer:
 
 def _fitted(records: tuple[Record, ...], *, out: Path | None, page: Path | None) -> Answer:
     """Fits the numbers again, and predicts every record by numbers that have not seen it."""
-    every, unpredicted = cases_of(records)
+    all_cases, unpredicted = cases_of(records)
     # numbers are for steps that train all weights
-    cases = [case for case in every if not has_frozen_matrices(case.setting.model)]
+    cases = [case for case in all_cases if not has_frozen_matrices(case.setting.model)]
     if len({case.record.group for case in cases}) < 2 or len(cases) < 2 * NUM_FOLDS:
         raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS} of two groups.")
     # A page that cannot be written is refused before minutes are spent on the fit.
     if page:
         _with_tables(page, dict.fromkeys(HEADINGS, ""))
-    left = f"; left out: {len(every) - len(cases):,} that train adapters" if len(cases) < len(every) else ""
-    say(f"fitting on {len(cases):,} records{left}")
+    suffix = f"; left out: {len(all_cases) - len(cases):,} that train adapters" if len(cases) < len(all_cases) else ""
+    say(f"fitting on {len(cases):,} records{suffix}")
     numbers, errors = _fit_anew(cases, unpredicted, with_groups=bool(page or not out))
     if out:
         source = f"fitted on {len(cases):,} published training steps, see docs/accuracy.md"
@@ -288,12 +288,12 @@ def _with_tables(page: Path, tables: Mapping[str, str]) -> str:
     except OSError as error:
         raise InputError(f"cannot read {page}: {error.strerror}. Name the page that the tables go into.") from None
     for name, table in tables.items():
-        begin = BEGIN.format(name)
-        head, mark, rest = text.partition(begin)
-        _, end, tail = rest.partition(END)
-        if not mark or not end:
-            raise InputError(f"{page} has no place for the table {name!r}. Put '{begin}' and '{END}' where it goes.")
-        text = f"{head}{begin}\n{table}{end}{tail}"
+        opening = BEGIN.format(name)
+        head, mark, rest = text.partition(opening)
+        _, closing, tail = rest.partition(END)
+        if not mark or not closing:
+            raise InputError(f"{page} has no place for the table {name!r}. Put '{opening}' and '{END}' where it goes.")
+        text = f"{head}{opening}\n{table}{closing}{tail}"
     return text
 
 
@@ -306,13 +306,13 @@ def _fit_anew(
     problem = fit.make_problem(cases)
     numbers = fit.rounded(fit.fit(problem, np.ones(len(cases), dtype=bool)))
     say("cross-validating")
-    crossed = fit.held_out(problem, fit.folds(cases))
-    experts = np.array([case.setting.model.num_experts > 0 for case in cases])
-    numbers |= fit.with_intervals(crossed, problem.measured_s, problem.weights, experts)
-    seconds = {"cross-validation": crossed}
+    held_out_s = fit.held_out(problem, fit.folds(cases))
+    has_experts = np.array([case.setting.model.num_experts > 0 for case in cases])
+    numbers |= fit.with_intervals(held_out_s, problem.measured_s, problem.weights, has_experts)
+    seconds_of = {"cross-validation": held_out_s}
     if with_groups:
         say("leaving out each group in turn")
-        seconds["groups"] = fit.held_out(problem, np.array([case.record.group for case in cases]), rounds=10)
-    seconds["fitted"] = fit.predict(problem, [numbers])[0]
-    by = calibrations(cases, numbers)
-    return numbers, {name: accuracy_of(cases, predicted, by, unpredicted) for name, predicted in seconds.items()}
+        seconds_of["groups"] = fit.held_out(problem, np.array([case.record.group for case in cases]), rounds=10)
+    seconds_of["fitted"] = fit.predict(problem, [numbers])[0]
+    rates = calibrations(cases, numbers)
+    return numbers, {name: accuracy_of(cases, predicted, rates, unpredicted) for name, predicted in seconds_of.items()}

@@ -24,12 +24,12 @@ class Given(EngineGiven):
 def _counts(text: str) -> list[int]:
     """Returns the numbers of drafts, the smallest first. Raises InputError for what is no list of them."""
     try:
-        counts = sorted({int(count) for count in text.split(",")})
+        draft_counts = sorted({int(count) for count in text.split(",")})
     except ValueError:
-        counts = [0]
-    if counts[0] < 1:
+        draft_counts = [0]
+    if draft_counts[0] < 1:
         raise InputError(f"--counts {text} must be whole numbers of at least 1, such as 1,2,4.")
-    return counts
+    return draft_counts
 
 
 @verb(Given)
@@ -43,20 +43,20 @@ def command(given: Given) -> Answer:
     """
     if not given.draft:
         raise InputError("nothing proposes tokens. Give --draft ngram, or the folder of a smaller model.")
-    counts = _counts(given.counts)
+    draft_counts = _counts(given.counts)
     from meshwright.bench.serving.drafts import measure_drafts, predicted_speedups
     from meshwright.report.machine.serving import load_figure
     from meshwright.serve.drawing.sampling import Sampling
     from meshwright.serve.offline.bulk import USUAL, read_prompts
 
     sampling = Sampling(temperature=given.temperature)
-    usual = msgspec.structs.replace(USUAL, max_tokens=given.max_tokens, sampling=sampling)
+    template = msgspec.structs.replace(USUAL, max_tokens=given.max_tokens, sampling=sampling)
     results = []
-    for count in [*counts, 0]:
-        varied = Given(**vars(given) | ({"num_drafts": count} if count else {"draft": None}))
-        opened = open_given(varied, in_background=False)
+    for count in [*draft_counts, 0]:
+        varied_options = Given(**vars(given) | ({"num_drafts": count} if count else {"draft": None}))
+        opened = open_given(varied_options, in_background=False)
         requests = [
-            request for _, request in read_prompts(opened.source, opened.engine.check, given.prompts, usual).values()
+            request for _, request in read_prompts(opened.source, opened.engine.check, given.prompts, template).values()
         ]
         results.append(measure_drafts(opened.engine, requests))
         say(f"{counted(count, 'draft')}: {three_digits(results[-1].tokens_per_s)} tokens/s")
@@ -73,15 +73,15 @@ def command(given: Given) -> Answer:
         Heading("time of a step", format_seconds, "step_s"),
     ]
     cells = [
-        [result.num_drafts, result.tokens_per_s, faster, should, result.accepted, result.step_tokens, result.step_s]
-        for result, faster, should in zip(results, speedups, predicted, strict=True)
+        [result.num_drafts, result.tokens_per_s, factor, expected, result.accepted, result.step_tokens, result.step_s]
+        for result, factor, expected in zip(results, speedups, predicted, strict=True)
     ]
-    rows = [msgspec.to_builtins(result) | {"speedup": faster} for result, faster in zip(results, speedups, strict=True)]
-    numbers = [result.num_drafts for result in results]
-    drafting = results[1:]
+    rows = [msgspec.to_builtins(result) | {"speedup": factor} for result, factor in zip(results, speedups, strict=True)]
+    num_drafts = [result.num_drafts for result in results]
+    drafting_results = results[1:]
     panels = {
-        "speed-up": ("", list(zip(numbers, predicted, strict=True)), list(zip(numbers, speedups, strict=True))),
-        "drafts accepted (%)": ("", [], [(result.num_drafts, 100 * result.accepted) for result in drafting]),
+        "speed-up": ("", list(zip(num_drafts, predicted, strict=True)), list(zip(num_drafts, speedups, strict=True))),
+        "drafts accepted (%)": ("", [], [(result.num_drafts, 100 * result.accepted) for result in drafting_results]),
         "time of a step ({})": ("s", [], [(result.num_drafts, result.step_s) for result in results]),
     }
     title = f"Drafts by {given.draft} for {given.what.name}"

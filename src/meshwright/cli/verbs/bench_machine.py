@@ -57,8 +57,8 @@ def command(given: Given) -> Answer:
     from meshwright.parallel.mesh import keep_compiled_programs
 
     check_parts(given.what)
-    wanted = [word.strip() for word in given.dtypes.split(",")] if given.dtypes is not None else []
-    bench = make_bench(devices, chip=given.chip_name, dtypes=wanted, axes=given.mesh or {})
+    dtypes = [word.strip() for word in given.dtypes.split(",")] if given.dtypes is not None else []
+    bench = make_bench(devices, chip=given.chip_name, dtypes=dtypes, axes=given.mesh or {})
     keep_compiled_programs(cache_folder())
     report = run_bench(bench, given.what, seconds=given.seconds, say=say)
     facts = {**msgspec.structs.asdict(report), "calibration": given.out}
@@ -103,9 +103,9 @@ def _calibration(report: results.BenchReport, output: Path) -> Calibration:
     if rates.chip != "cpu":
         return rates
     pairs = (("matmul", rates.matmul_flops_per_s), ("copy", rates.memory_bytes_per_s))
-    kinds = {rate.kind for rate in rates.collectives if rate.group_size == report.num_devices}
-    needed = COLLECTIVES if report.num_devices > 1 else ()
-    missing = [*(name for name, value in pairs if not value), *(kind for kind in needed if kind not in kinds)]
+    measured = {rate.kind for rate in rates.collectives if rate.group_size == report.num_devices}
+    needed_kinds = COLLECTIVES if report.num_devices > 1 else ()
+    missing = [*(name for name, value in pairs if not value), *(kind for kind in needed_kinds if kind not in measured)]
     if missing:
         say(f"plan needs rates that {output} lacks: {', '.join(missing)}. Give more --seconds, or more parts.")
         return rates
@@ -125,11 +125,11 @@ PRODUCT: TableColumns = {**TIMED, "rate": ("flops_per_s", format_flops)}
 def report_text(report: results.BenchReport) -> Iterator[Piece]:
     """Yields every measured part, in the order of measuring."""
     yield Fact("measured", f"{report.machine}, {report.date}; all devices busy, figures of one")
-    versions = ", ".join(f"{name} {number}" for name, number in report.versions.items())
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     yield Fact("with", f"{versions}; {report.took_s:.0f} s of {report.seconds:.0f}")
     if report.platform == "cpu":
-        load = f"{report.load:.1f} on {os.cpu_count()} cores"
-        yield Fact("load before", f"{load}: rates of a quiet machine need one near 0")
+        load_text = f"{report.load:.1f} on {os.cpu_count()} cores"
+        yield Fact("load before", f"{load_text}: rates of a quiet machine need one near 0")
     yield ""
     for name, show in SHOWN.items():
         part = getattr(report, name)
@@ -173,14 +173,14 @@ def _matmul_text(part: results.MatmulPart) -> Iterator[Piece]:
 
 
 def _contents_text(part: results.ContentsPart) -> Iterator[Piece]:
-    normal = {p.dtype: p.seconds.median_s for p in part.products if p.contents == "normal"}
+    normal_s = {p.dtype: p.seconds.median_s for p in part.products if p.contents == "normal"}
 
     def speed_up(product: Any) -> float | None:
-        return normal[product.dtype] / product.seconds.median_s if product.dtype in normal else None
+        return normal_s[product.dtype] / product.seconds.median_s if product.dtype in normal_s else None
 
-    what: TableColumns = {"dtype": "dtype", "numbers": "contents", "side": "n"}
+    first_columns: TableColumns = {"dtype": "dtype", "numbers": "contents", "side": "n"}
     yield _table(
-        "Contents of a product", part.products, {**what, **PRODUCT, "speed-up": (speed_up, number, "speed_up")}
+        "Contents of a product", part.products, {**first_columns, **PRODUCT, "speed-up": (speed_up, number, "speed_up")}
     )
 
 
@@ -206,9 +206,9 @@ def _elementwise_text(part: results.ElementwisePart) -> Iterator[Piece]:
         ]
         for repeats, kernel, separate in pairs
     ]
-    cache = f", cache {format_bytes(part.cache_bytes)}" if part.cache_bytes else ""
-    title = f"Multiply-adds on an array of {format_bytes(part.elements * results.ELEMENT_BYTES)} a device{cache}"
-    times: list[str | Heading] = [
+    cache_text = f", cache {format_bytes(part.cache_bytes)}" if part.cache_bytes else ""
+    title = f"Multiply-adds on an array of {format_bytes(part.elements * results.ELEMENT_BYTES)} a device{cache_text}"
+    columns: list[str | Heading] = [
         "multiply-adds",
         Heading("one kernel", format_seconds, "fused_s"),
         Heading("bytes", format_rate, "bytes_per_s"),
@@ -216,11 +216,11 @@ def _elementwise_text(part: results.ElementwisePart) -> Iterator[Piece]:
         Heading("op by op", format_seconds, "eager_s"),
         Heading("ratio", number),
     ]
-    table = Table(times, rows, title).known()
+    table = Table(columns, rows, title).known()
     yield table if rows else title
     if part.doubles_at or part.predicted_at:
-        measured = or_dash(part.doubles_at, lambda n: f"{n:.3g} multiply-adds")
-        yield f"time doubles at {measured}, predicted {or_dash(part.predicted_at, number)}"
+        measured_text = or_dash(part.doubles_at, lambda n: f"{n:.3g} multiply-adds")
+        yield f"time doubles at {measured_text}, predicted {or_dash(part.predicted_at, number)}"
     if part.vector_flops_per_s:
         yield f"vector rate {format_flops(part.vector_flops_per_s)}: {part.vector_source}"
 

@@ -75,24 +75,24 @@ def command(given: Given) -> Answer:
         raise InputError("without a FOLDER no capacity is known. Give --rate, such as 5/s, or a --trace.")
     if given.seconds == 0 or given.burstiness == 0:
         raise InputError("--seconds and --burstiness are above 0. Give positive numbers, such as 30 and 1.")
-    traced = load_trace(given.trace) if given.trace is not None else None
+    traced_traffic = load_trace(given.trace) if given.trace is not None else None
     parse_lengths(given.prompt), parse_lengths(given.output)
     with ExitStack() as stack:
         server = _started(given, stack) if given.what is not None else None
         url = given.url or (server.url if server else "")
-        measured = asyncio.run(_measured(given, url, server, rates, traced))
-    return measured.answer()
+        load_answer = asyncio.run(_measured(given, url, server, rates, traced_traffic))
+    return load_answer.answer()
 
 
 def _started(given: Given, stack: ExitStack) -> "BenchedServer":
     from meshwright.bench.serving.server import benched_server
 
-    emulated = given.on.num_chips if given.on is not None and given.on.kind == "host" else None
+    num_emulated = given.on.num_chips if given.on is not None and given.on.kind == "host" else None
     mesh = given.axes or ({"tensor": given.on.num_chips} if given.on is not None else None)
     assert given.what is not None
     say("opening the model and timing the steps of its engine")
     server = stack.enter_context(
-        benched_server(given.what, engine_options(given, mesh), num_devices=emulated, serves=given.url is None)
+        benched_server(given.what, engine_options(given, mesh), num_devices=num_emulated, serves=given.url is None)
     )
     for line in server.lines:
         say(line)
@@ -111,13 +111,13 @@ async def _measured(
     shape = LoadShape(
         prompt=parse_lengths(given.prompt), output=parse_lengths(given.output), burstiness=given.burstiness
     )
-    sample = traced or shape.traffic(1.0, MOST)
-    check_lengths(sample, facts)
+    sample_traffic = traced or shape.traffic(1.0, MOST)
+    check_lengths(sample_traffic, facts)
     capacity = None
     if server is not None:
         clock = await over_http(client, facts, server.clock, server.limits.max_requests)
         server = replace(server, clock=clock)
-        capacity = capacity_per_s(sample, server.limits, clock)
+        capacity = capacity_per_s(sample_traffic, server.limits, clock)
         say(f"simulated capacity: {three_digits(capacity)} requests a second")
 
     def at(rate: float) -> RequestTraffic:
@@ -126,13 +126,13 @@ async def _measured(
         return shape.traffic(rate, given.requests or min(max(round(rate * given.seconds), FEWEST), MOST))
 
     loads = [at(rate) for rate in rates or ([share * capacity for share in SHARES] if capacity and not traced else [])]
-    targets = LatencyTargets(ttft_s=given.ttft or np.inf, tpot_s=given.tpot or np.inf)
-    rows = [await compare(client, load, targets, server, say) for load in (loads or [sample])]
-    answer = LoadAnswer(given, facts.name, rows, server, capacity)
+    latency_targets = LatencyTargets(ttft_s=given.ttft or np.inf, tpot_s=given.tpot or np.inf)
+    rate_results = [await compare(client, load, latency_targets, server, say) for load in (loads or [sample_traffic])]
+    answer = LoadAnswer(given, facts.name, rate_results, server, capacity)
     if server is not None and given.png is not None:
         answer.between = [
-            (rate, simulate_engine(at(rate), server.limits, server.clock).summary(targets))
-            for rate in (math.sqrt(a.rate_per_s * b.rate_per_s) for a, b in pairwise(rows))
+            (rate, simulate_engine(at(rate), server.limits, server.clock).summary(latency_targets))
+            for rate in (math.sqrt(a.rate_per_s * b.rate_per_s) for a, b in pairwise(rate_results))
         ]
     return answer
 
@@ -159,8 +159,8 @@ class LoadAnswer:
 
     def text(self) -> Iterator[Piece]:
         """Yields the clock, and a table of one rate or of several."""
-        lengths = f"prompts {self.given.prompt}, outputs {self.given.output} tokens"
-        yield Fact("server", f"{self.name}: {lengths if self.given.trace is None else self.given.trace}")
+        lengths_text = f"prompts {self.given.prompt}, outputs {self.given.output} tokens"
+        yield Fact("server", f"{self.name}: {lengths_text if self.given.trace is None else self.given.trace}")
         if self.server is not None:
             clock = self.server.clock
             yield Fact(
@@ -169,9 +169,9 @@ class LoadAnswer:
                 f"{format_seconds(clock.chunk_s[-1])} ({clock.chunk_rows[-1]}), off by {clock.error:.0%} in the "
                 f"median",
             )
-            added = (("request", clock.request_s), ("step", clock.served_s), ("token", clock.token_s))
-            words = [f"{format_seconds(seconds)} a {what}" for what, seconds in added if seconds]
-            yield Fact("HTTP", ", ".join(words) + " more" if words else "no time that is visible")
+            added_s = (("request", clock.request_s), ("step", clock.served_s), ("token", clock.token_s))
+            added_words = [f"{format_seconds(seconds)} a {unit}" for unit, seconds in added_s if seconds]
+            yield Fact("HTTP", ", ".join(added_words) + " more" if added_words else "no time that is visible")
         if self.capacity is not None:
             yield Fact("capacity", f"{three_digits(self.capacity)} requests/s, simulated")
         yield ""
@@ -180,8 +180,8 @@ class LoadAnswer:
         for row in self.rows if len(self.rows) == 1 else ():
             yield f"{counted(row.num_requests, 'request')}, {three_digits(row.rate_per_s)} a second"
             yield Table.compared(
-                (name, of(row.predicted) if row.predicted else None, of(row.measured), show)
-                for name, (of, show) in FIGURES.items()
+                (name, read(row.predicted) if row.predicted else None, read(row.measured), show)
+                for name, (read, show) in FIGURES.items()
                 if name != "goodput/s" or self.given.ttft or self.given.tpot
             ).known()
         drifts = [row.drift for row in self.rows if row.drift is not None]
@@ -201,14 +201,14 @@ class LoadAnswer:
             columns[1] = Heading("load", "{:.0%}".format, "share")
             cells = [[row.rate_per_s, row.rate_per_s / self.capacity] for row in self.rows]
         for name in CURVES:
-            of, show = FIGURES[name]
+            read, show = FIGURES[name]
             if self.server is not None and width() >= WIDE:
                 columns.append(Heading(f"{name} predicted", show))
             columns.append(Heading(f"{name} measured" if width() >= WIDE else name, show))
             columns += [Heading("ratio", "{:.2f}".format, f"{name} ratio")] if self.server is not None else []
             for row, cell in zip(self.rows, cells, strict=True):
-                before = [of(row.predicted)] if row.predicted and width() >= WIDE else []
-                cell += [*before, of(row.measured), *([_ratios(row)[name]] if row.predicted else [])]
+                predicted = [read(row.predicted)] if row.predicted and width() >= WIDE else []
+                cell += [*predicted, read(row.measured), *([_ratios(row)[name]] if row.predicted else [])]
         return Table(columns, cells, "Measured; ratios are to the simulation" if self.server is not None else "")
 
     def picture(self) -> Figure:
@@ -222,11 +222,11 @@ class LoadAnswer:
         titles = ("output tokens/s", "median TTFT ({})", "median TPOT ({})")
         panels: Facts = {}
         for name, title, unit in zip(CURVES, titles, ("", "s", "s"), strict=True):
-            of = FIGURES[name][0]
-            between = [(rate, of(summary)) for rate, summary in self.between]
-            panels[title] = unit, sorted([*points(of, "predicted"), *between]), points(of, "measured")
-        lengths = f"prompts {self.given.prompt}, outputs {self.given.output} tokens; dashed: simulated capacity"
-        return load_figure(panels, capacity=self.capacity, title=f"{self.name} under load", subtitle=lengths)
+            read = FIGURES[name][0]
+            simulated = [(rate, read(summary)) for rate, summary in self.between]
+            panels[title] = unit, sorted([*points(read, "predicted"), *simulated]), points(read, "measured")
+        subtitle = f"prompts {self.given.prompt}, outputs {self.given.output} tokens; dashed: simulated capacity"
+        return load_figure(panels, capacity=self.capacity, title=f"{self.name} under load", subtitle=subtitle)
 
 
 Read = Callable[[ServingSummary], float]
@@ -252,5 +252,5 @@ def _ratios(row: "RateResult") -> dict[str, float]:
     """Returns measured over predicted of each figure."""
     if row.predicted is None:
         return {}
-    pairs = {name: (of(row.measured), of(row.predicted)) for name, (of, _) in FIGURES.items()}
-    return {name: measured / predicted if predicted else np.nan for name, (measured, predicted) in pairs.items()}
+    figures = {name: (read(row.measured), read(row.predicted)) for name, (read, _) in FIGURES.items()}
+    return {name: measured / predicted if predicted else np.nan for name, (measured, predicted) in figures.items()}

@@ -59,12 +59,12 @@ def command(given: Given) -> Answer:
         "files": [file.name for file in files],
         "step": step,
     }
-    after, size = "" if step is None else f" (checkpoint after step {step})", format_params(facts["num_params"])
+    step_text, size = "" if step is None else f" (checkpoint after step {step})", format_params(facts["num_params"])
     return Answer(
         facts,
         [
             Fact("model", f"{model.name}, family {model.family}, {size} parameters{without_mtp_words(model)}"),
-            Fact("from", f"{given.source}{after}"),
+            Fact("from", f"{given.source}{step_text}"),
             Fact("to", f"{folder}: {len(files)} {'file' if len(files) == 1 else 'files'} of weights"),
             Fact("size", f"{format_bytes(facts['num_bytes'])} in {facts['dtype']}"),
         ],
@@ -101,14 +101,14 @@ def _convert(given: Given, source: Path) -> tuple[Model, int | None, list[Path]]
         if saved.model.lora is None:
             return saved.model, saved.step, write_hf(saved.model, saved.fetch, saved.dtypes, folder, **options)
         if not given.merge:
-            named = str(saved.base.resolve())
-            files = save_adapter(saved.model, saved.fetch, saved.dtypes, folder, base=named, dtype=dtype)
+            base_name = str(saved.base.resolve())
+            files = save_adapter(saved.model, saved.fetch, saved.dtypes, folder, base=base_name, dtype=dtype)
             return saved.model, saved.step, files
         model = frozen_base(saved.model)
-        with open_source(model, saved.base) as (of_base, dtypes):
+        with open_source(model, saved.base) as (fetch_base, dtypes):
 
             def fetch(name: str, index: tuple[int, ...]) -> Any:
-                return (saved.fetch if name in saved.dtypes else of_base)(name, index)
+                return (saved.fetch if name in saved.dtypes else fetch_base)(name, index)
 
             files = write_hf(model, merged(saved.model, fetch), dtypes, folder, **options)
         return model, saved.step, files

@@ -46,16 +46,16 @@ NEAR = 2.0
 def command(given: PlanOptions) -> Answer:
     """The algorithm of one layer under a plan, with bytes and times, and the limits in closed form; of a service the
     steps of both phases, and its figures as formulas."""
-    if file := service_of(given):
-        return service_explanation(file, given.what)
+    if service_file := service_of(given):
+        return service_explanation(service_file, given.what)
     resolved = resolve(given, read_fields(given.pairs), verb="explain")
     require_training(check_tokens(resolved.setting.job), "explain")
     explanation = explain(resolved.plan())
     predicted = resolved.predicted or explanation.estimate
-    stored, now = format_seconds(predicted.step_s), format_seconds(explanation.estimate.step_s)
-    if stored != now:
+    stored, now_text = format_seconds(predicted.step_s), format_seconds(explanation.estimate.step_s)
+    if stored != now_text:
         say(
-            f"{given.what} predicts {stored} a step and its own rates now give {now}: it was changed by hand, or "
+            f"{given.what} predicts {stored} a step and its own rates now give {now_text}: it was changed by hand, or "
             f"written by another version."
         )
     parts = [part for block in explanation.blocks for part in (block.forward, block.backward)]
@@ -88,9 +88,9 @@ def _facts(told: Explanation) -> Facts:
 
 def _text(told: Explanation) -> Iterator[Piece]:
     plan = told.plan
-    state = f"state {plan.strategy.state}{optimizer_words(plan.job)}"
-    choices = (words(plan.strategy) for words in (sharding_words, remat_words, collective_matmul_words))
-    summary = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), *choices, state)))
+    state_text = f"state {plan.strategy.state}{optimizer_words(plan.job)}"
+    choice_texts = (words_of(plan.strategy) for words_of in (sharding_words, remat_words, collective_matmul_words))
+    summary = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), *choice_texts, state_text)))
     yield f"{plan.model.name} on {plan.cluster.short_name}: {summary}"
     batch, job = told.batch, plan.job
     replicas = mesh_words({axis: plan.strategy.mesh.get(axis, 1) for axis in BATCH_AXES}, alone="one replica")
@@ -101,12 +101,12 @@ def _text(told: Explanation) -> Iterator[Piece]:
         f"{microbatch_words(plan.strategy)}; {batch.positions_per_device:,.0f} positions of a sequence on a device",
     )
     yield Fact("placement", placement_words(plan.strategy.placement))
-    if again := rerun_words(plan.strategy, plan.model.num_layers):
-        yield Fact("recomputation", again)
+    if rerun_text := rerun_words(plan.strategy, plan.model.num_layers):
+        yield Fact("recomputation", rerun_text)
     yield Fact("attention", f"by the kernel {told.attention_kernel}")
     yield Fact("times rest on", plan.calibration.describe())
     yield from (Fact("power", note) for note in power_notes(plan.cluster.chip, plan.calibration))
-    yield from (Fact("note", words) for words in assumption_notes(setting_of(plan)))
+    yield from (Fact("note", note) for note in assumption_notes(setting_of(plan)))
     yield from (Fact("load of experts", note) for note in imbalance_notes(setting_of(plan), plan.strategy))
     yield ""
     yield from _lead_text(told)
@@ -115,9 +115,9 @@ def _text(told: Explanation) -> Iterator[Piece]:
         yield from algorithm_text(block.backward)
     if (between := told.between) is not None:
         yield from algorithm_text(between.sends)
-        chunks = f" of {between.chunks} chunks" if between.chunks > 1 else ""
+        chunks_text = f" of {between.chunks} chunks" if between.chunks > 1 else ""
         yield Paragraph(
-            f"     {between.schedule} on {counted(between.stages, 'stage')}{chunks}, "
+            f"     {between.schedule} on {counted(between.stages, 'stage')}{chunks_text}, "
             f"{counted(between.microbatches, 'microbatch')}: a step waits for {between.num_sends:,.0f} sends, "
             f"{format_seconds(between.sends_s)}, and stands idle for "
             f"{format_seconds(between.bubble_s)}, {between.bubble_s / told.estimate.step_s:.1%} of it (the bubble)",
@@ -139,16 +139,16 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
         f"network one after the other); bound by "
         f"{estimate.bound_by}",
     )
-    without = estimate.mfu_causal if told.plan.model.attention_mask else unmasked(estimate)
-    also = f", {without:.1%} without masked scores" if without else ""
-    if words := overlap_words(told.overlap, setting_of(told.plan), told.plan.strategy):
-        yield Fact("overlap", words)
+    unmasked_mfu = estimate.mfu_causal if told.plan.model.attention_mask else unmasked(estimate)
+    tail = f", {unmasked_mfu:.1%} without masked scores" if unmasked_mfu else ""
+    if overlap_text := overlap_words(told.overlap, setting_of(told.plan), told.plan.strategy):
+        yield Fact("overlap", overlap_text)
     yield Fact(
         "utilisation",
-        f"MFU {estimate.mfu:.1%} of {mfu_words(told.plan.model)}{also}; HFU {estimate.hfu:.1%}, recomputation counted",
+        f"MFU {estimate.mfu:.1%} of {mfu_words(told.plan.model)}{tail}; HFU {estimate.hfu:.1%}, recomputation counted",
     )
-    items = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)
-    yield Fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)} at the fullest moment: {items}")
+    items_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in estimate.memory.items() if size)
+    yield Fact("memory of a chip", f"{format_bytes(estimate.hbm_bytes_per_chip)} at the fullest moment: {items_text}")
     if told.training is not None:
         yield from budget_text(told.training, told.plan.cluster.num_chips)
 
@@ -176,15 +176,15 @@ def _limits_text(told: Explanation) -> Iterator[Piece]:
 
 def legend(at: Letters, split: str = "data x fsdp x context") -> str:
     """Returns what the letters of the formulas stand for; ``split`` is X in words."""
-    slices, micro = " of each slice" * (at.num_slices > 1), " of a microbatch" * (at.num_microbatches > 1)
+    slices_text, micro_text = " of each slice" * (at.num_slices > 1), " of a microbatch" * (at.num_microbatches > 1)
     words = [
-        f"B = {format_count(at.batch_tokens)} tokens{slices}{micro}",
-        f"N = {counted(at.num_chips, 'chip')}{slices}",
+        f"B = {format_count(at.batch_tokens)} tokens{slices_text}{micro_text}",
+        f"N = {counted(at.num_chips, 'chip')}{slices_text}",
     ]
     words += [f"F = {at.d_ff:,}", f"C = {format_flops(at.peak_flops)}"]
     if at.alpha is not None:
-        sheet = f", {at.sheet_alpha:,.4g} by the data sheet" if at.sheet_alpha not in (None, at.alpha) else ""
-        words.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte{sheet} with W {at.width}")
+        sheet_text = f", {at.sheet_alpha:,.4g} by the data sheet" if at.sheet_alpha not in (None, at.alpha) else ""
+        words.append(f"alpha = C / W of a torus axis = {at.alpha:,.4g} FLOPs/byte{sheet_text} with W {at.width}")
         words.append(f"X = {split} on Mx = {at.fsdp_axes:g} and tensor on My = {at.tensor_axes:g} torus axes")
         words.append("root = square root of the discriminant")
     elif at.link:
@@ -200,9 +200,9 @@ def _lead_text(told: Explanation) -> Iterator[Piece]:
     terms = [term for n, term in enumerate(told.terms[:MAX_TERMS]) if n == 0 or term.share >= MIN_SHARE]
     for number, term in enumerate(terms):
         yield Fact("what matters" if number == 0 else "", _term_words(term, told))
-    near = _nearest_limit(told, [limit_of_term(term, told.limits) for term in terms])
-    if near is not None:
-        yield Fact("beyond a limit" if near.holds is False else "near a limit", limit_words(near))
+    near_limit = _nearest_limit(told, [limit_of_term(term, told.limits) for term in terms])
+    if near_limit is not None:
+        yield Fact("beyond a limit" if near_limit.holds is False else "near a limit", limit_words(near_limit))
     yield Fact("what would help", _change_words(told))
     if told.fsdp is not None:
         yield Fact("data parallelism", told.fsdp.words)
@@ -210,8 +210,8 @@ def _lead_text(told: Explanation) -> Iterator[Piece]:
 
 def _nearest_limit(told: Explanation, said: Sequence[Limit | None]) -> Limit | None:
     """Returns the limit of a term that the plan is nearest to, on either side, and not in ``said``; None if far."""
-    of_terms = [limit_of_term(term, told.limits) for term in told.terms]
-    open_limits = [limit for limit in of_terms if limit is not None and limit not in said]
+    term_limits = [limit_of_term(term, told.limits) for term in told.terms]
+    open_limits = [limit for limit in term_limits if limit is not None and limit not in said]
     near = [limit for limit in open_limits if min(limit.limit, limit.here) > 0 and _distance(limit) <= math.log(NEAR)]
     return min(near, key=_distance, default=None)
 
@@ -230,16 +230,16 @@ def _term_words(term: Term, told: Explanation) -> str:
     if term.name in ("elementwise", "optimizer"):
         return f"{words}; at the memory rate of {told.plan.cluster.chip.name}"
     if term.name in ("matmul", "attention", "loss_head"):
-        again = f", {told.recomputed:.0%} of all FLOPs recomputed" if told.recomputed > 0.005 else ""
-        return f"{words}; at the rates of {told.plan.cluster.chip.name}{again}"
+        rerun_text = f", {told.recomputed:.0%} of all FLOPs recomputed" if told.recomputed > 0.005 else ""
+        return f"{words}; at the rates of {told.plan.cluster.chip.name}{rerun_text}"
     return words
 
 
 def limit_amounts(limit: Limit) -> tuple[Quantity, Quantity]:
     """Returns the bound and the plan's figure, which prints as a dash if its letters are not known."""
     show = {"bytes": format_bytes, "s": format_seconds, "": _number_words}[limit.unit]
-    bound = (lambda most: "below one device") if _below_one(limit) else show
-    return Quantity(limit.limit, bound), Quantity(limit.here, lambda here: "-" if math.isnan(here) else show(here))
+    show_bound = (lambda amount: "below one device") if _below_one(limit) else show
+    return Quantity(limit.limit, show_bound), Quantity(limit.here, lambda here: "-" if math.isnan(here) else show(here))
 
 
 def _below_one(limit: Limit) -> bool:
@@ -255,25 +255,25 @@ def limit_words(limit: Limit) -> str:
     if min(limit.limit, limit.here) <= 0:
         return words
     side = "above" if limit.here > limit.limit else "below"
-    times = math.exp(_distance(limit))
-    return f"{words}: {times:.3g} times {side}{'' if limit.holds is not False else ', not met'}"
+    ratio = math.exp(_distance(limit))
+    return f"{words}: {ratio:.3g} times {side}{'' if limit.holds is not False else ', not met'}"
 
 
 def _change_words(told: Explanation) -> str:
     """Returns the best single change and its gain, or says that none helps."""
-    tried = told.changes
-    of = f"{tried.num_tried} changes tried ({tried.num_legal} of them run)"
-    if tried.best is None:
-        return f"none of the {of} makes it faster"
-    gain = tried.gain_s / told.estimate.step_s
-    now = tried.best.estimate
+    changes = told.changes
+    tried_text = f"{changes.num_tried} changes tried ({changes.num_legal} of them run)"
+    if changes.best is None:
+        return f"none of the {tried_text} makes it faster"
+    gain_share = changes.gain_s / told.estimate.step_s
+    new_estimate = changes.best.estimate
     return (
-        f"{tried.best.words}: {format_seconds(now.step_s)} a step, {gain:.1%} less, "
-        f"{format_bytes(now.hbm_bytes_per_chip)} per chip; the best of the {of}"
+        f"{changes.best.words}: {format_seconds(new_estimate.step_s)} a step, {gain_share:.1%} less, "
+        f"{format_bytes(new_estimate.hbm_bytes_per_chip)} per chip; the best of the {tried_text}"
     )
 
 
 def _number_words(value: float) -> str:
     """Returns four digits, or all before the point; from a million on three digits, unless it is a whole number."""
-    size = abs(value)
-    return four_digits(value) if size < 1e6 or (size < 1e10 and value % 1 == 0) else f"{value:.3g}"
+    magnitude = abs(value)
+    return four_digits(value) if magnitude < 1e6 or (magnitude < 1e10 and value % 1 == 0) else f"{value:.3g}"

@@ -19,16 +19,16 @@ from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Tabl
 def service_explanation(file: ServiceFile, name: str) -> Answer:
     """Returns the explanation of a service; ``name`` is that of its file."""
     explained = explain_service(file)
-    changed = [
-        f"{what} {format_seconds(old)}, now {format_seconds(new)}"
-        for what, old, new in (
+    change_texts = [
+        f"{figure} {format_seconds(old_s)}, now {format_seconds(new_s)}"
+        for figure, old_s, new_s in (
             ("TTFT", file.predicted.ttft_s, explained.value("TTFT")),
             ("TPOT", file.predicted.tpot_s, explained.value("TPOT")),
         )
-        if format_seconds(old) != format_seconds(new)
+        if format_seconds(old_s) != format_seconds(new_s)
     ]
-    if changed:
-        say(f"{name} predicts {', '.join(changed)}: it was changed by hand, or written by another version.")
+    if change_texts:
+        say(f"{name} predicts {', '.join(change_texts)}: it was changed by hand, or written by another version.")
     lines = [
         {"title": part.title, **msgspec.structs.asdict(line)}
         for phase in explained.phases
@@ -57,8 +57,8 @@ def _text(told: ServiceExplanation) -> Iterator[Piece]:
     tpot_s = told.value("TPOT")
     step_s = file.generate.step_s / file.step_tokens if file.num_drafts else decode.step_s
     # where engines prefill too, a token also waits for prompts of others
-    waits = f", {format_seconds(tpot_s - step_s)} of it waiting for the prefills of others" * (not file.has_pools)
-    yield Fact("TPOT", f"{format_seconds(tpot_s)}{waits}; TTFT {format_seconds(told.value('TTFT'))}")
+    wait_text = f", {format_seconds(tpot_s - step_s)} of it waiting for the prefills of others" * (not file.has_pools)
+    yield Fact("TPOT", f"{format_seconds(tpot_s)}{wait_text}; TTFT {format_seconds(told.value('TTFT'))}")
     for name, phase in (("decode", decode), ("prefill", prefill)):
         longest = max(phase.parts, key=lambda part: part.alone_s)
         yield Fact(
@@ -75,8 +75,8 @@ def _text(told: ServiceExplanation) -> Iterator[Piece]:
     for phase in told.phases:
         yield from _phase_text(phase)
     yield ""
-    prefilling = ", P engines that only prefill" if file.has_pools else ""
-    yield f"The figures of the service, with G engines that generate, B sequences in each{prefilling}"
+    prefill_text = ", P engines that only prefill" if file.has_pools else ""
+    yield f"The figures of the service, with G engines that generate, B sequences in each{prefill_text}"
     for row in told.formulas:
         yield Fact(f"  {row.name}", row.text, 20)
         yield Fact("", f"= {row.numbers} = {row.shown}" if " " in row.numbers[:-2] else f"= {row.shown}", 20)
@@ -85,12 +85,12 @@ def _text(told: ServiceExplanation) -> Iterator[Piece]:
 
 def _phase_text(told: PhaseExplanation) -> Iterator[Piece]:
     pool = told.pool
-    several, length = "s" * (pool.batch_seqs > 1), f"{told.num_positions:,}"
-    what = f"{pool.batch_seqs:,} prompt{several} of {length} tokens"
+    plural, length_text = "s" * (pool.batch_seqs > 1), f"{told.num_positions:,}"
+    work_text = f"{pool.batch_seqs:,} prompt{plural} of {length_text} tokens"
     if told.phase == "decode":
-        what = f"a token of {pool.batch_seqs:,} sequence{several}, {length} positions in each cache"
+        work_text = f"a token of {pool.batch_seqs:,} sequence{plural}, {length_text} positions in each cache"
     yield ""
-    yield f"{told.phase} on {pool.part.short_name} ({engine_words(pool.strategy)}): {what}"
+    yield f"{told.phase} on {pool.part.short_name} ({engine_words(pool.strategy)}): {work_text}"
     yield Fact("placement", placement_words(pool.strategy.placement))
     for part in told.blocks:
         yield from algorithm_text(part)
@@ -99,19 +99,19 @@ def _phase_text(told: PhaseExplanation) -> Iterator[Piece]:
     yield "parameters: products with weights, with the rows that they read and write; KV: attention, with its queries"
     yield Table.of(told.terms, TERMS)
     yield Fact("step", _sum_words(told))
-    items = ", ".join(f"{name} {format_bytes(size)}" for name, size in told.memory.items())
-    yield Fact("memory of a chip", f"{format_bytes(sum(told.memory.values()))}: {items}")
+    items_text = ", ".join(f"{name} {format_bytes(size)}" for name, size in told.memory.items())
+    yield Fact("memory of a chip", f"{format_bytes(sum(told.memory.values()))}: {items_text}")
 
 
 def _sum_words(told: PhaseExplanation) -> str:
     """Returns the step as the sum of its listings, and what it takes beside them or hides of them."""
     listed = [(repeat, part.alone_s) for part, repeat in zip(told.blocks, told.repeats, strict=True)]
-    runs = " + ".join(f"{repeat} x " * (repeat > 1) + format_seconds(seconds) for repeat, seconds in listed)
-    rest = told.step_s - sum(repeat * seconds for repeat, seconds in listed)
-    if rest < 0:
-        return f"{format_seconds(told.step_s)} = {runs} - {format_seconds(-rest)}, which overlaps"
-    beside = f" + {format_seconds(rest)} of the host" * (rest > 1e-6 * told.step_s)
-    return f"{format_seconds(told.step_s)} = {runs}{beside}"
+    runs_text = " + ".join(f"{repeat} x " * (repeat > 1) + format_seconds(seconds) for repeat, seconds in listed)
+    rest_s = told.step_s - sum(repeat * seconds for repeat, seconds in listed)
+    if rest_s < 0:
+        return f"{format_seconds(told.step_s)} = {runs_text} - {format_seconds(-rest_s)}, which overlaps"
+    host_text = f" + {format_seconds(rest_s)} of the host" * (rest_s > 1e-6 * told.step_s)
+    return f"{format_seconds(told.step_s)} = {runs_text}{host_text}"
 
 
 def _amount(part: StepPart, seconds: float = 0.0) -> str | None:
@@ -157,6 +157,6 @@ def algorithm_text(part: Algorithm) -> Iterator[Piece]:
 def _measures(line: ListedStep) -> str:
     """Returns FLOPs if there are any, bytes, seconds, and whether the step can overlap."""
     amounts = [format_flop_count(line.flops)] if line.flops else []
-    often = {0.0: "not on the busiest device", 1.0: ""}.get(line.times, f"{line.times:,.4g} times")
-    words = (*amounts, format_bytes(line.num_bytes), format_seconds(line.time_s), often, line.overlaps)
+    times_text = {0.0: "not on the busiest device", 1.0: ""}.get(line.times, f"{line.times:,.4g} times")
+    words = (*amounts, format_bytes(line.num_bytes), format_seconds(line.time_s), times_text, line.overlaps)
     return ", ".join(word for word in words if word)

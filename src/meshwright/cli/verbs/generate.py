@@ -49,18 +49,18 @@ def command(given: Given) -> Answer:
     from meshwright.serve.drawing.sampling import Sampling
 
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
-    live = len(prompts) == 1 and given.form == "text"
-    ahead = iter(prompts)
+    is_live = len(prompts) == 1 and given.form == "text"
+    prompts_left = iter(prompts)
     generated = generate_text(
         given.what,
         prompts,
         TextOptions(**asdict(options), max_tokens=given.max_tokens, sampling=sampling),
-        on_text=(lambda row, text: click.echo(next(ahead, "") + text, nl=False)) if live else None,
+        on_text=(lambda row, text: click.echo(next(prompts_left, "") + text, nl=False)) if is_live else None,
         on_loaded=say,
     )
-    if live:
-        click.echo(next(ahead, ""))
-    return answer(generated, prompts, sampling, live=live)
+    if is_live:
+        click.echo(next(prompts_left, ""))
+    return answer(generated, prompts, sampling, live=is_live)
 
 
 def bulk(given: Given) -> Answer:
@@ -73,13 +73,13 @@ def bulk(given: Given) -> Answer:
     from meshwright.serve.request import RequestBounds
 
     sampling = Sampling(temperature=given.temperature, top_k=given.top_k, top_p=given.top_p, seed=given.seed)
-    usual, tenths, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out
+    base_request, tenths, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out
     assert out is not None
     # what cannot be read or run is said before anything compiles
     devices_of(given.on, given.axes)
     source = open_model(given.what, folders_by_name(given.adapters))
     bounds = RequestBounds(source.model.vocab_size, given.max_len or source.model.max_positions, source.adapters)
-    read_work(source, bounds.check, (given.prompt_file, out), usual)
+    read_work(source, bounds.check, (given.prompt_file, out), base_request)
     opened = open_given(given, source)
 
     def tell(done: int, all: int) -> None:
@@ -87,17 +87,17 @@ def bulk(given: Given) -> Answer:
             tenths.add(tenth)
             say(f"{done:,} of {all:,} lines")
 
-    done = generate_file(opened.source, opened.engine, (given.prompt_file, out), usual, tell)
-    facts = {"out": str(out), "written": done.written, "there": done.there}
-    return Answer(facts, [Paragraph(f"{done.written:,} lines written to {out}, {done.there:,} were there", None)])
+    result = generate_file(opened.source, opened.engine, (given.prompt_file, out), base_request, tell)
+    facts = {"out": str(out), "written": result.written, "there": result.there}
+    return Answer(facts, [Paragraph(f"{result.written:,} lines written to {out}, {result.there:,} were there", None)])
 
 
 def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *, live: bool) -> Answer:
     """Returns the texts, not printed again if they are ``live``; says the pace on standard error."""
     pace = found.generated.pace
-    rate = "" if pace.tokens_per_s is None else f", then {format_count(round(pace.tokens_per_s, 1))} tokens/s"
-    opened, first = format_seconds(found.opened_s), format_seconds(pace.first_token_s)
-    say(f"loaded and compiled in {opened}; first token after {first}{rate}; {pace.num_tokens} tokens")
+    rate_text = "" if pace.tokens_per_s is None else f", then {format_count(round(pace.tokens_per_s, 1))} tokens/s"
+    opened_text, first_text = format_seconds(found.opened_s), format_seconds(pace.first_token_s)
+    say(f"loaded and compiled in {opened_text}; first token after {first_text}{rate_text}; {pace.num_tokens} tokens")
     completions = [
         {"prompt": prompt, "text": text, "tokens": completion.tokens, "finish": completion.finish}
         for prompt, text, completion in zip(prompts, found.texts, found.generated.completions, strict=True)
@@ -119,16 +119,16 @@ def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *
 
 def _prompts(given: Given) -> list[str]:
     """Returns all prompts, those of the file last. Raises InputError if there is none."""
-    texts, file = list(given.prompts), given.prompt_file
+    prompts, file = list(given.prompts), given.prompt_file
     if file is not None and file.suffix == ".jsonl":
         raise InputError(f"{file} has JSON lines, whose answers go to a file. Give -o answers.jsonl.")
     if file is not None:
         lines = read_text(file, "Give a text file with a prompt on each line.").splitlines()
-        texts += [line for line in lines if line.strip()]
-    if not texts:
+        prompts += [line for line in lines if line.strip()]
+    if not prompts:
         raise InputError("generate needs a prompt. Write: generate runs/NAME-001 --prompt 'The statement'.")
-    for number, text in enumerate(texts, start=1):
+    for number, prompt in enumerate(prompts, start=1):
         # Python decodes bytes of an argument that are not UTF-8 as lone surrogates.
-        if any("\ud800" <= character <= "\udfff" for character in text):
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
             raise InputError(f"prompt {number} is not UTF-8. Give it as UTF-8 text.")
-    return texts
+    return prompts

@@ -42,31 +42,31 @@ class Given(Options):
 def command(given: Given) -> Answer:
     """Read the compiled program in FILE: HLO text, instructions alone, a folder that XLA dumped into, or StableHLO."""
     path = hlo_file(given.file)
-    read = read_hlo(path, stablehlo=given.stablehlo)
-    if isinstance(read, StableHlo):
+    program = read_hlo(path, stablehlo=given.stablehlo)
+    if isinstance(program, StableHlo):
         if given.op or given.png:
             raise InputError(f"{path} is StableHLO, which has no layouts yet. Compile it and give the optimised HLO.")
-        return _stable(path, read)
+        return _stable(path, program)
     if given.op:
-        return _explained(read, given.op, given.png)
-    if read.entry == LINES:
-        names = [instruction.name for instruction in read if instruction.opcode != "parameter"]
-        rows = [_explained(read, name, None) for name in names[: given.top]]
+        return _explained(program, given.op, given.png)
+    if program.entry == LINES:
+        names = [instruction.name for instruction in program if instruction.opcode != "parameter"]
+        rows = [_explained(program, name, None) for name in names[: given.top]]
         return Answer({"instructions": [row.facts for row in rows]}, [piece for row in rows for piece in row.pieces])
     if given.png:
-        return _drawn(read, given)
-    summary = {**_summary(read, given.mesh or {}), "whole": has_entry(path.read_text())}
+        return _drawn(program, given)
+    summary = {**_summary(program, given.mesh or {}), "whole": has_entry(path.read_text())}
     return Answer({"file": path, **summary}, _summary_text(summary, given.top), raw=[summary[name] for name in RAW])
 
 
 def _stable(path: Path, read: StableHlo) -> Answer:
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(read.collectives.items())) or "none"
-    mesh = f" over a mesh of {read.mesh}" if read.mesh else ""
+    kinds_text = ", ".join(f"{count} {kind}" for kind, count in sorted(read.collectives.items())) or "none"
+    mesh_text = f" over a mesh of {read.mesh}" if read.mesh else ""
     names = ("num_partitions", "num_functions", "mesh", "collectives")
     facts = {"file": path, "format": "stablehlo", "module": read.name, **{name: getattr(read, name) for name in names}}
-    what = f"StableHLO for {read.num_partitions} partitions{mesh}, {read.num_functions} functions"
-    note = f"{kinds} written in the program; the compiler has added none yet"
-    return Answer(facts, [Fact(read.name, what), Fact("collectives", note)])
+    program_text = f"StableHLO for {read.num_partitions} partitions{mesh_text}, {read.num_functions} functions"
+    note = f"{kinds_text} written in the program; the compiler has added none yet"
+    return Answer(facts, [Fact(read.name, program_text), Fact("collectives", note)])
 
 
 def _explained(module: Module, name: str, png: Path | None) -> Answer:
@@ -85,9 +85,9 @@ def _explained(module: Module, name: str, png: Path | None) -> Answer:
         "shapes": [{name.removeprefix("num_"): getattr(shape, name) for name in SHAPE} for shape in instruction.shapes],
         "facts": [list(fact) for fact in explained],
     }
-    text = [Paragraph(instruction.name, None), *(_place_text(f"  {what}", words) for what, words in explained)]
-    drawn = {png: lambda: tiling_figure(_one_shape(instruction), name=instruction.name)}
-    return Answer(facts, text, drawn, [Table(["fact", "text"], explained)])
+    text = [Paragraph(instruction.name, None), *(_place_text(f"  {label}", value) for label, value in explained)]
+    pictures = {png: lambda: tiling_figure(_one_shape(instruction), name=instruction.name)}
+    return Answer(facts, text, pictures, [Table(["fact", "text"], explained)])
 
 
 SHAPE = ("dtype", "dims", "minor_to_major", "tiles", "memory_space", "num_bytes", "padded_bytes")
@@ -103,13 +103,13 @@ def _one_shape(one: Instruction) -> Shape:
 
 def _drawn(module: Module, given: Given) -> Answer:
     graphs = [computation_graph(module, given.computation)] if given.computation else block_graphs(module, given.block)
-    what = given.block or ("its loops" if len(graphs) > 1 else "one computation")
+    subject = given.block or ("its loops" if len(graphs) > 1 else "one computation")
     facts = {
         "computations": [name for graph in graphs for name in (graph.name, *graph.alike)],
         "num_nodes": sum(len(graph.nodes) for graph in graphs),
         "num_edges": sum(len(graph.edges) for graph in graphs),
     }
-    return Answer(facts, [], {given.png: lambda: graph_figure(graphs, title=f"{module.name}: {what}")})
+    return Answer(facts, [], {given.png: lambda: graph_figure(graphs, title=f"{module.name}: {subject}")})
 
 
 # -- a whole program ------------------------------------------------------------------------------------
@@ -126,17 +126,17 @@ _MAX_STEPS = 4
 
 def _summary(module: Module, mesh: Mapping[str, int]) -> Facts:
     """Returns all tables as one object; ``collectives`` is None if a loop's count, named in ``why``, is unreadable."""
-    devices = math.prod(mesh.values())
+    num_devices = math.prod(mesh.values())
     # A program that spans slices numbers the devices of one.
-    if mesh and devices % module.num_devices:
+    if mesh and num_devices % module.num_devices:
         raise InputError(
-            f"--mesh has {devices} devices and {module.name} is for {module.num_devices}. Give the mesh it is for."
+            f"--mesh has {num_devices} devices and {module.name} is for {module.num_devices}. Give the mesh it is for."
         )
-    why = None
+    reason = None
     try:
         rows = [asdict(row) for row in collective_rows(collectives(module, mesh))]
     except ValueError as error:
-        rows, why = None, str(error)
+        rows, reason = None, str(error)
     return {
         "format": "hlo",
         "module": module.name,
@@ -146,7 +146,7 @@ def _summary(module: Module, mesh: Mapping[str, int]) -> Facts:
         "num_instructions": module.num_instructions,
         "mesh": mesh or None,
         "collectives": rows,
-        "why": why,
+        "why": reason,
         "loops": loops(module),
         "largest": [_labelled(row) for row in largest_arrays(module)],
         "relayouts": [_labelled(row, "total_bytes") for row in relayouts(module)],
@@ -162,14 +162,14 @@ def _labelled(one: Any, *besides: str) -> Facts:
 
 def _summary_text(found: Mapping[str, Any], top: int) -> Iterator[Piece]:
     """Yields the tables, ``top`` rows of each."""
-    devices = f"{found['num_partitions']} partitions"
+    devices_text = f"{found['num_partitions']} partitions"
     if found["num_replicas"] > 1:
-        devices += f" x {found['num_replicas']} replicas"
-    counts = f"{found['num_computations']:,} computations, {found['num_instructions']:,} instructions"
-    column = max(18, len(found["module"]) + 2)
-    yield Fact(found["module"], f"HLO for {devices}: {counts}", column=column)
+        devices_text += f" x {found['num_replicas']} replicas"
+    counts_text = f"{found['num_computations']:,} computations, {found['num_instructions']:,} instructions"
+    column_width = max(18, len(found["module"]) + 2)
+    yield Fact(found["module"], f"HLO for {devices_text}: {counts_text}", column=column_width)
     if not found.get("whole", True):
-        yield Fact("", "no ENTRY computation: a part of a program, or a text that is cut off", column=column)
+        yield Fact("", "no ENTRY computation: a part of a program, or a text that is cut off", column=column_width)
     yield ""
     if found["collectives"]:
         yield _collectives_table(found["collectives"], top, bool(found["mesh"]))
@@ -189,30 +189,30 @@ def _table(title: str, rows: Sequence[Any], top: int, columns: TableColumns) -> 
 
 
 def _collectives_table(rows: Sequence[Mapping[str, Any]], top: int, has_mesh: bool) -> Table:
-    near = any(step.startswith("near ") for row in rows for step in row["steps"])
-    total = sum(row["total_bytes"] for row in rows)
-    over = {"over": lambda row: ", ".join(row["axes"]) or "-"} if has_mesh else {"devices": "group_size"}
+    has_near = any(step.startswith("near ") for row in rows for step in row["steps"])
+    total_bytes = sum(row["total_bytes"] for row in rows)
+    over_column = {"over": lambda row: ", ".join(row["axes"]) or "-"} if has_mesh else {"devices": "group_size"}
     columns: TableColumns = {
         "collective": "kind",
-        **over,
+        **over_column,
         "MB each": ("full_bytes", _mb),
         "times": "times",
         "MB": ("total_bytes", _mb),
-        f"how, for which step{' (~ near it)' if near else ''}": lambda row: _stacked(
+        f"how, for which step{' (~ near it)' if has_near else ''}": lambda row: _stacked(
             "; ".join([*(["async"] if row["is_async"] else []), *row["notes"]]), _steps(row["steps"])
         ),
     }
-    return _table(f"Collectives, {format_bytes(total)} in full arrays", rows, top, columns)
+    return _table(f"Collectives, {format_bytes(total_bytes)} in full arrays", rows, top, columns)
 
 
 def _steps(steps: Sequence[str]) -> str:
     """Returns ``layer forward h, h1; embed forward x +3``: the first few, grouped by block and phase."""
-    passes: dict[str, list[str]] = {}
+    results_of: dict[str, list[str]] = {}
     for step in steps[:_MAX_STEPS]:
-        where, _, result = step.replace("near ", "~").rpartition(":")
-        passes.setdefault(where.replace(":", " "), []).append(result)
-    rest = f" +{len(steps) - _MAX_STEPS}" if len(steps) > _MAX_STEPS else ""
-    return "; ".join(f"{where} {', '.join(results)}" for where, results in passes.items()) + rest
+        pass_name, _, result = step.replace("near ", "~").rpartition(":")
+        results_of.setdefault(pass_name.replace(":", " "), []).append(result)
+    rest_text = f" +{len(steps) - _MAX_STEPS}" if len(steps) > _MAX_STEPS else ""
+    return "; ".join(f"{pass_name} {', '.join(results)}" for pass_name, results in results_of.items()) + rest_text
 
 
 def _mb(num_bytes: int) -> str:
@@ -254,16 +254,16 @@ PADDED: TableColumns = {
 def _tables(found: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[Any], TableColumns]]:
     """Yields title, rows and columns of the tables after the collectives."""
     yield "Loops", found["loops"], LOOPS
-    alike: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    rows_by_array: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in found["largest"]:
-        alike.setdefault((row["name"], row["shape"], row["memory_space"], row["times"]), []).append(row)
-    groups = [{**group[0], "arrays": len(group)} for group in alike.values()]
+        rows_by_array.setdefault((row["name"], row["shape"], row["memory_space"], row["times"]), []).append(row)
+    groups = [{**group[0], "arrays": len(group)} for group in rows_by_array.values()]
     yield "Arrays that it allocates or takes", groups, ARRAYS
     total = sum(row["total_bytes"] for row in found["relayouts"] if not row["inside_fusion"])
-    alone = f", {format_bytes(total)} by those not fused" if total else ""
-    yield f"Copies to another layout{alone}", found["relayouts"], COPIES
-    padded = [row for row in found["paddings"] if row["padded_bytes"] >= MIN_PADDED_BYTES]
-    yield "Padding that tiles add, largest first", padded, PADDED
+    total_text = f", {format_bytes(total)} by those not fused" if total else ""
+    yield f"Copies to another layout{total_text}", found["relayouts"], COPIES
+    padded_rows = [row for row in found["paddings"] if row["padded_bytes"] >= MIN_PADDED_BYTES]
+    yield "Padding that tiles add, largest first", padded_rows, PADDED
 
 
 def _place_text(label: str, text: str) -> Paragraph:

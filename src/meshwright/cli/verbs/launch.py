@@ -49,11 +49,11 @@ def command(given: Given) -> None:
     """
     if given.verb[0] == "launch":
         raise InputError("launch cannot start itself. Write: launch --processes 4 -- train plan.toml.")
-    code = launch(
+    exit_code = launch(
         [sys.executable, "-c", child_program(), *given.verb], processes=given.processes, devices=given.devices
     )
-    if code:
-        sys.exit(code)
+    if exit_code:
+        sys.exit(exit_code)
 
 
 def launch(program: Sequence[str], *, processes: int, devices: int | None = None) -> int:
@@ -64,7 +64,7 @@ def launch(program: Sequence[str], *, processes: int, devices: int | None = None
 
 async def _launch(program: Sequence[str], processes: int, devices: int | None) -> int:
     children: list[Process] = []
-    seen = _pass_on_signals(children)
+    received = _pass_on_signals(children)
     port = free_port()
     for index in range(processes):
         env = child_environment(dict(os.environ), index, processes, port=port, devices=devices)
@@ -79,23 +79,23 @@ async def _launch(program: Sequence[str], processes: int, devices: int | None) -
             start_new_session=True,
         )
         children.append(child)
-    lost: list[int] = []
-    end = asyncio.create_task(_end(children, lost))
-    shown: set[str] = set()
+    killed: list[int] = []
+    end_task = asyncio.create_task(_end(children, killed))
+    shown_errors: set[str] = set()
     pumps = []
     for index, child in enumerate(children):
-        numbered = _numbered(index, lost)
-        pumps += [_pass_on(child.stdout, numbered if index else click.echo, shown)]
-        pumps += [_pass_on(child.stderr, numbered, shown)]
+        say_numbered = _numbered(index, killed)
+        pumps += [_pass_on(child.stdout, say_numbered if index else click.echo, shown_errors)]
+        pumps += [_pass_on(child.stderr, say_numbered, shown_errors)]
     await asyncio.gather(*pumps)
-    code = await end
-    return code if len(seen) < 2 else 128 + seen[1]
+    exit_code = await end_task
+    return exit_code if len(received) < 2 else 128 + received[1]
 
 
 def child_program() -> str:
     """Returns Python text that runs a verb, in a process that ends when this one is killed."""
-    parent = f"from meshwright.cli.verbs.launch import end_with_parent; end_with_parent({os.getpid()})"
-    return f"{parent}; from meshwright.cli.main import main; main()"
+    preamble = f"from meshwright.cli.verbs.launch import end_with_parent; end_with_parent({os.getpid()})"
+    return f"{preamble}; from meshwright.cli.main import main; main()"
 
 
 def end_with_parent(parent: int) -> None:
@@ -130,15 +130,15 @@ def free_port() -> int:
 
 def _pass_on_signals(children: Sequence[Process]) -> Sequence[signal.Signals]:
     """Passes Ctrl-C and SIGTERM on to every process; a second one kills them. Returns the list of those received."""
-    seen: list[signal.Signals] = []
+    received: list[signal.Signals] = []
 
     def forward(number: signal.Signals) -> None:
-        _send(children, signal.SIGKILL if seen else number)
-        seen.append(number)
+        _send(children, signal.SIGKILL if received else number)
+        received.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, forward, number)
-    return seen
+    return received
 
 
 def _send(children: Sequence[Process], number: signal.Signals) -> None:
@@ -171,8 +171,8 @@ def noise_filter() -> Callable[[str], bool]:
     def is_noise(line: str) -> bool:
         nonlocal after_noise
         # After two lines that were written at once, the rest of the second: a number or nothing.
-        rest = after_noise and not line.strip(" 0123456789")
-        after_noise = rest or any(noise in line for noise in _NOISE)
+        is_rest = after_noise and not line.strip(" 0123456789")
+        after_noise = is_rest or any(noise in line for noise in _NOISE)
         return after_noise
 
     return is_noise
@@ -183,21 +183,21 @@ async def _end(children: Sequence[Process], lost: list[int]) -> int:
 
     A process that was killed goes into ``lost``.
     """
-    left = {asyncio.create_task(child.wait()): index for index, child in enumerate(children)}
+    tasks = {asyncio.create_task(child.wait()): index for index, child in enumerate(children)}
     failed: list[int] = []
-    while left and not failed:
-        done, _ = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-        failed = sorted(index for index in map(left.pop, done) if children[index].returncode not in (0, EX_TEMPFAIL))
+    while tasks and not failed:
+        ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        failed = sorted(index for index in map(tasks.pop, ended) if children[index].returncode not in (0, EX_TEMPFAIL))
     if not failed:
         return max(child.returncode or 0 for child in children)
-    code = children[failed[0]].returncode or 0
-    ending = f"ended with exit code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-    if code < 0 and left:
+    status = children[failed[0]].returncode or 0
+    ending = f"ended with exit code {status}" if status > 0 else f"was killed by {signal.Signals(-status).name}"
+    if status < 0 and tasks:
         lost += failed
         say(f"process {failed[0]} {ending}; the others are stopped")
-    if left and (await asyncio.wait(left, timeout=GRACE_S))[1]:
-        if code > 0:
+    if tasks and (await asyncio.wait(tasks, timeout=GRACE_S))[1]:
+        if status > 0:
             say(f"process {failed[0]} {ending}; the others are stopped")
         _send(children, signal.SIGKILL)
-        await asyncio.wait(left)
-    return code if code > 0 else 128 - code
+        await asyncio.wait(tasks)
+    return status if status > 0 else 128 - status

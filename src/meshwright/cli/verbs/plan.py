@@ -65,63 +65,63 @@ class Given(PlannerOptions):
 def command(given: Given) -> Answer:
     """Find how to split the training of MODEL (a name or a config.json) over a cluster. `service` plans to serve it."""
     fields = parse_fields(given.pairs, sections=PLANNED)
-    chosen = with_fields(load_model(given.model), "model", fields["model"])
+    model = with_fields(load_model(given.model), "model", fields["model"])
     clusters = parse_clusters(given.on)
     if given.price is not None:
         chip = clusters[0].chip.priced(given.price)
         clusters = tuple(msgspec.structs.replace(cluster, chip=chip) for cluster in clusters)
-    of_job = {"weights": weights_of(given.model), **fields["job"]}
-    job = job_of(given.batch, given.seq_len, of_job, given.tokens)
+    job_fields = {"weights": weights_of(given.model), **fields["job"]}
+    job = job_of(given.batch, given.seq_len, job_fields, given.tokens)
     require_training(job, "plan")
     if given.collective_matmul is not None:
         if "collective_matmul" in fields["strategy"]:
             raise InputError("strategy.collective_matmul is given in --collective-matmul and in --set. Leave one out.")
         fields["strategy"]["collective_matmul"] = given.collective_matmul
-    fixed = take_axes(given.axes, fields["strategy"])
+    axes = take_axes(given.axes, fields["strategy"])
     why_nots = [parse_why_not(text) for text in given.why_nots]
     what_ifs = [parse_what_if(text) for text in given.what_ifs]
-    assumed = with_fields(AS_RUN, "assumptions", fields["assumptions"])
-    first = Setting(chosen, clusters[0], job, assumptions=assumed)
-    first = with_rates(first, given.calibration, fixed, fields["strategy"])
+    assumptions = with_fields(AS_RUN, "assumptions", fields["assumptions"])
+    setting = Setting(model, clusters[0], job, assumptions=assumptions)
+    setting = with_rates(setting, given.calibration, axes, fields["strategy"])
     result = rank_slices(
-        [first.on(cluster) for cluster in clusters],
-        axes=fixed,
+        [setting.on(cluster) for cluster in clusters],
+        axes=axes,
         overrides=fields["strategy"],
         choices=FULL if given.full else USUAL,
         exhaustive=given.full,
         top=given.top,
     )
-    parts: list[Answer] = []
+    answers: list[Answer] = []
     if given.verify:
-        result, table = _verified(result)
-        parts.append(Answer({"verified": table}, []))
+        result, verdicts = _verified(result)
+        answers.append(Answer({"verified": verdicts}, []))
     if given.out:
         save_to(given.out, lambda path: save_plan(result.plan(), path))
     if given.pareto or (given.png and not given.breakdown):
-        parts.append(frontier_answer(result, png=None if given.breakdown else given.png))
+        answers.append(frontier_answer(result, png=None if given.breakdown else given.png))
     if given.breakdown:
-        parts.append(step_answer(result, given.png))
+        answers.append(step_answer(result, given.png))
     if why_nots:
-        parts.append(why_not_answer(result, why_nots))
+        answers.append(why_not_answer(result, why_nots))
     if what_ifs:
-        parts.append(what_if_answer(result, what_ifs))
+        answers.append(what_if_answer(result, what_ifs))
     if given.recipe:
-        parts.append(recipe_answer(result))
+        answers.append(recipe_answer(result))
     best = result.strategies[0]
     if given.price is not None:
-        of_chip, usd = best.cluster.chip.price_usd_per_hour, best.usd_per_token or 0.0
-        words = f"${1e6 * usd:.3g} a million tokens with the best, at ${of_chip:,.2f} a chip-hour"
-        parts.append(Answer({"usd_per_token": usd}, [Fact("cost", words)]))
+        usd_per_hour, usd_per_token = best.cluster.chip.price_usd_per_hour, best.usd_per_token or 0.0
+        cost_text = f"${1e6 * usd_per_token:.3g} a million tokens with the best, at ${usd_per_hour:,.2f} a chip-hour"
+        answers.append(Answer({"usd_per_token": usd_per_token}, [Fact("cost", cost_text)]))
     budget = run_budget(result.plan(), step_s=best.estimate.step_s)
     facts = {**result.to_json(), "training": budget}
     pictures: dict[Path | None, Any] = {}
-    for part in parts:
-        facts |= part.facts
-        pictures |= part.pictures
-    pieces = [piece for part in parts for piece in part.pieces]
+    for answer in answers:
+        facts |= answer.facts
+        pictures |= answer.pictures
+    pieces = [piece for answer in answers for piece in answer.pieces]
     rows = [{**row["axes"], **row} for row in facts["strategies"]]
-    listed = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
-    return Answer(facts, [*plan_text(result), *pieces], pictures, [listed, *tables_of(pieces)])
+    flat_rows = [{name: value for name, value in row.items() if not isinstance(value, dict)} for row in rows]
+    return Answer(facts, [*plan_text(result), *pieces], pictures, [flat_rows, *tables_of(pieces)])
 
 
 def _verified(result: PlanResult) -> tuple[PlanResult, list[Facts]]:
@@ -138,17 +138,17 @@ def _verified(result: PlanResult) -> tuple[PlanResult, list[Facts]]:
         proof = prove_strategy(msgspec.structs.replace(plan.setting, calibration=result.setting.rates), plan.strategy)
         needed = None if proof.memory is None else proof.memory.needed
         verdicts.append({"strategy": number, "runs": proof.runs, "refusal": proof.refusal, "hbm_bytes_needed": needed})
-        fits = "compiles" if needed is None else f"compiles and fits, {format_bytes(needed)} a chip"
-        say(f"verified {number} of {len(result.strategies)}: {fits if proof.runs else proof.refusal}")
+        fit_text = "compiles" if needed is None else f"compiles and fits, {format_bytes(needed)} a chip"
+        say(f"verified {number} of {len(result.strategies)}: {fit_text if proof.runs else proof.refusal}")
         accepted += [plan] if proof.runs else []
     if not accepted:
         raise CannotRunError(
             f"the compiler accepts none of the {len(verdicts)} best strategies. Of the first: {verdicts[0]['refusal']}"
         )
-    how = f"compile for {result.cluster.chip.full_name or result.cluster.chip.name} and fit"
+    how_text = f"compile for {result.cluster.chip.full_name or result.cluster.chip.name} and fit"
     if usable_target(result.strategies[0].cluster).platform == "cpu":
-        how = "compile for emulated CPU devices, which shows nothing of their memory"
-    note = f"{len(accepted)} of {len(verdicts)} strategies {how}"
+        how_text = "compile for emulated CPU devices, which shows nothing of their memory"
+    note = f"{len(accepted)} of {len(verdicts)} strategies {how_text}"
     return msgspec.structs.replace(result, strategies=tuple(accepted), notes=(*result.notes, note)), verdicts
 
 
@@ -162,24 +162,24 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
     )
     yield from result.shortfall
     strategies = [plan.strategy for plan in result.strategies]
-    same = [words for words in CHOICES if len({words(s) for s in strategies}) == 1]
-    varied = [words for words in CHOICES if words not in same]
+    shared_choices = [words_of for words_of in CHOICES if len({words_of(s) for s in strategies}) == 1]
+    varied_choices = [words_of for words_of in CHOICES if words_of not in shared_choices]
     # The range beside a step time is an interval that measurements fall into, or bounds of the overlap.
-    bounds = "bounds" if best.estimate.step_s_p10 is None else "P10-P90"
+    range_heading = "bounds" if best.estimate.step_s_p10 is None else "P10-P90"
     columns: TableColumns = {
-        "strategy, best first": lambda plan: _strategy_words(plan.strategy, varied),
+        "strategy, best first": lambda plan: _strategy_words(plan.strategy, varied_choices),
         **STEP,
-        bounds: ("estimate", _range_words),
+        range_heading: ("estimate", _range_words),
         **cost_columns(result.strategies),
     }
     yield Table.of(result.strategies, columns)
     if "unmasked" in columns:
         yield Fact("unmasked", "MFU without the scores that the mask leaves out; MFU counts them")
-    if same:
-        yield Fact("all of them", ", ".join(filter(None, (words(strategies[0]) for words in same))))
+    if shared_choices:
+        yield Fact("all of them", ", ".join(filter(None, (words_of(strategies[0]) for words_of in shared_choices))))
     yield Fact("placement", f"of the best: {placement_words(best.strategy.placement)}")
-    if words := overlap_words(result.overlap, best.setting, best.strategy):
-        yield Fact("overlap", f"of the best: {words}")
+    if overlap_text := overlap_words(result.overlap, best.setting, best.strategy):
+        yield Fact("overlap", f"of the best: {overlap_text}")
     budget = run_budget(result.plan(), step_s=best.estimate.step_s)
     if budget is not None:
         yield from budget_text(budget, best.num_chips)
@@ -201,6 +201,6 @@ def _strategy_words(strategy: Strategy, varied: Sequence[Callable[[Strategy], st
             lines.append(part)
         else:
             lines[-1] += f", {part}" if lines[-1] else part
-    choices = ", ".join(filter(None, (words(strategy) for words in varied)))
-    room = max(20, width() - NUMBERS_WIDTH - 2)
-    return "\n".join([*lines, *(f"  {line}" for line in wrap(choices, room))])
+    choices_text = ", ".join(filter(None, (words_of(strategy) for words_of in varied)))
+    max_width = max(20, width() - NUMBERS_WIDTH - 2)
+    return "\n".join([*lines, *(f"  {line}" for line in wrap(choices_text, max_width))])

@@ -51,14 +51,14 @@ def listed(frontier: Sequence[PlannedStrategy]) -> list[PlannedStrategy]:
 
     Of plans that are equally fast it takes the smallest.
     """
-    chosen: list[PlannedStrategy] = []
+    plans: list[PlannedStrategy] = []
     for plan in frontier:
         estimate = plan.estimate
-        if chosen and estimate.step_s <= (1 + TIE) * chosen[-1].estimate.step_s:
-            chosen[-1] = plan
-        elif not chosen or estimate.hbm_bytes_per_chip <= (1 - LEAST_SAVING) * chosen[-1].estimate.hbm_bytes_per_chip:
-            chosen.append(plan)
-    return chosen
+        if plans and estimate.step_s <= (1 + TIE) * plans[-1].estimate.step_s:
+            plans[-1] = plan
+        elif not plans or estimate.hbm_bytes_per_chip <= (1 - LEAST_SAVING) * plans[-1].estimate.hbm_bytes_per_chip:
+            plans.append(plan)
+    return plans
 
 
 OF_FRONTIER = (
@@ -69,15 +69,15 @@ OF_FRONTIER = (
 
 
 def _facts(found: PlannedStrategy) -> Facts:
-    every = found.to_json()
-    chosen = {name: every[name] for name in OF_FRONTIER}
-    return {**chosen, "cluster": found.cluster.short_name, "usd_per_token": found.usd_per_token}
+    all_facts = found.to_json()
+    frontier_facts = {name: all_facts[name] for name in OF_FRONTIER}
+    return {**frontier_facts, "cluster": found.cluster.short_name, "usd_per_token": found.usd_per_token}
 
 
 def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
-    rows = {id(plan): number for number, plan in enumerate(listed(found.memory), 1)}
+    number_of_plan = {id(plan): number for number, plan in enumerate(listed(found.memory), 1)}
     columns: TableColumns = {
-        "#": (lambda plan: rows[id(plan)], None, "number"),
+        "#": (lambda plan: number_of_plan[id(plan)], None, "number"),
         **STEP,
         **MEMORY,
         **mfu_columns(found.memory),
@@ -87,14 +87,14 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
     }
     yield ""
     yield Table.of(listed(found.memory), columns, "Plans that nothing beats in both step time and memory")
-    left_out = len(found.memory) - len(rows)
-    if left_out:
-        yield f"{left_out} more that save less than {LEAST_SAVING:.0%} of memory are in --json and in --png"
+    num_left_out = len(found.memory) - len(number_of_plan)
+    if num_left_out:
+        yield f"{num_left_out} more that save less than {LEAST_SAVING:.0%} of memory are in --json and in --png"
     if not found.cost:
         yield f"{cluster.chip.name} has no price (--price), so step time is not weighed against cost"
         return
     yield ""
-    price = f"${cluster.chip.price_usd_per_hour:,.2f} a chip and hour"
+    price_text = f"${cluster.chip.price_usd_per_hour:,.2f} a chip and hour"
     columns = {
         "chips": "num_chips",
         **STEP,
@@ -102,7 +102,7 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
         **mfu_columns(found.cost),
         **MESH,
     }
-    yield Table.of(found.cost, columns, f"Step time against cost, on all chips and on parts ({price})")
+    yield Table.of(found.cost, columns, f"Step time against cost, on all chips and on parts ({price_text})")
 
 
 MESH: TableColumns = {"mesh": ("strategy.mesh", mesh_words, "axes")}
@@ -115,12 +115,12 @@ def _usd(found: PlannedStrategy) -> float:
 def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
     model, cluster, job = setting.model, setting.cluster, setting.job
     numbers = {id(row): str(number) for number, row in enumerate(listed(found.memory), 1)}
-    limit = setting.memory_limit
+    limit_bytes = setting.memory_limit
     memory = [(row.estimate.step_s, row.estimate.hbm_bytes_per_chip, numbers.get(id(row), "")) for row in found.memory]
     return pareto_figure(
         memory,
         [(row.estimate.step_s, _usd(row), f"{counted(row.cluster.num_chips, 'chip')}") for row in found.cost],
-        limit_bytes=None if limit == float("inf") else limit,
+        limit_bytes=None if limit_bytes == float("inf") else limit_bytes,
         title=f"{model.name} on {cluster.short_name}: plans that nothing beats",
         subtitle=f"{format_count(job.tokens_per_step)} tokens a step. Numbered dots are rows of the table, small ones "
         "save too little memory to be listed.",
@@ -133,9 +133,9 @@ def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
 def step_answer(result: PlanResult, png: Path | None) -> Answer:
     """Returns the parts of the best plan's step, and its collectives."""
     best = result.strategies[0]
-    parts = Breakdown(price_strategy(best.setting, best.strategy))
-    facts = {"parts": parts.named(), "traffic": parts.traffic}
-    return Answer({"breakdown": facts}, _traffic_text(parts), {png: lambda: _breakdown_figure(result, parts)})
+    breakdown = Breakdown(price_strategy(best.setting, best.strategy))
+    facts = {"parts": breakdown.named(), "traffic": breakdown.traffic}
+    return Answer({"breakdown": facts}, _traffic_text(breakdown), {png: lambda: _breakdown_figure(result, breakdown)})
 
 
 def _traffic_text(parts: Breakdown) -> Iterator[Piece]:
@@ -159,14 +159,14 @@ def _traffic_text(parts: Breakdown) -> Iterator[Piece]:
 def _breakdown_figure(result: PlanResult, parts: Breakdown) -> Figure:
     best = result.strategies[0]
     # groups of mesh axes whose links are busy for more than a thousandth of the total
-    links = {
+    seconds_by_link = {
         name if name == "latency" else f"{name.replace(',', '+')} links": seconds
         for name, seconds in parts.alone.items()
         if seconds > 1e-3 * sum(parts.alone.values())
     }
     return breakdown_figure(
         parts.named(),
-        links,
+        seconds_by_link,
         title=f"{result.model.name} on {best.cluster.short_name}: where a step goes",
         subtitle=f"{short_mesh(best.strategy.mesh)}, {format_count(best.job.tokens_per_step)} tokens a step, "
         f"remat {best.strategy.remat}. Of the links' own time {format_seconds(parts.exposed_s)} are exposed.",
@@ -184,7 +184,7 @@ MISSED = 1e-3
 
 def why_not_answer(result: PlanResult, asked: Sequence[Facts]) -> Answer:
     """Returns for each strategy asked about the rule that refuses it, and its best completion beside the winner."""
-    answers = [why_not(result, wanted) for wanted in asked]
+    answers = [why_not(result, asked_fields) for asked_fields in asked]
     facts = [_why_not_facts(answer, result) for answer in answers]
     return Answer({"why_not": facts}, [piece for answer in answers for piece in _why_not_text(answer, result)])
 
@@ -192,10 +192,10 @@ def why_not_answer(result: PlanResult, asked: Sequence[Facts]) -> Answer:
 def _why_not_facts(told: WhyNot, result: PlanResult) -> Facts:
     """Returns the answer as plain data; each strategy has the assumptions under which it is priced."""
     facts = {**msgspec.to_builtins(told), "slower_s": told.slower_s, "runs": told.refusal is None}
-    assumed = msgspec.to_builtins(result.setting.assumptions)
-    facts["winner"] |= assumed
+    assumptions = msgspec.to_builtins(result.setting.assumptions)
+    facts["winner"] |= assumptions
     if told.strategy is not None:
-        facts["strategy"] |= {name: told.asked.get(name, value) for name, value in assumed.items()}
+        facts["strategy"] |= {name: told.asked.get(name, value) for name, value in assumptions.items()}
     return facts
 
 
@@ -207,30 +207,30 @@ def _why_not_text(told: WhyNot, result: PlanResult) -> Iterator[Piece]:
         yield Fact("  refused", f"({told.refusal.rule}) {told.refusal.message}")
     if told.strategy is None or told.estimate is None or told.slower_s is None:
         return
-    best, completed = told.winner_estimate, told.estimate
+    best, completion = told.winner_estimate, told.estimate
     label = "  best completion" if told.refusal is None else "  least memory"
     yield Fact(label, full_words(told.strategy))
     if told.strategy == told.winner and not told.slower_s:
         yield Fact("", "that is the best of the list itself")
         return
-    side = "longer" if told.slower_s >= 0 else "shorter"
-    if_it_fitted = "" if told.refusal is None else " if it fitted"
+    direction = "longer" if told.slower_s >= 0 else "shorter"
+    condition = "" if told.refusal is None else " if it fitted"
     yield Fact(
         "  step",
-        f"{format_seconds(completed.step_s)}{if_it_fitted}, {format_seconds(abs(told.slower_s))} "
-        f"({abs(told.slower_s) / best.step_s:.1%}) {side} than the best's {format_seconds(best.step_s)}",
+        f"{format_seconds(completion.step_s)}{condition}, {format_seconds(abs(told.slower_s))} "
+        f"({abs(told.slower_s) / best.step_s:.1%}) {direction} than the best's {format_seconds(best.step_s)}",
     )
     if told.slower_s < -MISSED * best.step_s and told.refusal is None:
         yield Fact(
             "",
             "the search did not look at it: without --full it screens a large space, and tries the usual choices only",
         )
-    room = result.strategies[0].setting.memory_limit
-    extra = completed.hbm_bytes_per_chip - best.hbm_bytes_per_chip
+    limit_bytes = result.strategies[0].setting.memory_limit
+    extra_bytes = completion.hbm_bytes_per_chip - best.hbm_bytes_per_chip
     yield Fact(
         "  memory",
-        f"{format_bytes(completed.hbm_bytes_per_chip)} per chip of {format_bytes(room)}, "
-        f"{format_bytes(abs(extra))} {'more' if extra >= 0 else 'less'}",
+        f"{format_bytes(completion.hbm_bytes_per_chip)} per chip of {format_bytes(limit_bytes)}, "
+        f"{format_bytes(abs(extra_bytes))} {'more' if extra_bytes >= 0 else 'less'}",
     )
     yield from _terms_text(told)
     for number, limit in enumerate(told.limits[:MAX_LIMITS]):
@@ -239,15 +239,15 @@ def _why_not_text(told: WhyNot, result: PlanResult) -> Iterator[Piece]:
 
 def _terms_text(told: WhyNot) -> Iterator[Piece]:
     """Yields the terms that make it slower, or faster if it is faster."""
-    slower = (told.slower_s or 0.0) >= 0
-    ordered = told.terms if slower else tuple(reversed(told.terms))
-    chosen = [row for row in ordered if (row.more_s > 0) == slower and abs(row.more_s) > 0.01 * abs(told.slower_s or 1)]
-    if not chosen:
+    is_slower = (told.slower_s or 0.0) >= 0
+    terms = told.terms if is_slower else tuple(reversed(told.terms))
+    shown = [row for row in terms if (row.more_s > 0) == is_slower and abs(row.more_s) > 0.01 * abs(told.slower_s or 1)]
+    if not shown:
         return
     yield Table.of(
-        chosen[:MAX_TERMS],
+        shown[:MAX_TERMS],
         {
-            f"  what makes it {'slower' if slower else 'faster'}": ("name", lambda name: f"  {term_words(name)}"),
+            f"  what makes it {'slower' if is_slower else 'faster'}": ("name", lambda name: f"  {term_words(name)}"),
             "best": ("winner_s", lambda s: format_seconds(max(0.0, s))),
             "here": ("other_s", lambda s: format_seconds(max(0.0, s))),
             "more": ("more_s", lambda s: f"{'+' if s > 0 else '-'}{format_seconds(abs(s))}"),
@@ -280,10 +280,10 @@ def _what_if_text(told: WhatIf) -> Iterator[Piece]:
         yield Paragraph(f"  {told.note}", indent=4)
     yield Fact("  now", full_words(told.now.strategy))
     yield Fact("  then", full_words(told.then.strategy))
-    measures = Table.of(both := [told.now, told.then], {**STEP, **cost_columns(both)})
+    measures = Table.of(plans := [told.now, told.then], {**STEP, **cost_columns(plans)})
     terms = [
-        ", ".join(f"{term.words} {term.share:.0%}" for term in listed[:MAX_TERMS] if term.share > 0.005)
-        for listed in (told.terms_now, told.terms)
+        ", ".join(f"{term.words} {term.share:.0%}" for term in plan_terms[:MAX_TERMS] if term.share > 0.005)
+        for plan_terms in (told.terms_now, told.terms)
     ]
     rows = [[name, *row, words] for name, row, words in zip(("now", "then"), measures.rows, terms, strict=True)]
     heads = [Heading("", "  {}".format, "plan"), *measures.columns, Heading("what its step is made of", str, "terms")]

@@ -54,9 +54,9 @@ STEP: TableColumns = {"step": ("estimate.step_s", format_seconds)}
 def mfu_columns(found: Iterable[Any]) -> TableColumns:
     """Returns the column of MFU; if one is above 100%, or a model has a mask of its own, beside it a column of MFU
     without masked scores."""
-    shown = any(unmasked(plan.estimate) or plan.setting.model.attention_mask for plan in found)
-    names = {"MFU": "mfu"} | ({"unmasked": "mfu_causal"} if shown else {})
-    return {head: (f"estimate.{name}", "{:.0%}".format) for head, name in names.items()}
+    has_unmasked = any(unmasked(plan.estimate) or plan.setting.model.attention_mask for plan in found)
+    field_of_heading = {"MFU": "mfu"} | ({"unmasked": "mfu_causal"} if has_unmasked else {})
+    return {heading: (f"estimate.{name}", "{:.0%}".format) for heading, name in field_of_heading.items()}
 
 
 MEMORY: TableColumns = {"memory": ("estimate.hbm_bytes_per_chip", format_bytes)}
@@ -83,12 +83,12 @@ def rerun_words(strategy: Strategy, num_layers: int) -> str:
     """Returns what is kept and runs again where each layer's backward pass runs those before it; "" for other remat."""
     if not strategy.recomputes_each or not isinstance(strategy.segment, int):
         return ""
-    held = -(-num_layers // (strategy.mesh.get("pipeline", 1) * strategy.chunks))
-    length = min(strategy.segment, held)
-    whole, rest = divmod(held, length)
-    reruns = whole * length * (length - 1) // 2 + rest * (rest - 1) // 2
+    num_held = -(-num_layers // (strategy.mesh.get("pipeline", 1) * strategy.chunks))
+    length = min(strategy.segment, num_held)
+    num_segments, num_rest = divmod(num_held, length)
+    reruns = num_segments * length * (length - 1) // 2 + num_rest * (num_rest - 1) // 2
     return (
-        f"of {held} layers in sequence the input of one in {length} is kept; each layer's backward pass runs the "
+        f"of {num_held} layers in sequence the input of one in {length} is kept; each layer's backward pass runs the "
         f"layers from there to it again: {reruns:,} forward passes of a layer, C (C - 1) / 2 for every C = {length}"
     )
 
@@ -129,16 +129,16 @@ CHOICES: tuple[Callable[[Strategy], str], ...] = (
 
 def full_words(strategy: Strategy) -> str:
     """Returns the mesh and every choice, in one line."""
-    return ", ".join(filter(None, (mesh_words(strategy.mesh), *(words(strategy) for words in CHOICES))))
+    return ", ".join(filter(None, (mesh_words(strategy.mesh), *(words_of(strategy) for words_of in CHOICES))))
 
 
 def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
     """Yields the steps, time, cost, FLOPs and power of the whole run."""
-    money = "no price known (--price)" if budget.cost_usd is None else f"${budget.cost_usd:,.0f}"
+    cost_text = "no price known (--price)" if budget.cost_usd is None else f"${budget.cost_usd:,.0f}"
     yield Fact(
         "the run",
         f"{format_count(budget.train_tokens)} tokens in {budget.steps:,.0f} steps: "
-        f"{format_seconds(budget.days * DAY_S)}, {money}, {format_params(budget.chip_hours)} chip-hours",
+        f"{format_seconds(budget.days * DAY_S)}, {cost_text}, {format_params(budget.chip_hours)} chip-hours",
     )
     petaflop_days, years = (three_digits(x) for x in (budget.petaflop_days, budget.one_chip_years))
     yield Fact(
@@ -146,13 +146,13 @@ def budget_text(budget: RunBudget, num_chips: int) -> Iterator[Piece]:
         f"6 N D = {budget.flops:.3g} FLOPs = {petaflop_days} petaflop-days, "
         f"{budget.mfu_6nd:.1%} of the chip-hours' peak; {years} years on one chip at peak",
     )
-    watts = "not known for this chip (power_w)"
+    power_text = "not known for this chip (power_w)"
     if budget.power_w is not None and budget.energy_kwh is not None:
-        watts = (
+        power_text = (
             f"{format_power(budget.power_w)} for {counted(num_chips, 'chip')} alone, "
             f"{format_energy(budget.energy_kwh)} in all"
         )
-    yield Fact("power", watts)
+    yield Fact("power", power_text)
 
 
 def placement_words(placement: Mapping[str, str]) -> str:
@@ -163,14 +163,14 @@ def placement_words(placement: Mapping[str, str]) -> str:
 def engine_lines(plan: ServicePlan) -> list[str]:
     """Returns the engines, their batch and dtypes, and the pool for prefill if there is one."""
     generate, prefill = plan.generate, plan.prefill
-    dtypes = StoredDtypes(plan.weights, plan.cache).words
-    lines = [f"{generate.words}, batch {generate.batch_seqs:,}", f"  {dtypes}"]
+    dtypes_text = StoredDtypes(plan.weights, plan.cache).words
+    lines = [f"{generate.words}, batch {generate.batch_seqs:,}", f"  {dtypes_text}"]
     return lines + [f"  prefill on {prefill.words}"] * plan.has_pools
 
 
 def target_words(service: Service) -> str:
-    targets: Mapping[str, float | None] = {"TTFT": service.ttft_s, "TPOT": service.tpot_s, "ITL": service.itl_s}
-    words = [f"{name} at most {format_seconds(target)}" for name, target in targets.items() if target is not None]
+    limit_of: Mapping[str, float | None] = {"TTFT": service.ttft_s, "TPOT": service.tpot_s, "ITL": service.itl_s}
+    words = [f"{name} at most {format_seconds(target)}" for name, target in limit_of.items() if target is not None]
     words += filter(None, [service.load_words])
     return f"; {', '.join(words)}" if words else ""
 
@@ -179,13 +179,13 @@ def overlap_words(priced: PricedOverlap, setting: Setting, strategy: Strategy) -
     """Returns what overlap hides, and the verb that shows more if it can compile this; "" below `MIN_HIDDEN`."""
     if priced.hidden_s < MIN_HIDDEN * priced.step_s:
         return ""
-    hidden, alone, step = map(format_seconds, (priced.hidden_s, priced.alone_s, priced.exposed_step_s))
-    step += f" (MFU {priced.exposed_mfu:.0%})"
+    hidden_text, alone_text, step_text = map(format_seconds, (priced.hidden_s, priced.alone_s, priced.exposed_step_s))
+    step_text += f" (MFU {priced.exposed_mfu:.0%})"
     try:
         require_runnable(setting.model)
         require_runnable_strategy(strategy)
-        compiled = target_of(setting.cluster).platform != "cpu" and not setting.assumptions.of_other_software
+        is_compiled = target_of(setting.cluster).platform != "cpu" and not setting.assumptions.of_other_software
     except CannotRunError:
-        compiled = False
-    hint = ". meshwright verify shows what of it is compiled" * compiled
-    return f"hides {hidden} of {alone} of communication; without any the step takes {step}{hint}"
+        is_compiled = False
+    hint = ". meshwright verify shows what of it is compiled" * is_compiled
+    return f"hides {hidden_text} of {alone_text} of communication; without any the step takes {step_text}{hint}"

@@ -42,15 +42,15 @@ def command(given: Given) -> Answer | None:
     """
     if (given.trace is None) != (given.hlo is None):
         raise InputError("--trace and --hlo go together: the trace names instructions of the HLO's text. Give both.")
-    chosen = resolve(given, read_fields(given.pairs), verb="profile", step=given.step).plan()
-    storage = storage_of(given, chosen.job)
-    folder = given.out or Path("runs") / f"{chosen.model.name}-profile"
+    plan = resolve(given, read_fields(given.pairs), verb="profile", step=given.step).plan()
+    storage = storage_of(given, plan.job)
+    folder = given.out or Path("runs") / f"{plan.model.name}-profile"
     if given.trace is not None and given.hlo is not None:
         from meshwright.profile.summary import analyse
 
-        profile = analyse(chosen, given.trace, given.hlo, storage=storage)
+        profile = analyse(plan, given.trace, given.hlo, storage=storage)
     else:
-        profile = _run(chosen, storage, folder, steps=given.steps, warmup=given.warmup)
+        profile = _run(plan, storage, folder, steps=given.steps, warmup=given.warmup)
     from meshwright.parallel.processes import is_first
 
     return profile_answer(profile, folder) if is_first() else None
@@ -74,12 +74,12 @@ def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: in
     if chosen.job.kind == "decode":
         subject: Subject = ServedDecode(setting, chosen.strategy, first + steps)
     else:
-        kind = Training if chosen.job.trains else Prefill
-        subject = kind(step_of(setting, chosen.strategy, {}), chosen.job)
+        subject_type = Training if chosen.job.trains else Prefill
+        subject = subject_type(step_of(setting, chosen.strategy, {}), chosen.job)
     if is_first():
-        what = "" if chosen.job.trains else f", {chosen.job.kind}"
+        suffix = "" if chosen.job.trains else f", {chosen.job.kind}"
         say(
-            f"{chosen.model.name} on {chosen.cluster.short_name}{what}: {first} steps to warm up, then {steps} under "
+            f"{chosen.model.name} on {chosen.cluster.short_name}{suffix}: {first} steps to warm up, then {steps} under "
             "the profiler"
         )
     # one folder each: processes on one machine would write files of the same name
@@ -109,14 +109,14 @@ def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
     from meshwright.report.machine.profile_report import difference_words, headline_rows, times_table
 
     times, comparison = profile.times, profile.comparison
-    parts = comparison.predicted.parts
-    rows = [(name, parts[name], seconds, format_seconds) for name, seconds in times.mean.parts.items()]
-    yield Table.compared([*headline_rows(profile), *rows])
-    hidden = or_dash(times.overlap, "{:.0%}".format)
-    waits = f", waits {format_seconds(times.waited_s)} for other devices" if times.waited_s else ""
+    predicted_parts = comparison.predicted.parts
+    part_rows = [(name, predicted_parts[name], seconds, format_seconds) for name, seconds in times.mean.parts.items()]
+    yield Table.compared([*headline_rows(profile), *part_rows])
+    hidden_text = or_dash(times.overlap, "{:.0%}".format)
+    waits_text = f", waits {format_seconds(times.waited_s)} for other devices" if times.waited_s else ""
     yield (
         f"the five parts are of a mean device under the profiler and sum to its step; communication "
-        f"takes {format_seconds(times.communication_s)}{waits}, and {hidden} of it hides behind compute"
+        f"takes {format_seconds(times.communication_s)}{waits_text}, and {hidden_text} of it hides behind compute"
     )
     if comparison.shares_cores:
         yield (
@@ -137,9 +137,9 @@ def _text(profile: "Profile", files: Sequence[Path]) -> Iterator[Piece]:
     peak = profile.memory.peak
     if peak:
         owner = profile.memory.owners[0]
-        whose = "of the first device" if profile.memory.counted == "device" else "of the process"
+        owner_text = "of the first device" if profile.memory.counted == "device" else "of the process"
         yield (
-            f"memory: peak {format_bytes(peak.num_bytes)} {whose}; largest on a device: {owner.name} "
+            f"memory: peak {format_bytes(peak.num_bytes)} {owner_text}; largest on a device: {owner.name} "
             f"({owner.kind}), {format_bytes(owner.num_bytes)}"
         )
     yield f"wrote {', '.join(map(str, files))}"
@@ -153,9 +153,9 @@ OF_MEMORY = ("counted", "arguments_bytes", "temporaries_bytes", "live_bytes", "o
 
 def _facts(profile: "Profile") -> Facts:
     times, comparison, memory = profile.times, profile.comparison, profile.memory
-    chosen = ((profile, OF_PROFILE), (times, OF_TIMES), (comparison, OF_COMPARISON))
+    sources = ((profile, OF_PROFILE), (times, OF_TIMES), (comparison, OF_COMPARISON))
     return {
-        **{name: getattr(whole, name) for whole, names in chosen for name in names},
+        **{name: getattr(source, name) for source, names in sources for name in names},
         "step_s_profiled": profile.profiled_s,
         "step_s_predicted": profile.predicted_step_s,
         "mfu_predicted": profile.predicted_mfu,

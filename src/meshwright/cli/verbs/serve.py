@@ -44,12 +44,12 @@ def command(given: Given) -> None:
             raise InputError(f"{flag} is empty. Give a text, or leave the option out.")
     if given.deadline == 0:
         raise InputError("--deadline 0 leaves no time for a request. Give more seconds, or leave it out for no limit.")
-    where = {"host": given.host, "port": given.port, "uds": given.uds}
-    named: dict[str, Any] = {name: value for name, value in where.items() if value is not None}
-    if given.uds and len(named) > 1:
-        names = " and ".join(f"--{name}" for name in named)
-        raise InputError(f"{names} each say where to listen. Leave --uds out, or the others.")
-    listening = Listening(**named, drain_s=given.drain)
+    address = {"host": given.host, "port": given.port, "uds": given.uds}
+    given_address: dict[str, Any] = {name: value for name, value in address.items() if value is not None}
+    if given.uds and len(given_address) > 1:
+        flags_text = " and ".join(f"--{name}" for name in given_address)
+        raise InputError(f"{flags_text} each say where to listen. Leave --uds out, or the others.")
+    listening = Listening(**given_address, drain_s=given.drain)
     listening.bind().close()  # an address that is taken is said before minutes of compiling
     from meshwright.serve.http.served import served_model
     from meshwright.serve.model_folder import open_model

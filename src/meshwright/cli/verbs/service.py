@@ -96,9 +96,9 @@ class Given(PlannerOptions):
     @property
     def service(self) -> Service:
         """The requests and targets."""
-        drafted = None
+        speculation = None
         if self.accept:
-            drafted = Speculation(acceptance=self.accept, draft_cost=self.draft_cost, num_drafts=self.drafts)
+            speculation = Speculation(acceptance=self.accept, draft_cost=self.draft_cost, num_drafts=self.drafts)
         return Service(
             prompt_len=self.prompt,
             output_len=self.output,
@@ -108,7 +108,7 @@ class Given(PlannerOptions):
             prefix_share=self.prefix_share,
             itl_s=self.itl,
             chunk_len=self.chunk,
-            speculation=drafted,
+            speculation=speculation,
         )
 
 
@@ -133,16 +133,16 @@ def command(given: Given) -> Answer:
     if given.is_simulated:
         plan, record = _simulated(result, given)
         # traces are summed up whole, random arrivals once they are steady
-        under_load = record.summary(service_targets(given.service), warm_up=0.0 if given.trace else WARM_UP)
-        facts["simulated"] = msgspec.to_builtins(under_load)
-        pieces += _load_text(under_load, plan, given)
+        load_summary = record.summary(service_targets(given.service), warm_up=0.0 if given.trace else WARM_UP)
+        facts["simulated"] = msgspec.to_builtins(load_summary)
+        pieces += _load_text(load_summary, plan, given)
         pictures[given.slots] = lambda: slots_chart(result, plan, record)
     if answers := [why_not_service(result, parse_why_not(text)) for text in given.why_nots]:
         facts["why_not"] = answers
         pieces += [piece for answer in answers for piece in why_not_text(result, answer)]
-    for changed in [_changed(result, text) for text in given.what_ifs]:
-        facts.setdefault("what_if", []).append(changed.facts)
-        pieces += changed.pieces
+    for changed_answer in [_changed(result, text) for text in given.what_ifs]:
+        facts.setdefault("what_if", []).append(changed_answer.facts)
+        pieces += changed_answer.pieces
     return Answer(facts, pieces, pictures, [[_row(plan) for plan in result.listed(given.top)]])
 
 
@@ -152,32 +152,32 @@ def _stored(model: Model, given: Given, chip: Chip) -> tuple[Model, tuple[Stored
     if weights is None and (folder := weights_of(given.model)):
         with open_files(path := as_folder(Path(folder))) as tensors:
             on_disk = folder_weights(model, path, tensors)
-            refused = why_refused(model, tensors, on_disk.quantisation)
+            refusal = why_refused(model, tensors, on_disk.quantisation)
         if on_disk.dtype == "fp32":
             note = "the folder is in float32, which serve keeps; this plan is in bf16: convert it with --dtype bf16"
         if on_disk.stored:
             model, weights = replace(model, stored=on_disk.stored), STORED
-            narrow = ", ".join(dict.fromkeys(dtype for _, dtype, _ in on_disk.stored.matrices))
-            note = f"weights as {given.model} stores them: {narrow} with products in bf16. --weights names others"
-        note = "; ".join(filter(None, (note, *on_disk.notes, refused and f"serve would refuse the folder: {refused}")))
+            dtypes_text = ", ".join(dict.fromkeys(dtype for _, dtype, _ in on_disk.stored.matrices))
+            note = f"weights as {given.model} stores them: {dtypes_text} with products in bf16. --weights names others"
+        note = "; ".join(filter(None, (note, *on_disk.notes, refusal and f"serve would refuse the folder: {refusal}")))
     dtypes = (tuple(map(str.strip, text.split(","))) if text is not None else () for text in (weights, given.kv))
     return model, stored_dtypes(*dtypes, chip=chip), note
 
 
 def _row(plan: ServicePlan) -> Facts:
     """Returns a row of CSV: the engines in words, their batches, and the figures of the service."""
-    words = {"engines": plan.generate.words, "prefill_engines": plan.prefill.words if plan.has_pools else ""}
+    engines = {"engines": plan.generate.words, "prefill_engines": plan.prefill.words if plan.has_pools else ""}
     batches = {"batch": plan.generate.batch_seqs, "prompts_at_once": plan.prefill.batch_seqs}
     figures = {name: value for name, value in plan.to_json().items() if not isinstance(value, dict)}
-    return {**words, **batches, "bound_by": plan.bound_by, **figures}
+    return {**engines, **batches, "bound_by": plan.bound_by, **figures}
 
 
 def _simulated(result: ServiceResult, given: Given) -> tuple[ServicePlan, ServingRecord]:
     """Returns the plan that is simulated, and what happened: the first, or the first without pools for a policy."""
     if given.chunk and given.policy not in (None, "chunked"):
         raise InputError(f"--policy {given.policy} prefills whole prompts. Leave out --chunk.")
-    fitting = [plan for plan in result.plans if given.policy is None or not plan.has_pools]
-    if not fitting:
+    plans = [plan for plan in result.plans if given.policy is None or not plan.has_pools]
+    if not plans:
         raise CannotRunError(f"--policy {given.policy} is for engines that do both phases, and every plan has pools.")
     if given.trace:
         if given.simulate or given.prompts or given.outputs:
@@ -189,19 +189,19 @@ def _simulated(result: ServiceResult, given: Given) -> tuple[ServicePlan, Servin
         traffic = service_traffic(
             result.service,
             duration_s=given.simulate or 0.0,
-            requests_per_s=given.rate or fitting[0].requests_per_s,
+            requests_per_s=given.rate or plans[0].requests_per_s,
             lengths=(given.prompts, given.outputs),
             at_once=given.rate is None,
         )
     record = simulate_service(
         result,
-        fitting[0],
+        plans[0],
         traffic,
         policy=given.policy or "chunked",
         concurrency=given.concurrency or math.inf,
         spans=bool(given.slots),
     )
-    return fitting[0], record
+    return plans[0], record
 
 
 def _load_text(found: ServingSummary, plan: ServicePlan, given: Given) -> Iterator[Piece]:
@@ -218,20 +218,20 @@ def _load_text(found: ServingSummary, plan: ServicePlan, given: Given) -> Iterat
     yield ""
     yield Table.of(rows, columns)
     yield ""
-    policy = f", policy {given.policy}, on {', '.join(map(str.strip, engine_lines(plan)))}" * bool(given.policy)
+    policy_text = f", policy {given.policy}, on {', '.join(map(str.strip, engine_lines(plan)))}" * bool(given.policy)
     source = f"{given.trace or f'{format_seconds(given.simulate or 0)} of Poisson arrivals'}"
     source += f" at {three_digits(given.rate or found.offered_per_s)} requests/s"
     if given.concurrency:
-        most = f"at most {counted(given.concurrency, 'request')} on their way"
-        source = f"a client with {most}" if given.rate is None and not given.trace else f"{source}, {most}"
-    yield Fact("simulated", f"{source}{policy}")
-    behind = found.requests_per_s < SERVED_SHARE * found.offered_per_s
+        limit_text = f"at most {counted(given.concurrency, 'request')} on their way"
+        source = f"a client with {limit_text}" if given.rate is None and not given.trace else f"{source}, {limit_text}"
+    yield Fact("simulated", f"{source}{policy_text}")
+    is_behind = found.requests_per_s < SERVED_SHARE * found.offered_per_s
     yield Fact(
         "served",
         f"{three_digits(found.requests_per_s)} requests/s, {found.output_tokens_per_s:,.0f} tokens/s; "
         + f"{found.met:.0%} of requests meet the targets; " * bool(given.ttft or given.tpot)
         + f"{found.num_preempted} preempted, {found.page_waste:.1%} of pages wasted"
-        + "; fewer end than arrive: simulate for longer than a request takes, or lower the rate" * behind,
+        + "; fewer end than arrive: simulate for longer than a request takes, or lower the rate" * is_behind,
     )
     yield Fact(
         "engines",
@@ -249,8 +249,8 @@ def _changed(result: ServiceResult, text: str) -> Answer:
     for name, value in split_pairs(text, "name=value. Write for example chip.hbm=2x", what="--what-if").items():
         section, _, field = name.partition(".")
         if section in fields:
-            now = getattr(getattr(result.setting, section, result.service), field, None)
-            fields[section][field] = _field_of(name, value, now)
+            old_value = getattr(getattr(result.setting, section, result.service), field, None)
+            fields[section][field] = _field_of(name, value, old_value)
         elif name in ("batch", "seq"):
             raise InputError(f"--what-if {name}: services have none. Change service.prompt_len or service.output_len.")
         else:
@@ -258,8 +258,8 @@ def _changed(result: ServiceResult, text: str) -> Answer:
     setting, words = changed_setting(result.setting, factors)
     setting = replace(setting, model=with_fields(setting.model, "model", fields["model"]))
     service = with_fields(result.service, "service", fields["service"])
-    for section, before in (("model", result.setting.model), ("service", result.service)):
-        words += tuple(f"{section}.{name}: {getattr(before, name)} -> {new}" for name, new in fields[section].items())
+    for section, struct in (("model", result.setting.model), ("service", result.service)):
+        words += tuple(f"{section}.{name}: {getattr(struct, name)} -> {new}" for name, new in fields[section].items())
     facts: Facts = {
         "asked": text,
         "changed": words,
@@ -269,15 +269,14 @@ def _changed(result: ServiceResult, text: str) -> Answer:
     }
     lines: list[Piece] = ["", *(Paragraph(f"{'    and' if n else 'What if'} {row}", 10) for n, row in enumerate(words))]
     try:
-        then = plan_service(setting, service, stored=result.stored, axes=result.axes, pareto=result.is_frontier).plans[
-            0
-        ]
+        planned_with = {"stored": result.stored, "axes": result.axes, "pareto": result.is_frontier}
+        then = plan_service(setting, service, **planned_with).plans[0]
     except CannotRunError as error:
         return Answer({**facts, "note": str(error)}, [*lines, Fact("  nothing serves", str(error))])
-    both = [result.plans[0], then]
-    table = Table.of(both, service_columns("engines", service)).known()
+    plans = [result.plans[0], then]
+    table = Table.of(plans, service_columns("engines", service)).known()
     rows = [[f"  {name}", *row] for name, row in zip(("now", "then"), table.rows, strict=True)]
-    ratio = then.tokens_per_s_per_chip / both[0].tokens_per_s_per_chip
+    ratio = then.tokens_per_s_per_chip / plans[0].tokens_per_s_per_chip
     lines += [
         Table([Heading("", None, "plan"), *table.columns], rows),
         Fact("  in all", f"{three_digits(ratio)} times the output tokens per second and chip"),
@@ -287,12 +286,12 @@ def _changed(result: ServiceResult, text: str) -> Answer:
 
 def _field_of(name: str, text: str, now: Any) -> Any:
     """Returns the new value of a field: a factor of the present number (2x), a time, a load, a count, or TOML."""
-    what, field = f"--what-if {name}", name.rpartition(".")[2]
+    option_text, field = f"--what-if {name}", name.rpartition(".")[2]
     if text.endswith("x") and isinstance(now, int | float):
         (factor,) = parse_what_if(f"chip.flops={text}").values()
         return round(now * factor) if isinstance(now, int) else now * factor
     if field in ("ttft_s", "tpot_s"):
-        return parse_target(text, what=what)
+        return parse_target(text, what=option_text)
     if field == "requests_per_s":
-        return parse_load(text, what=what)
-    return parse_count(text, what=what) if text[:1].isdigit() and text[-1:] in "ikMB" else field_value(text)
+        return parse_load(text, what=option_text)
+    return parse_count(text, what=option_text) if text[:1].isdigit() and text[-1:] in "ikMB" else field_value(text)

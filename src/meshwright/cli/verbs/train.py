@@ -76,9 +76,9 @@ def command(given: Given) -> Answer | None:
     if given.from_scratch and given.resume:
         raise InputError("--resume goes on from a checkpoint, --from-scratch from random weights. Leave one out.")
     plan = _plan(given, fields)
-    options = {"steps": given.steps, "data": given.data, "seed": given.seed}
-    options |= {"skip_bad_records": given.skip_bad_records or None, "weights": "" if given.from_scratch else None}
-    settings = {**fields["train"], **{name: value for name, value in options.items() if value is not None}}
+    overrides = {"steps": given.steps, "data": given.data, "seed": given.seed}
+    overrides |= {"skip_bad_records": given.skip_bad_records or None, "weights": "" if given.from_scratch else None}
+    settings = {**fields["train"], **{name: value for name, value in overrides.items() if value is not None}}
     if given.resume:
         return _resumed(plan, settings, given)
     if plan.job.optimizer != "adamw":
@@ -110,14 +110,14 @@ def _resumed(plan: Plan, changes: Facts, given: Given) -> Answer | None:
 
     run = newest_run(given.runs, plan.model.name) if given.resume == NEWEST else Path(str(given.resume))
     settings = {**read_resolved(run).get("train", {}), **changes}
-    bound = settings.pop("capacity_factor", 0.0)  # an older run has it there
-    if bound and not plan.strategy.capacity_factor:
-        strategy = msgspec.structs.replace(plan.strategy, capacity_factor=bound)
+    capacity_factor = settings.pop("capacity_factor", 0.0)  # an older run has it there
+    if capacity_factor and not plan.strategy.capacity_factor:
+        strategy = msgspec.structs.replace(plan.strategy, capacity_factor=capacity_factor)
         plan = msgspec.structs.replace(plan, strategy=strategy)
-    done, wanted = finished_steps(run), settings_from_table(settings).steps
-    if done is None or done < wanted:
+    num_done, num_steps = finished_steps(run), settings_from_table(settings).steps
+    if num_done is None or num_done < num_steps:
         return _run(plan, settings, given, resume=run)
-    say(f"{run} is finished after {done} steps. Give more, such as --steps {2 * done}, or leave --resume out.")
+    say(f"{run} is finished after {num_done} steps. Give more, such as --steps {2 * num_done}, or leave --resume out.")
     return Answer(read_summary(run), [])
 
 
@@ -130,9 +130,9 @@ def _run(plan: Plan, settings: Facts, given: Given, *, resume: Path | None = Non
     if given.profiled is not None:
         _check_profiled(given.profiled, settings, resume)
     if is_first():
-        sharding = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), sharding_words(plan.strategy))))
+        sharding_text = ", ".join(filter(None, (mesh_words(plan.strategy.mesh), sharding_words(plan.strategy))))
         say(
-            f"{plan.model.name} on {plan.cluster.short_name}: {sharding}, "
+            f"{plan.model.name} on {plan.cluster.short_name}: {sharding_text}, "
             f"{format_count(plan.job.tokens_per_step)} tokens a step, remat {plan.strategy.remat}, "
             f"predicted {format_seconds(plan.predicted.step_s)} a step"
         )
@@ -140,19 +140,19 @@ def _run(plan: Plan, settings: Facts, given: Given, *, resume: Path | None = Non
         result, profile = run_training(plan, settings, runs=given.runs, resume=resume), None
     else:
         result, profile = _run_profiled(plan, settings, given, resume)
-    stopped = None
+    stopped_error = None
     if result.stopped:
-        stopped = StoppedError(f"stopped after step {result.steps}; train --resume {result.run} goes on.")
+        stopped_error = StoppedError(f"stopped after step {result.steps}; train --resume {result.run} goes on.")
     if not is_first():
-        if stopped:
-            raise stopped
+        if stopped_error:
+            raise stopped_error
         return None
     from meshwright.bench.machine import machine_speed
 
     speed = machine_speed(plan.calibration)
     pieces = [*result_text(plan, result, speed), *(profile.pieces if profile else ())]
     facts = msgspec.structs.asdict(result) | {"machine_speed": speed} | ({"profile": profile.facts} if profile else {})
-    return Answer(facts, pieces, raw=[[facts]], error=stopped)
+    return Answer(facts, pieces, raw=[[facts]], error=stopped_error)
 
 
 def _check_profiled(steps: int, settings: Facts, resume: Path | None) -> None:
@@ -160,12 +160,12 @@ def _check_profiled(steps: int, settings: Facts, resume: Path | None) -> None:
     from meshwright.train.record.run_folder import finished_steps
     from meshwright.train.settings import settings_from_table
 
-    done = (finished_steps(resume) or 0) if resume else 0
-    wanted, warmup = settings_from_table(settings).steps, warmup_steps()
-    if wanted - done < warmup + steps:
+    num_done = (finished_steps(resume) or 0) if resume else 0
+    total, warmup = settings_from_table(settings).steps, warmup_steps()
+    if total - num_done < warmup + steps:
         raise InputError(
-            f"--profile {steps} needs {warmup} steps to warm up and {steps} more, and the run has {wanted - done}. "
-            f"Give --steps {done + warmup + steps} or more."
+            f"--profile {steps} needs {warmup} steps to warm up and {steps} more, and the run has {total - num_done}. "
+            f"Give --steps {num_done + warmup + steps} or more."
         )
 
 
@@ -189,8 +189,8 @@ def _run_profiled(
             result = run_training(
                 plan, settings, runs=given.runs, resume=resume, on_step=lambda record: traced.step_done(record.step_s)
             )
-        table = {"weights": plan.job.weights, **settings}
-        setup = prepare(plan.model, plan.strategy, plan.job, with_whole_paths(settings_from_table(table)))
+        settings_table = {"weights": plan.job.weights, **settings}
+        setup = prepare(plan.model, plan.strategy, plan.job, with_whole_paths(settings_from_table(settings_table)))
         # Compiled by every process: compilers of GPUs share the search for the fastest kernels among them.
         recording = traced.recording(setup.step, plan.job)
         if not is_first():
@@ -211,33 +211,33 @@ def result_text(chosen: Plan, result: "TrainResult", speed: float | None = None)
     if not result.losses:
         yield f"stopped before the first step; {result.run} holds the plan"
         return
-    stopped = " (stopped)" if result.stopped else ""
-    held_out = or_dash(result.validation_loss, lambda loss: f"{loss:.3f}")
-    known = [loss for loss in result.losses if math.isfinite(loss)]  # damaged lines of metrics have none
-    losses = f"loss {known[0]:.3f} -> {known[-1]:.3f}" if known else "loss -"
-    yield f"{counted(result.steps, 'step')}{stopped}: {losses}, held out {held_out}"
+    stopped_text = " (stopped)" if result.stopped else ""
+    held_out_text = or_dash(result.validation_loss, lambda loss: f"{loss:.3f}")
+    finite_losses = [loss for loss in result.losses if math.isfinite(loss)]  # damaged lines of metrics have none
+    losses_text = f"loss {finite_losses[0]:.3f} -> {finite_losses[-1]:.3f}" if finite_losses else "loss -"
+    yield f"{counted(result.steps, 'step')}{stopped_text}: {losses_text}, held out {held_out_text}"
     predicted = chosen.predicted
-    memory = result.memory.total_bytes if result.memory else None
+    memory_bytes = result.memory.total_bytes if result.memory else None
     yield Table.compared(
         [
             ("step", predicted.step_s, result.step_s, format_seconds),
             *utilisation_rows(predicted, result),
-            ("memory of a device", predicted.hbm_bytes_per_chip, memory, format_bytes),
+            ("memory of a device", predicted.hbm_bytes_per_chip, memory_bytes, format_bytes),
         ]
     )
     yield from speed_words(chosen, speed)
-    if (load := result.load_max_over_mean or 0) > UNEVEN:
-        notes = imbalance_notes(setting_of(chosen), chosen.strategy, imbalance=round(load, 2))
-        yield from (f"the busiest expert had {load:.3g} times the mean of rows; predicted: {note}" for note in notes)
+    if (ratio := result.load_max_over_mean or 0) > UNEVEN:
+        notes = imbalance_notes(setting_of(chosen), chosen.strategy, imbalance=round(ratio, 2))
+        yield from (f"the busiest expert had {ratio:.3g} times the mean of rows; predicted: {note}" for note in notes)
     if (result.mfu_causal or result.mfu or 0) > 1:
-        calibration = chosen.calibration.name if chosen.calibration else "the data sheet"
+        rates_name = chosen.calibration.name if chosen.calibration else "the data sheet"
         yield (
-            f"an MFU above 100%: the machine is faster than the plan's rates ({calibration}); it may have been busy "
+            f"an MFU above 100%: the machine is faster than the plan's rates ({rates_name}); it may have been busy "
             f"when they were measured. Remove them from {cache_folder()} and plan again to measure again."
         )
-    rate = or_dash(result.tokens_per_s, lambda tokens: f"{tokens:,.0f}")
+    rate_text = or_dash(result.tokens_per_s, lambda tokens: f"{tokens:,.0f}")
     yield Paragraph(
-        f"{rate} tokens/s; compiling took {format_seconds(result.compile_s)}; everything is in {result.run}", None
+        f"{rate_text} tokens/s; compiling took {format_seconds(result.compile_s)}; everything is in {result.run}", None
     )
     if result.skipped_records:
         yield f"left out {result.skipped_records} bad records of the data"
@@ -260,7 +260,7 @@ def speed_words(chosen: Plan, speed: float | None) -> Iterator[str]:
 
 def goodput_words(goodput: "Goodput") -> str:
     """Returns ``goodput 83%: 12 s of 14.5 s in steps, compiling 1.2 s, ...``: the parts of a hundredth or more."""
-    parts = {
+    seconds_by_part = {
         "compiling": goodput.compile_s,
         "evaluation": goodput.evaluation_s,
         "waiting for checkpoints": goodput.checkpoint_s,
@@ -268,6 +268,6 @@ def goodput_words(goodput: "Goodput") -> str:
         "start and files": goodput.other_s,
         f"{counted(goodput.lost_steps, 'step')} done again": goodput.lost_s,
     }
-    rest = [f"{name} {format_seconds(s)}" for name, s in parts.items() if s >= goodput.wall_s / 100]
-    in_steps = f"{format_seconds(goodput.steps_s)} of {format_seconds(goodput.wall_s)} in steps"
-    return f"goodput {goodput.share:.0%}: " + ", ".join([in_steps, *rest])
+    part_texts = [f"{name} {format_seconds(s)}" for name, s in seconds_by_part.items() if s >= goodput.wall_s / 100]
+    steps_text = f"{format_seconds(goodput.steps_s)} of {format_seconds(goodput.wall_s)} in steps"
+    return f"goodput {goodput.share:.0%}: " + ", ".join([steps_text, *part_texts])

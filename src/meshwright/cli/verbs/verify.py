@@ -53,20 +53,20 @@ def command(given: Given) -> Answer:
         raise InputError(f"--timeout {given.timeout:g} leaves the compiler no time. Give seconds above 0.")
     fields = read_fields(given.pairs)
     settings_from_table(fields["train"])
-    file = service_of(given)
-    if file:
-        return _service_answer(file, given)
+    service_file = service_of(given)
+    if service_file:
+        return _service_answer(service_file, given)
     setting, strategy, _ = resolve(given, fields, verb="verify", step=given.step)
     if not setting.job.trains and fields["train"]:
         name = next(iter(fields["train"]))
         raise InputError(f"--set train.{name} is a setting of training. Leave it out, or take --step train.")
     options = _options(given, fields["train"])
-    stored = msgspec.structs.replace(setting, storage=storage_of(given, setting.job))
-    proof = prove_strategy(stored, strategy, options)
-    refused = None if proof.runs else CannotRunError(proof.refusal)
+    stored_setting = msgspec.structs.replace(setting, storage=storage_of(given, setting.job))
+    proof = prove_strategy(stored_setting, strategy, options)
+    refusal = None if proof.runs else CannotRunError(proof.refusal)
     facts = proof_table(proof)
     rows = proof.traffic.rows if proof.traffic else ()
-    return Answer(facts, proof_text(proof), raw=[rows, [facts]], error=refused)
+    return Answer(facts, proof_text(proof), raw=[rows, [facts]], error=refusal)
 
 
 def _options(given: Given, settings: Mapping[str, Any]) -> ProofOptions:
@@ -89,16 +89,16 @@ def _service_answer(file: ServiceFile, given: Given) -> Answer:
             f"{given.what} says how a service is stored, and it has the steps decode and prefill. Take --step decode "
             f"or leave the options out."
         )
-    kinds: Mapping[str | None, Sequence[GenerationPhase]] = {None: PHASES, "prefill": ("prefill",)}
-    proofs = prove_service(file, kinds.get(given.step, ("decode",)), _options(given, {}))
+    phases_of_step: Mapping[str | None, Sequence[GenerationPhase]] = {None: PHASES, "prefill": ("prefill",)}
+    proofs = prove_service(file, phases_of_step.get(given.step, ("decode",)), _options(given, {}))
     pieces: list[Piece] = []
     rows = []
     for phase, proof in proofs.items():
         pieces += [*proof_text(proof), ""]
         rows += [{"step": phase, **asdict(row)} for row in (proof.traffic.rows if proof.traffic else ())]
-    refused = [CannotRunError(proof.refusal) for proof in proofs.values() if not proof.runs]
+    refusals = [CannotRunError(proof.refusal) for proof in proofs.values() if not proof.runs]
     facts = {str(phase): proof_table(proof) for phase, proof in proofs.items()}
-    return Answer(facts, pieces, raw=[rows], error=refused[0] if refused else None)
+    return Answer(facts, pieces, raw=[rows], error=refusals[0] if refusals else None)
 
 
 # -- what is printed ----------------------------------------------------------------------------------
@@ -115,18 +115,18 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
     """Yields the target and how far it was compiled, the memory, and the collectives with their differences."""
     request, outcome = proof.request, proof.outcome
     strategy, setting = request.strategy, request.setting
-    what = f"{setting.model.name} on {setting.cluster.short_name}, {request.step}: {mesh_words(strategy.mesh)}"
+    headline = f"{setting.model.name} on {setting.cluster.short_name}, {request.step}: {mesh_words(strategy.mesh)}"
     if request.step == "train":
-        choices = (words(strategy) for words in (microbatch_words, remat_words, sharding_words))
-        what += f"; {', '.join(filter(None, choices))}"
-    yield f"{what}; {format_count(setting.job.batch_seqs)} sequences of {format_count(setting.job.seq_len)}"
+        choices = (words_of(strategy) for words_of in (microbatch_words, remat_words, sharding_words))
+        headline += f"; {', '.join(filter(None, choices))}"
+    yield f"{headline}; {format_count(setting.job.batch_seqs)} sequences of {format_count(setting.job.seq_len)}"
     if request.form == "gspmd":
         yield Fact("form", "GSPMD: the derived shardings as constraints, collectives by the compiler")
     if outcome.lowered and proof.runs:
-        chips = f"{setting.cluster.num_chips:,} x {setting.cluster.chip.full_name or setting.cluster.chip.name}"
+        chips_text = f"{setting.cluster.num_chips:,} x {setting.cluster.chip.full_name or setting.cluster.chip.name}"
         if request.target.platform == "cpu":
-            chips = f"{request.target.num_devices:,} emulated CPU devices"
-        yield Fact("compiled", f"{HOW[request.depth]}, for {chips}")
+            chips_text = f"{request.target.num_devices:,} emulated CPU devices"
+        yield Fact("compiled", f"{HOW[request.depth]}, for {chips_text}")
     yield Fact(
         "took",
         f"{format_seconds(outcome.cpu_s)} of CPU, {format_bytes(outcome.max_rss_bytes)} of memory, "
@@ -136,7 +136,7 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
         yield Fact("note", request.target.note)
     if flags := outcome.compiler.used:
         yield Fact("options", ", ".join(f"{name}={str(value).lower()}" for name, value in flags.items()))
-    yield from (Fact("note", words) for words in outcome.compiler.notes)
+    yield from (Fact("note", note) for note in outcome.compiler.notes)
     if proof.memory is not None:
         yield from _memory_text(proof.memory)
     if proof.traffic is not None:
@@ -150,10 +150,10 @@ def proof_text(proof: "Proof") -> Iterator[Piece]:
 
 
 def _memory_text(memory: "MemoryComparison") -> Iterator[Piece]:
-    word = "fits" if memory.fits else "does not fit"
+    verdict = "fits" if memory.fits else "does not fit"
     yield Fact(
         "memory",
-        f"{word}: {format_bytes(memory.needed)} of {format_bytes(memory.available)} a chip; predicted "
+        f"{verdict}: {format_bytes(memory.needed)} of {format_bytes(memory.available)} a chip; predicted "
         f"{format_bytes(memory.predicted)} ({memory.error:+.1%})",
     )
     if memory.peak is not None:
@@ -199,20 +199,20 @@ def _overlap_text(found: "OverlapComparison") -> Iterator[Piece]:
     yield Table.of(found.rows, columns)
     priced, beside = found.priced, format_seconds(found.beside_s)
     hidden, alone, exposed = map(format_seconds, (priced.hidden_s, priced.alone_s, priced.exposed_step_s))
-    hides = f"{priced.hidden_s / priced.step_s:.0%} of its {format_seconds(priced.step_s)}"
+    share = f"{priced.hidden_s / priced.step_s:.0%} of its {format_seconds(priced.step_s)}"
     yield _wide(
         "as compiled",
-        f"compute runs beside {beside} of {alone} of communication; the price hides {hidden} ({hides}). If the rest "
+        f"compute runs beside {beside} of {alone} of communication; the price hides {hidden} ({share}). If the rest "
         f"overlaps with nothing, the step takes {exposed} (MFU {priced.exposed_mfu:.0%})",
     )
 
 
 def _products_text(found: "Products") -> Iterator[Piece]:
     """Yields FLOPs of matrix products, and the steps in which they are not as derived."""
-    share = found.compiled / found.derived - 1 if found.derived else 0.0
+    excess = found.compiled / found.derived - 1 if found.derived else 0.0
     yield _wide(
         "matrix products",
-        f"{_flops(found.compiled)} on a device, derived {_flops(found.derived)} ({share:+.2%})",
+        f"{_flops(found.compiled)} on a device, derived {_flops(found.derived)} ({excess:+.2%})",
     )
     for difference in found.differences[:SHOWN_PLACES]:
         yield _wide("", f"{difference.where}: {_flops(difference.compiled)}, derived {_flops(difference.derived)}")

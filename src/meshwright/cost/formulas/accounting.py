@@ -58,8 +58,8 @@ def attention_work(
     q, k, v are read and the result is written once; scores stay on chip. The intensity in bf16 is T S G / (T G + S):
     T G / (G + 1) in prefill, where T = S, and near G in generation, where T = 1. Source: exercise 4.4.
     """
-    moved = 2 * batch_seqs * head_dim * (queries * heads + keys * kv_heads) * element_bytes
-    return Work(flops=4 * batch_seqs * queries * keys * heads * head_dim, num_bytes=moved)
+    moved_bytes = 2 * batch_seqs * head_dim * (queries * heads + keys * kv_heads) * element_bytes
+    return Work(flops=4 * batch_seqs * queries * keys * heads * head_dim, num_bytes=moved_bytes)
 
 
 def attention_equal_len(model: Model) -> float:
@@ -87,12 +87,12 @@ def _layer_matrices(model: Model) -> list[Weight]:
 
 def _equal_len(model: Model, rows: list[Weight]) -> float:
     value_dim = model.v_head_dim if model.latent_attention else model.head_dim
-    keys = sum(row.num_active_params for row in rows) / (model.num_heads * (model.head_dim + value_dim))
-    window, near = model.sliding_window or math.inf, len(model.sliding_layers)
-    if not near or keys / model.num_layers <= window:
-        return keys / model.num_layers
-    far = model.num_layers - near
-    return (keys - near * window) / far if far else math.inf
+    equal_keys = sum(row.num_active_params for row in rows) / (model.num_heads * (model.head_dim + value_dim))
+    window, num_windowed = model.sliding_window or math.inf, len(model.sliding_layers)
+    if not num_windowed or equal_keys / model.num_layers <= window:
+        return equal_keys / model.num_layers
+    num_full = model.num_layers - num_windowed
+    return (equal_keys - num_windowed * window) / num_full if num_full else math.inf
 
 
 FLOP_PARTS = {
@@ -112,11 +112,11 @@ def forward_flops(model: Model, seq_len: int, *, causal: bool = False) -> dict[s
     flops = dict.fromkeys(("projections", "scores", "feed-forward", "vocabulary"), 0.0)
     for row in weight_table(model):
         if row.kind == "matrix" and row.part in FLOP_PARTS:
-            used = math.prod(row.shape) if row.tied_to else row.num_active_params
-            flops[FLOP_PARTS[row.part]] += 2.0 * used * seq_len
-    near = keys_per_query(seq_len, window=model.sliding_window, causal=causal)
-    sliding = len(model.sliding_layers) if model.sliding_window else 0
-    keys = (model.num_layers - sliding) * keys_per_query(seq_len, causal=causal) + sliding * near
+            num_used = math.prod(row.shape) if row.tied_to else row.num_active_params
+            flops[FLOP_PARTS[row.part]] += 2.0 * num_used * seq_len
+    window_keys = keys_per_query(seq_len, window=model.sliding_window, causal=causal)
+    num_windowed = len(model.sliding_layers) if model.sliding_window else 0
+    keys = (model.num_layers - num_windowed) * keys_per_query(seq_len, causal=causal) + num_windowed * window_keys
     value_dim = model.v_head_dim if model.latent_attention else model.head_dim
     flops["scores"] = 2.0 * seq_len * keys * model.num_heads * (model.head_dim + value_dim)
     return flops
@@ -128,20 +128,20 @@ def layer_traffic(model: Model, num_tokens: Number) -> dict[str, tuple[str, Numb
     Whole arrays count, as on a ring: once for a gather or a scatter, twice for an all-reduce. P are the weights of a
     layer, in the mean. Source: How to Scale Your Model, sections 5.1 to 5.3.
     """
-    weights = 2 * sum(row.num_params for row in weight_table(model) if row.layers) / model.num_layers
-    acts = 2 * num_tokens * model.d_model
+    weight_bytes = 2 * sum(row.num_params for row in weight_table(model) if row.layers) / model.num_layers
+    act_bytes = 2 * num_tokens * model.d_model
     traffic: dict[str, tuple[str, Number, str, Number]] = {
-        "data": ("nothing", 0, "sum 4P", 2 * weights),
-        "fsdp": ("gather 2P", weights, "gather 2P, scatter 2P", 2 * weights),
-        "tensor": ("gather 4BD, scatter 4BD", 4 * acts, "gather 4BD, scatter 4BD", 4 * acts),
-        "pipeline": ("send 2BD", acts, "send 2BD", acts),
+        "data": ("nothing", 0, "sum 4P", 2 * weight_bytes),
+        "fsdp": ("gather 2P", weight_bytes, "gather 2P, scatter 2P", 2 * weight_bytes),
+        "tensor": ("gather 4BD, scatter 4BD", 4 * act_bytes, "gather 4BD, scatter 4BD", 4 * act_bytes),
+        "pipeline": ("send 2BD", act_bytes, "send 2BD", act_bytes),
     }
     if not model.latent_attention:
-        ring = 4 * num_tokens * model.num_kv_heads * model.head_dim
-        traffic["context ring"] = ("keys, values 4BKH", ring, "and gradients 8BKH", 2 * ring)
+        ring_bytes = 4 * num_tokens * model.num_kv_heads * model.head_dim
+        traffic["context ring"] = ("keys, values 4BKH", ring_bytes, "and gradients 8BKH", 2 * ring_bytes)
     if model.num_experts:
-        sent = 2 * model.experts_per_token * acts
-        traffic["expert"] = ("to and from 4kBD", sent, "to and from 4kBD", sent)
+        sent_bytes = 2 * model.experts_per_token * act_bytes
+        traffic["expert"] = ("to and from 4kBD", sent_bytes, "to and from 4kBD", sent_bytes)
     return traffic
 
 
@@ -206,8 +206,8 @@ def saved_widths(
     for block in derived.blocks:
         for array in block.kept if block.is_layer else ():
             width = math.prod(sizes[dim] for dim in array.dims)
-            parts = model.num_layers * (tensor if "tensor" in array.spread else 1)
-            widths[array.name] = widths.get(array.name, 0) + Fraction(block.repeat * width, parts)
+            num_parts = model.num_layers * (tensor if "tensor" in array.spread else 1)
+            widths[array.name] = widths.get(array.name, 0) + Fraction(block.repeat * width, num_parts)
     return {name: int(width) if width.denominator == 1 else float(width) for name, width in widths.items()}
 
 
@@ -227,12 +227,12 @@ def kv_cache_bytes(model: Model, num_positions: Number, *, element_bytes: Number
 
     With latent attention the latent and the rotary key are kept instead: Rkv + Hr. Source: section 7.1.
     """
-    per_position = 2 * model.num_kv_heads * model.head_dim
+    position_elements = 2 * model.num_kv_heads * model.head_dim
     if model.latent_attention:
-        per_position = model.kv_lora_rank + model.qk_rope_head_dim
+        position_elements = model.kv_lora_rank + model.qk_rope_head_dim
     elements = cached_elements(
         num_positions,
-        per_position=per_position,
+        per_position=position_elements,
         num_layers=model.num_layers,
         window=model.sliding_window,
         num_local=len(model.sliding_layers),
@@ -254,7 +254,7 @@ def cached_elements(
     Elements of a position and layer are 2 N H with MHA, 2 K H with GQA, 2 H with MQA, Rkv + Hr with MLA. ``num_local``
     layers keep at most a ``window``; ``layers_per_cache`` neighbours have one cache. Source: sections 7.1.6 and 7.2.
     """
-    least = np.minimum if isinstance(num_positions, np.ndarray) else min
-    near = num_positions if window is None else least(num_positions, window)
-    elements = ((num_layers - num_local) * num_positions + num_local * near) * per_position
+    minimum = np.minimum if isinstance(num_positions, np.ndarray) else min
+    window_positions = num_positions if window is None else minimum(num_positions, window)
+    elements = ((num_layers - num_local) * num_positions + num_local * window_positions) * per_position
     return elements if layers_per_cache == 1 else elements / layers_per_cache

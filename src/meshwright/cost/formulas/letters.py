@@ -96,8 +96,8 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
     def tensor_most(self) -> float | None:
         """The size of ``tensor`` up to which its collectives hide; None where no form of it is known."""
         if self.alpha is not None:
-            most = limits.tensor_max_size(self.d_ff, self.alpha, self.tensor_axes)
-            return None if self.mixed_alpha is None else most
+            max_size = limits.tensor_max_size(self.d_ff, self.alpha, self.tensor_axes)
+            return None if self.mixed_alpha is None else max_size
         return None if self.domain_alpha is None else limits.tensor_max_size(self.d_ff, self.domain_alpha)
 
     @property
@@ -118,8 +118,8 @@ class Letters(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fsdp_most_chips(self) -> float:
         """Chips up to which FSDP alone is compute-bound, where `fsdp_alpha` is known."""
-        links = 1 if self.alpha is None else self.num_axes  # that FSDP alone uses at once
-        return limits.fsdp_max_chips(self.batch_tokens / self.sparsity, self.fsdp_alpha, links)
+        num_links = 1 if self.alpha is None else self.num_axes  # that FSDP alone uses at once
+        return limits.fsdp_max_chips(self.batch_tokens / self.sparsity, self.fsdp_alpha, num_links)
 
     @property
     def mixture(self) -> limits.Mixture:

@@ -60,16 +60,16 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
 
     def at(self, at: Letters) -> Limit | None:
         """Returns the limit with the letters' numbers; None if it does not apply."""
-        known = all(getattr(at, name) is not None for name in self.needs)
-        if not known or any(getattr(at, name) is not None for name in self.if_not):
+        is_known = all(getattr(at, name) is not None for name in self.needs)
+        if not is_known or any(getattr(at, name) is not None for name in self.if_not):
             return None
-        limit, here = _value(self.limit, at), _value(self.here, at)
+        limit, value = _value(self.limit, at), _value(self.here, at)
         return Limit(
             name=self.name,
             formula=self.formula if isinstance(self.formula, str) else self.formula(at),
             limit=limit,
-            here=here,
-            holds=None if not self.relation or math.isnan(here) else _HOLDS[self.relation](here, limit),
+            here=value,
+            holds=None if not self.relation or math.isnan(value) else _HOLDS[self.relation](value, limit),
             kind=self.kind,
             unit=self.unit,
             note=self.note if isinstance(self.note, str) else self.note(at),
@@ -108,43 +108,43 @@ _NO_TENSOR = "the closed forms with tensor are for dense layers and left out for
 
 def _pods_words(at: Letters, chips: float) -> str:
     """Says how many whole pods are within a bound on chips of one slice; "" where not even one is."""
-    whole = int(chips / at.pod_chips) if at.pod_chips else 0
-    return f"{whole} whole pod{'s' * (whole > 1)} of {at.pod_chips:,} chips" if whole else ""
+    num_pods = int(chips / at.pod_chips) if at.pod_chips else 0
+    return f"{num_pods} whole pod{'s' * (num_pods > 1)} of {at.pod_chips:,} chips" if num_pods else ""
 
 
 def _bubble_words(at: Letters) -> str:
-    idle = at.bubble_s / (at.bubble_s + at.num_microbatches * at.microbatch_s)  # type: ignore[operator]
-    return f"the {at.schedule} bubble is {idle:.1%} of its passes"
+    idle_share = at.bubble_s / (at.bubble_s + at.num_microbatches * at.microbatch_s)  # type: ignore[operator]
+    return f"the {at.schedule} bubble is {idle_share:.1%} of its passes"
 
 
 def _fewest_words(at: Letters) -> str:
     """Says how long the run would take on the fewest chips; "" if its length is not known."""
     if at.run_days is None or at.train_tokens is None:
         return ""
-    fewest = min_chips(_open(at.shared_bytes), _open(at.memory_bytes))
-    slow_s = rescaled_days(at.run_days, chips_from=at.all_chips, chips_to=fewest) * DAY_S
-    tokens = format_count(at.train_tokens)
-    return f"there {tokens} tokens would take {format_seconds(slow_s)} at this utilisation"
+    fewest_chips = min_chips(_open(at.shared_bytes), _open(at.memory_bytes))
+    slow_s = rescaled_days(at.run_days, chips_from=at.all_chips, chips_to=fewest_chips) * DAY_S
+    tokens_text = format_count(at.train_tokens)
+    return f"there {tokens_text} tokens would take {format_seconds(slow_s)} at this utilisation"
 
 
 def _tensor_words(at: Letters) -> str:
     """Says that groups of ``tensor`` leave their domain, or leave chips over."""
     if at.tensor is None:
         return ""
-    leaves = f"groups of {at.tensor} leave a domain of {at.domain}: the slower network binds, not W_nvlink"
-    over = f"{at.tensor} does not divide {at.num_chips:,} chips: X is no whole number"
-    crosses = at.domain is not None and at.all_chips > at.domain and at.domain % at.tensor > 0
-    return "; ".join([leaves] * crosses + [over] * (at.num_chips % at.tensor > 0))
+    leaves_text = f"groups of {at.tensor} leave a domain of {at.domain}: the slower network binds, not W_nvlink"
+    left_over_text = f"{at.tensor} does not divide {at.num_chips:,} chips: X is no whole number"
+    is_crossing = at.domain is not None and at.all_chips > at.domain and at.domain % at.tensor > 0
+    return "; ".join([leaves_text] * is_crossing + [left_over_text] * (at.num_chips % at.tensor > 0))
 
 
 def _fsdp_words(at: Letters) -> str:
-    bound = f"C / W_{at.link}" if at.alpha is None else f"alpha / {at.num_axes:g}"
-    return f"> {bound}{' x E/k' if at.sparsity > 1 else ''}"
+    bound_text = f"C / W_{at.link}" if at.alpha is None else f"alpha / {at.num_axes:g}"
+    return f"> {bound_text}{' x E/k' if at.sparsity > 1 else ''}"
 
 
 def _fsdp_chips_words(at: Letters) -> str:
-    most = f"B W_{at.link} / C" if at.alpha is None else f"{at.num_axes:g} B / alpha"
-    return f"< {most}{' x k/E' if at.sparsity > 1 else ''}"
+    max_text = f"B W_{at.link} / C" if at.alpha is None else f"{at.num_axes:g} B / alpha"
+    return f"< {max_text}{' x k/E' if at.sparsity > 1 else ''}"
 
 
 LIMITS: tuple[_Row, ...] = (

@@ -119,9 +119,9 @@ class MixedLayer(msgspec.Struct, frozen=True, kw_only=True):
 
     def comms_s(self, axis_bytes_per_s: Number, *, fsdp_axes: Number, tensor_axes: Number) -> Number:
         """Returns max(4 D F / (Y W M_X), 4 B D / (X W M_Y)); a term is nothing where its axis is 1."""
-        weights = 4 * self.d_model * self.d_ff / (self.tensor * axis_bytes_per_s * fsdp_axes) * (self.fsdp > 1)
-        acts = 4 * self.batch_tokens * self.d_model / (self.fsdp * axis_bytes_per_s * tensor_axes) * (self.tensor > 1)
-        return np.maximum(weights, acts)
+        weights_s = 4 * self.d_model * self.d_ff / (self.tensor * axis_bytes_per_s * fsdp_axes) * (self.fsdp > 1)
+        acts_s = 4 * self.batch_tokens * self.d_model / (self.fsdp * axis_bytes_per_s * tensor_axes) * (self.tensor > 1)
+        return np.maximum(weights_s, acts_s)
 
 
 def fsdp_roots_middle(batch_tokens: Number, alpha: Number, *, fsdp_axes: Number) -> Number:
@@ -136,8 +136,8 @@ def round_split(fsdp_size: float, num_chips: int) -> tuple[int, int]:
     """
     if fsdp_size <= 0 or num_chips < 1:
         raise InputError(f"cannot split {num_chips} chips by {fsdp_size:g}. Give positive sizes.")
-    largest = 2 ** int(math.log2(num_chips))
-    fsdp = min(largest, 2 ** max(0, round(math.log2(fsdp_size))))
+    max_size = 2 ** int(math.log2(num_chips))
+    fsdp = min(max_size, 2 ** max(0, round(math.log2(fsdp_size))))
     return fsdp, 2 ** int(math.log2(num_chips / fsdp))
 
 

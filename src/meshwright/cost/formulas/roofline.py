@@ -78,8 +78,8 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def bound_by(self) -> Any:
         """ "compute", or the channel's name; an array of them for array sizes."""
-        binds = np.where(self.math_s >= self.transfer_s, "compute", self.channel)
-        return binds if binds.ndim else str(binds)
+        bound_names = np.where(self.math_s >= self.transfer_s, "compute", self.channel)
+        return bound_names if bound_names.ndim else str(bound_names)
 
     @property
     def reached_flops_per_s(self) -> Number:
@@ -106,8 +106,8 @@ def channel_rate(chip: Chip, channel: Channel) -> float:
         raise InputError(f"unknown channel {channel!r}.{nearest(channel, _CHANNEL_FIGURES)}")
     links = {"ici": ("torus", "ICI"), "nvlink": ("switched", "NVLink")}
     if channel in links and chip.topology != links[channel][0]:
-        usable = next((name for name, (wiring, _) in links.items() if wiring == chip.topology), "hbm")
-        raise InputError(f"{chip.name} has no {links[channel][1]}. Use --channel {usable}.")
+        usable_channel = next((name for name, (wiring, _) in links.items() if wiring == chip.topology), "hbm")
+        raise InputError(f"{chip.name} has no {links[channel][1]}. Use --channel {usable_channel}.")
     return known(chip, _CHANNEL_FIGURES[channel])
 
 
@@ -156,10 +156,10 @@ def critical_size(
         known_dims = dict.fromkeys(d for array in arrays for d in array.dims)
         raise InputError(f"no array has the dim {dim!r}. Choose one of {', '.join(known_dims)}.")
     _check_sizes(arrays, unit_sizes)
-    growing: Number = sum(_size(a.dims, unit_sizes) * dtype_bytes(a.dtype) for a in arrays if dim in a.dims)
-    fixed: Number = sum(_size(a.dims, unit_sizes) * dtype_bytes(a.dtype) for a in arrays if dim not in a.dims)
-    hidden = einsum_work(operands, out, unit_sizes).flops / critical_intensity(peak_flops, bytes_per_s)
-    return fixed / (hidden - growing) if hidden > growing else math.inf
+    growing_bytes: Number = sum(_size(a.dims, unit_sizes) * dtype_bytes(a.dtype) for a in arrays if dim in a.dims)
+    fixed_bytes: Number = sum(_size(a.dims, unit_sizes) * dtype_bytes(a.dtype) for a in arrays if dim not in a.dims)
+    hidden_bytes = einsum_work(operands, out, unit_sizes).flops / critical_intensity(peak_flops, bytes_per_s)
+    return fixed_bytes / (hidden_bytes - growing_bytes) if hidden_bytes > growing_bytes else math.inf
 
 
 def critical_batch(
@@ -175,8 +175,8 @@ def critical_batch(
     B = critical intensity x weight bytes / 2, times E/k if each token uses k of E experts; only the weights'
     bytes count. Source: How to Scale Your Model, section 1.1.2, exercises 1.1, 1.2 and 4.8.
     """
-    dense = critical_intensity(peak_flops, bytes_per_s) * weight_bytes / 2
-    return dense * num_experts / active_experts
+    dense_tokens = critical_intensity(peak_flops, bytes_per_s) * weight_bytes / 2
+    return dense_tokens * num_experts / active_experts
 
 
 def critical_split_dim(
@@ -203,7 +203,7 @@ def _size(dims: Sequence[str] | Mapping[str, None], sizes: Mapping[str, Number])
 
 
 def _check_sizes(arrays: Sequence[Operand], sizes: Mapping[str, Number]) -> None:
-    missing = dict.fromkeys(dim for array in arrays for dim in array.dims if dim not in sizes)
-    if missing:
-        wanted = ",".join(f"{dim}=..." for dim in missing)
-        raise InputError(f"no size for {', '.join(missing)}. Give every dim: --dims {wanted}.")
+    missing_dims = dict.fromkeys(dim for array in arrays for dim in array.dims if dim not in sizes)
+    if missing_dims:
+        dims_text = ",".join(f"{dim}=..." for dim in missing_dims)
+        raise InputError(f"no size for {', '.join(missing_dims)}. Give every dim: --dims {dims_text}.")

@@ -55,18 +55,18 @@ def smallest_slice(chip: Chip, num_bytes: float) -> Cluster:
 
     Raises CannotRunError if a pod is too small. Source: section 8.1.1.
     """
-    fewest = max(1, min_chips(num_bytes, known(chip, "memory_bytes")))
-    count, most, domain = 2 ** math.ceil(math.log2(fewest)), chip.max_chips, chip.domain_chips
+    min_count = max(1, min_chips(num_bytes, known(chip, "memory_bytes")))
+    num_chips, max_count, domain_chips = 2 ** math.ceil(math.log2(min_count)), chip.max_chips, chip.domain_chips
     if chip.topology != "torus":
-        if domain is None or fewest <= domain:
-            return make_cluster(chip, (min(domain or count, count),))
-        return make_cluster(chip, (domain, 2 ** math.ceil(math.log2(fewest / domain))))
-    while most is None or count <= most:
-        cluster = slice_shapes(chip, count)[0]
+        if domain_chips is None or min_count <= domain_chips:
+            return make_cluster(chip, (min(domain_chips or num_chips, num_chips),))
+        return make_cluster(chip, (domain_chips, 2 ** math.ceil(math.log2(min_count / domain_chips))))
+    while max_count is None or num_chips <= max_count:
+        cluster = slice_shapes(chip, num_chips)[0]
         if is_offered(chip, cluster.shape):
             return cluster
-        count *= 2
-    raise CannotRunError(f"{num_bytes:.3g} bytes need {fewest:,} chips; no slice of {chip.name} has as many.")
+        num_chips *= 2
+    raise CannotRunError(f"{num_bytes:.3g} bytes need {min_count:,} chips; no slice of {chip.name} has as many.")
 
 
 # -- one step -------------------------------------------------------------------------------------------
@@ -111,9 +111,9 @@ class DecodeStep(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def longest(self) -> Number:
         """The part that takes longest: "kv_cache", "weights" or "compute"; an array of them for array sizes."""
-        products = np.where(self.flops_s > self.weights_s, "compute", "weights")
-        longest = np.where(self.kv_s > np.maximum(self.flops_s, self.weights_s), "kv_cache", products)
-        return longest if longest.ndim else str(longest)
+        longest_product = np.where(self.flops_s > self.weights_s, "compute", "weights")
+        longest_part = np.where(self.kv_s > np.maximum(self.flops_s, self.weights_s), "kv_cache", longest_product)
+        return longest_part if longest_part.ndim else str(longest_part)
 
     @property
     def tokens_per_s(self) -> Number:
@@ -128,8 +128,8 @@ class DecodeStep(msgspec.Struct, frozen=True, kw_only=True):
     def speedups(self, acceptance: Number, *, draft_cost: Number) -> np.ndarray:
         """Returns how many times faster each number of ``DRAFTS`` makes generation, see `speculation_speedup`; a step
         that checks K + 1 tokens takes the FLOPs of as many, and reads weights and caches once."""
-        checks = msgspec.structs.replace(self, active_params=self.active_params * (DRAFTS + 1)).time_s / self.time_s
-        return np.asarray(speculation_speedup(acceptance, DRAFTS, draft_cost=draft_cost, verify_cost=checks))
+        cost = msgspec.structs.replace(self, active_params=self.active_params * (DRAFTS + 1)).time_s / self.time_s
+        return np.asarray(speculation_speedup(acceptance, DRAFTS, draft_cost=draft_cost, verify_cost=cost))
 
 
 def experts_read(num_tokens: Number, *, num_experts: Number, active_experts: Number) -> Number:
@@ -213,8 +213,8 @@ class WeightStationary(msgspec.Struct, frozen=True, kw_only=True):
 
         Three axes and F = 4 D give sqrt(128 / N) B D / W.
         """
-        wide, narrow = self.d_model / (self.wide_axes * over_d), self.d_ff * over_d / self.num_chips
-        return 4 * batch_seqs * (wide + narrow) / axis_bytes_per_s
+        wide_dim, narrow_dim = self.d_model / (self.wide_axes * over_d), self.d_ff * over_d / self.num_chips
+        return 4 * batch_seqs * (wide_dim + narrow_dim) / axis_bytes_per_s
 
     def tensor_comms_s(self, batch_seqs: Number, *, axis_bytes_per_s: Number) -> Number:
         """Returns the seconds of the gather and scatter if F alone is split, over all axes: 4 B D / (M W)."""
@@ -301,8 +301,8 @@ def expected_tokens(acceptance: Number, num_drafts: Number) -> Number:
     K + 1 if all are right. Source: Leviathan et al. 2022, equation 1; How to Scale Your Model, section 7.2.1.
     """
     a = np.asarray(acceptance, dtype=float)
-    sure = a == 1
-    tokens = np.where(sure, num_drafts + 1, (1 - a ** (num_drafts + 1)) / np.where(sure, 1, 1 - a))
+    is_sure = a == 1
+    tokens = np.where(is_sure, num_drafts + 1, (1 - a ** (num_drafts + 1)) / np.where(is_sure, 1, 1 - a))
     return tokens if tokens.ndim else float(tokens)
 
 

@@ -66,8 +66,8 @@ class BlockMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     def segment_repeats(self, share: Number) -> Number:
         """Returns the repeats from one kept input to the next in a run of a share of the repeats."""
-        held = share * self.repeat
-        return np.sqrt(held) if self.segment == "sqrt" else np.minimum(int(self.segment or 1), held)
+        held_repeats = share * self.repeat
+        return np.sqrt(held_repeats) if self.segment == "sqrt" else np.minimum(int(self.segment or 1), held_repeats)
 
 
 class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,8 +105,8 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
 
     def optimizer_bytes(self, pipeline: PipelineCost) -> Number:
         """Returns the bytes of optimizer state that one chip updates: moments and, if there are any, master weights."""
-        masters = self.elements("optimizer", pipeline) * master_bytes(self.state)
-        return masters + self.elements("moments", pipeline) * moment_bytes(self.state)
+        master_state_bytes = self.elements("optimizer", pipeline) * master_bytes(self.state)
+        return master_state_bytes + self.elements("moments", pipeline) * moment_bytes(self.state)
 
     def items(self, pipeline: PipelineCost = ONE_STAGE, offload: tuple[str, ...] = ()) -> dict[str, Number]:
         """Returns the bytes per chip of each item; their sum must fit.
@@ -122,17 +122,17 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
         taken to have the most layers, the most microbatches in flight and the ends of `PipelineCost.ends_held`.
         Offloading leaves the buffers of two repeats on the chip.
         """
-        state, alone = STATE_BYTES[self.state], pipeline.in_lockstep & pipeline.is_one
-        several = np.asarray(pipeline.microbatches) > 1
+        state, one_stage = STATE_BYTES[self.state], pipeline.in_lockstep & pipeline.is_one
+        has_several = np.asarray(pipeline.microbatches) > 1
         in_stages = pipeline.in_lockstep & ~pipeline.is_one
-        accumulated = DTYPE_BYTES["fp32"] * (several | in_stages) * (state["gradients"] < DTYPE_BYTES["fp32"])
+        accumulated = DTYPE_BYTES["fp32"] * (has_several | in_stages) * (state["gradients"] < DTYPE_BYTES["fp32"])
         # the first of two is no loop, and its gradients become the sum, if they are not scattered in every microbatch
         unscattered = self.elements("gradients", pipeline) > self.elements("optimizer", pipeline)
-        of_two = alone & (np.asarray(pipeline.microbatches) == 2) & unscattered
-        single = np.where((in_stages | of_two) & (accumulated > 0), 0.0, state["gradients"])
+        is_first_of_two = one_stage & (np.asarray(pipeline.microbatches) == 2) & unscattered
+        single = np.where((in_stages | is_first_of_two) & (accumulated > 0), 0.0, state["gradients"])
         share, optimizer = pipeline.share(self.num_layers), self.optimizer_bytes(pipeline)
         gradients = np.where(
-            alone & ~several, self.elements("optimizer", pipeline), self.elements("gradients", pipeline)
+            one_stage & ~has_several, self.elements("optimizer", pipeline), self.elements("gradients", pipeline)
         )
         chunks = np.asarray(pipeline.chunks)
         saved = total(layer.saved_bytes(share, pipeline.stash, chunks) for layer in self.layers)
@@ -159,40 +159,40 @@ class MemoryParts(msgspec.Struct, frozen=True, kw_only=True):
     def _fullest_moment(self, pipeline: PipelineCost, gradients: Number, saved: Number) -> tuple[Number, ...]:
         """Returns the bytes of activations, gradients, logits, gathered weights and temporary results when they are
         most together: while the head, the layers or the embedding run, or after all."""
-        state, alone = STATE_BYTES[self.state], pipeline.in_lockstep & pipeline.is_one
-        several = np.asarray(pipeline.microbatches) > 1
+        state, one_stage = STATE_BYTES[self.state], pipeline.in_lockstep & pipeline.is_one
+        has_several = np.asarray(pipeline.microbatches) > 1
         share, chunks = pipeline.share(self.num_layers), np.asarray(pipeline.chunks)
-        waiting = total(pipeline.pending_stash * share * layer.pending_bytes for layer in self.layers)
+        pending = total(pipeline.pending_stash * share * layer.pending_bytes for layer in self.layers)
         running = total(layer.saved_bytes(share, pipeline.running_stash, chunks) for layer in self.layers)
         ends = self.shared_bytes + total(end.kept_bytes for end in self.ends)
-        activations, again = saved + waiting + ends, total(layer.segment_bytes(share / chunks) for layer in self.layers)
+        activations, rerun = saved + pending + ends, total(layer.segment_bytes(share / chunks) for layer in self.layers)
         logits = pipeline.ends_held([block.logits_bytes for block in (*self.layers, *self.ends)]) + self.chunk_bytes
-        none, head, embed = 0.0 * logits, _most(self.ends[1:]), _most(self.ends[:1])
-        whole = gradients + np.where(alone, self.tied_bytes, 0.0)
+        zero, head_bytes, embed_bytes = 0.0 * logits, _most(self.ends[1:]), _most(self.ends[:1])
+        all_grads = gradients + np.where(one_stage, self.tied_bytes, 0.0)
         # one microbatch makes its gradients behind the head, and scatters each at once
-        of_head = (activations, np.where(alone & ~several, 0.0, gradients), logits, *head)
+        of_head = (activations, np.where(one_stage & ~has_several, 0.0, gradients), logits, *head_bytes)
         gathered, working = _most(self.layers)
         # the logits are gone before the layers run backward, and what these kept before the embedding does
-        of_layers = (activations + again + running, whole, none, gathered, working + self._chunk_copies(pipeline))
-        of_embedding = (np.where(alone, ends, activations), whole, none, *embed)
+        of_layers = (activations + rerun + running, all_grads, zero, gathered, working + self._chunk_copies(pipeline))
+        of_embedding = (np.where(one_stage, ends, activations), all_grads, zero, *embed_bytes)
         moments = [of_head, of_layers, of_embedding]
         if self.on_cpus:
             # a microbatch adds its gradients to a wide sum when it has all; sums over replicas take memory of their own
             is_wide = state["gradients"] >= DTYPE_BYTES["fp32"]
-            wide = alone * several * is_wide * self.elements("gradients", pipeline) * DTYPE_BYTES["fp32"]
-            moments[1:] = [(held, gradient + wide, *rest) for held, gradient, *rest in moments[1:]]
-            sums = self.elements("optimizer", pipeline) * state["gradients"] * pipeline.sums_last
-            moments += [(none, gradients + sums, none, none, none)]
+            wide_sums = one_stage * has_several * is_wide * self.elements("gradients", pipeline) * DTYPE_BYTES["fp32"]
+            moments[1:] = [(kept_bytes, gradient + wide_sums, *rest) for kept_bytes, gradient, *rest in moments[1:]]
+            sum_bytes = self.elements("optimizer", pipeline) * state["gradients"] * pipeline.sums_last
+            moments += [(zero, gradients + sum_bytes, zero, zero, zero)]
         return functools.reduce(_fuller, moments)
 
     def _chunk_copies(self, pipeline: PipelineCost) -> Number:
         """Returns the bytes of a run's weights, where a device has several, and of its gradients before they are added.
         One program of all stages holds them besides the whole arrays."""
         chunks, width = np.asarray(pipeline.chunks), STATE_BYTES[self.state]["weights"]
-        parts = {part: total(layer.elements[part] for layer in self.layers) for part in ("weights", "gradients")}
-        copies = parts["weights"] * (chunks > 1) + parts["gradients"]
+        elements_of = {part: total(layer.elements[part] for layer in self.layers) for part in ("weights", "gradients")}
+        num_elements = elements_of["weights"] * (chunks > 1) + elements_of["gradients"]
         share = pipeline.share(self.num_layers) / chunks
-        return np.where(pipeline.is_one | (not pipeline.in_lockstep), 0.0, copies * share * width)
+        return np.where(pipeline.is_one | (not pipeline.in_lockstep), 0.0, num_elements * share * width)
 
 
 def _fuller(one: tuple[Number, ...], other: tuple[Number, ...]) -> tuple[Number, ...]:
@@ -206,9 +206,9 @@ def _most(blocks: tuple[BlockMemory, ...]) -> tuple[Number, Number]:
     gathered: Number = 0.0
     working: Number = 0.0
     for block in blocks:
-        larger = block.gathered_bytes + block.working_bytes > gathered + working
-        gathered = np.where(larger, block.gathered_bytes, gathered)
-        working = np.where(larger, block.working_bytes, working)
+        is_larger = block.gathered_bytes + block.working_bytes > gathered + working
+        gathered = np.where(is_larger, block.gathered_bytes, gathered)
+        working = np.where(is_larger, block.working_bytes, working)
     return gathered, working
 
 
@@ -219,9 +219,9 @@ def total_bytes(items: dict[str, Number]) -> Number:
 
 def memory_limit(cluster: Cluster, calibration: Calibration | None = None) -> float:
     """Returns the bytes that a program may fill on one chip; infinity for this machine if its memory is not known."""
-    measured = calibration or datasheet_calibration(cluster.chip)
+    rates = calibration or datasheet_calibration(cluster.chip)
     try:
-        return memory_bytes(cluster.chip, measured)
+        return memory_bytes(cluster.chip, rates)
     except InputError:
         if cluster.kind == "host":
             return float("inf")

@@ -45,11 +45,11 @@ def copied_weights(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple
         return block.repeat * _retiled_bytes(block, derived, sizes), 0.0
     if not (sizes.on_cpus and block.is_layer and trains_in(derived)):
         return 0.0, 0.0
-    alone, layer_bytes = written_out(derived, sizes), _retiled_bytes(block, derived, sizes)
+    is_written_out, layer_bytes = written_out(derived, sizes), _retiled_bytes(block, derived, sizes)
     # CPUs multiply in float32, so XLA widens the weights of all layers before their loop
     if sizes.width < DTYPE_BYTES["fp32"]:
         return block.repeat * layer_bytes * widening(sizes), 0.0
-    return block.repeat * layer_bytes * alone, layer_bytes * (1 - alone)
+    return block.repeat * layer_bytes * is_written_out, layer_bytes * (1 - is_written_out)
 
 
 def widening(sizes: OpSizes) -> float:
@@ -59,18 +59,18 @@ def widening(sizes: OpSizes) -> float:
 
 def written_out(derived: Derived, sizes: OpSizes) -> Any:
     """1 where a CPU runs its layers without a loop (`parallel.passes`), else 0."""
-    again = any(step.phase == "recompute" for block in derived.blocks if block.is_layer for step in block.backward)
-    few = all(span.repeats <= MAX_WRITTEN_OUT for stack in derived.program.stacks for span in spans(stack.layers))
-    loops = any(block.segment is not None for block in derived.blocks)
-    return np.where(product(sizes.mesh.values()) == 1, 1.0, 0.0) * (few and not again and not loops)
+    has_reruns = any(step.phase == "recompute" for block in derived.blocks if block.is_layer for step in block.backward)
+    has_few = all(span.repeats <= MAX_WRITTEN_OUT for stack in derived.program.stacks for span in spans(stack.layers))
+    has_loops = any(block.segment is not None for block in derived.blocks)
+    return np.where(product(sizes.mesh.values()) == 1, 1.0, 0.0) * (has_few and not has_reruns and not has_loops)
 
 
 def turned_operands(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """Returns the bytes of a layer's kept operands of products for weight gradients, which CPUs transpose."""
     gradient_names = {array.name for array in gradient_arrays(derived).values()}
     products = (step for step in block.backward if not step.is_collective and step.result.name in gradient_names)
-    read = dict.fromkeys(array for step in products for array in step.inputs if array in block.kept)
-    return total(sizes.bytes(array) for array in read)
+    operands = dict.fromkeys(array for step in products for array in step.inputs if array in block.kept)
+    return total(sizes.bytes(array) for array in operands)
 
 
 def _retiled_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
@@ -88,14 +88,14 @@ def copied_experts(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Numbe
     and with an exchange the gradients, to which those of further rounds are added."""
     if not (sizes.on_gpus or sizes.on_cpus):
         return 0.0
-    experts = [name for name in weights_of(derived, block) if derived.declared[name].dims[0] == "E"]
-    moved = {s.result.name: moves(s, sizes) for s in block.forward if s.op == "all_gather"}
+    expert_names = [name for name in weights_of(derived, block) if derived.declared[name].dims[0] == "E"]
+    gathered = {s.result.name: moves(s, sizes) for s in block.forward if s.op == "all_gather"}
     # rows without room go in further rounds, whose gradients are added up
     exchanged = largest(moves(step, sizes) for step in block.forward if step.op == "all_to_all")
     gradients = gradient_arrays(derived)
     return total(
-        sizes.bytes(derived.declared[name]) * (1 - moved.get(name, 0)) + sizes.bytes(gradients[name]) * exchanged
-        for name in experts
+        sizes.bytes(derived.declared[name]) * (1 - gathered.get(name, 0)) + sizes.bytes(gradients[name]) * exchanged
+        for name in expert_names
         if name in gradients
     )
 
@@ -108,8 +108,8 @@ def turned_bytes(gathers: dict[ShardedArray, Step], gathered: dict[ShardedArray,
             size * _ends_within_tiles(gathers[array].inputs[0], gathers[array], sizes)
             for array, size in gathered.items()
         )
-    turned = (size for array, size in gathered.items() if array.dims[0] == "E" != gathers[array].dim)
-    return largest(turned) if sizes.on_gpus else 0.0
+    expert_bytes = (size for array, size in gathered.items() if array.dims[0] == "E" != gathers[array].dim)
+    return largest(expert_bytes) if sizes.on_gpus else 0.0
 
 
 def _ends_within_tiles(shard: ShardedArray, step: Step, sizes: OpSizes) -> Any:
@@ -124,16 +124,16 @@ def training_scratch_bytes(step: Step, sizes: OpSizes) -> Number:
         return kind_of(step).scratch_bytes(step, sizes)
     if step.op != "reduce_scatter" or not sizes.tile_rows:
         return 0.0
-    copies = _copies_of_scattered(step, sizes)
-    return sizes.bytes(step.inputs[0]) * moves(step, sizes) * (copies + (step.scope == "step") * (copies > 0))
+    num_copies = _copies_of_scattered(step, sizes)
+    return sizes.bytes(step.inputs[0]) * moves(step, sizes) * (num_copies + (step.scope == "step") * (num_copies > 0))
 
 
 def _copies_of_scattered(step: Step, sizes: OpSizes) -> Number:
     """Returns how many copies of an array exist while TPUs scatter it: one where rows are added to its shards, one
     where several mesh axes fill the chips and are put into the order of the links, and one for both where shards have
     fewer rows than a tile."""
-    within = _ends_within_tiles(step.result, step, sizes)
-    counts = [np.asarray(sizes.mesh[axis]) for axis in step.axes]
-    several = sum(count > 1 for count in counts) > 1
-    fills = product(counts) == product(sizes.mesh.values())
-    return np.where(sizes.local(step.result)[step.dim] < STORED_ROWS, 1.0, 1.0 * within + several * fills)
+    in_tile = _ends_within_tiles(step.result, step, sizes)
+    axis_sizes = [np.asarray(sizes.mesh[axis]) for axis in step.axes]
+    has_several = sum(axis_size > 1 for axis_size in axis_sizes) > 1
+    fills = product(axis_sizes) == product(sizes.mesh.values())
+    return np.where(sizes.local(step.result)[step.dim] < STORED_ROWS, 1.0, 1.0 * in_tile + has_several * fills)

@@ -26,8 +26,8 @@ def stored_bytes(array: ShardedArray, sizes: OpSizes) -> Number:
     num_bytes = sizes.elements(array) * (DTYPE_BYTES[array.dtype] if array.dtype else sizes.width)
     if not sizes.tile_rows or len(array.dims) < 2:
         return num_bytes
-    padded = [np.ceil(size / LANES) * LANES / size for size in map(np.asarray, sizes.local(array).values())]
-    return num_bytes * np.minimum.reduce(np.broadcast_arrays(*padded))
+    padding_factors = [np.ceil(size / LANES) * LANES / size for size in map(np.asarray, sizes.local(array).values())]
+    return num_bytes * np.minimum.reduce(np.broadcast_arrays(*padding_factors))
 
 
 def cache_bytes(derived: Derived, sizes: OpSizes) -> Number:
@@ -44,10 +44,10 @@ def _tiles(array: ShardedArray, sizes: OpSizes) -> Number:
     """Returns the rows of whole tiles over the heads of a slot, where these are a tile on TPUs: `cache_layout`."""
     if not sizes.tile_rows or len(array.dims) < 4:
         return 1.0
-    heads, packed = sizes.local(array)[array.dims[2]], WORD_BYTES / DTYPE_BYTES[array.dtype]
-    rows = np.clip(2 ** np.ceil(np.log2(heads)), packed, SUBLANES)
+    heads, word_heads = sizes.local(array)[array.dims[2]], WORD_BYTES / DTYPE_BYTES[array.dtype]
+    tile_heads = np.clip(2 ** np.ceil(np.log2(heads)), word_heads, SUBLANES)
     # heads that do not fill a word lie outside of slots, and take their bytes
-    return np.where(heads >= np.maximum(packed, 2), np.ceil(heads / rows) * rows / heads, 1.0)
+    return np.where(heads >= np.maximum(word_heads, 2), np.ceil(heads / tile_heads) * tile_heads / heads, 1.0)
 
 
 def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
@@ -59,37 +59,37 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     experts make of rows that were gathered is made a shard at a time and joined. GPUs transpose matrices that are
     gathered along another dim than their first, of all layers at once.
     """
-    few = np.asarray(sizes.rows_each) <= 1
-    weights = weights_of(derived, block) if block.is_layer else ()
-    matrices = [derived.declared[name] for name in weights]
+    has_few_rows = np.asarray(sizes.rows_each) <= 1
+    weight_names = weights_of(derived, block) if block.is_layer else ()
+    matrices = [derived.declared[name] for name in weight_names]
     experts = [array for array in matrices if array.dims[0] == "E"]
-    wide = [a for a in matrices if a.dtype == "int4" or (a in experts and a.dtype in ("int8", "fp8"))]
+    quantised = [a for a in matrices if a.dtype == "int4" or (a in experts and a.dtype in ("int8", "fp8"))]
     # each is widened once the rows of its product are there, so one at a time
-    widened = largest(sizes.elements(array) * sizes.width for array in wide)
-    copied: Number = 0.0
+    widened_bytes = largest(sizes.elements(array) * sizes.width for array in quantised)
+    num_bytes: Number = 0.0
     if sizes.on_gpus:
-        copied = widened + sizes.total(*matrices)
+        num_bytes = widened_bytes + sizes.total(*matrices)
     elif sizes.tile_rows:
-        copied = widened + np.where(few, 0.0, sizes.total(*experts))
+        num_bytes = widened_bytes + np.where(has_few_rows, 0.0, sizes.total(*experts))
     if sizes.tile_rows:
         # writes of int8 latents and the kernel that reads them want other tiles
         latents = (derived.declared[name] for name in caches_of(block.block))
-        turned = total(sizes.bytes(array) for array in latents if array.dtype == "int8" and len(array.dims) == 3)
-        copied = copied + np.where(few, block.repeat * turned, 0.0)
+        int8_bytes = total(sizes.bytes(array) for array in latents if array.dtype == "int8" and len(array.dims) == 3)
+        num_bytes = num_bytes + np.where(has_few_rows, block.repeat * int8_bytes, 0.0)
     gathers = [s for s in block.forward if s.is_collective and s.op == "all_gather"]
     if slots := [step for step in gathers if step.dim == "C"]:
         results = (s.result for s in block.forward if not s.is_collective and kind_of(s).is_einsum)
-        joined = largest(sizes.bytes(array) for array in results if "C" in array.dims)
-        copied = copied + joined * moves(slots[0], sizes)
+        joined_bytes = largest(sizes.bytes(array) for array in results if "C" in array.dims)
+        num_bytes = num_bytes + joined_bytes * moves(slots[0], sizes)
     if sizes.tile_rows:
         steps = (s for s in block.forward if not s.is_collective and not kind_of(s).is_einsum)
-        added = [s.result for s in steps if any(a.dims[0] == "E" and "C" not in a.dims for a in s.inputs[1:])]
-        copied = copied + sizes.total(*added[:-1])
+        biased = [s.result for s in steps if any(a.dims[0] == "E" and "C" not in a.dims for a in s.inputs[1:])]
+        num_bytes = num_bytes + sizes.total(*biased[:-1])
     if sizes.on_gpus:
         # XLA does this before the loop over layers
-        turned = (s for s in gathers if s.result.name in weights and s.dim != s.result.dims[0])
-        copied = copied + block.repeat * total(sizes.bytes(s.inputs[0]) * moves(s, sizes) for s in turned)
-    return copied
+        turned = (s for s in gathers if s.result.name in weight_names and s.dim != s.result.dims[0])
+        num_bytes = num_bytes + block.repeat * total(sizes.bytes(s.inputs[0]) * moves(s, sizes) for s in turned)
+    return num_bytes
 
 
 def moves(step: Step, sizes: OpSizes) -> Any:
@@ -108,7 +108,7 @@ def scratch_bytes(step: Step, sizes: OpSizes) -> Number:
 def widened_results(steps: tuple[Step, ...], sizes: OpSizes) -> dict[ShardedArray, float]:
     """Maps results of products with quantised weights to how much wider GPUs hold them: in float32, until they are
     scaled as they are read."""
-    scaled = (
+    scaled_steps = (
         (s for s in steps if not s.is_collective and kind_of(s).is_einsum and s.inputs[2:]) if sizes.on_gpus else ()
     )
-    return {step.result: DTYPE_BYTES["fp32"] / sizes.width for step in scaled if not step.result.dtype}
+    return {step.result: DTYPE_BYTES["fp32"] / sizes.width for step in scaled_steps if not step.result.dtype}

@@ -64,23 +64,23 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
         if weight := derived.weights.get(name):
             assert moments is not None
             arrays = ((declared,), (gradients[name],), (weight.shard,), moments(weight))
-            counts = [sum(sizes.elements(array) for array in group) for group in arrays]
+            elements_of_part = [sum(sizes.elements(array) for array in group) for group in arrays]
         else:
-            counts = [stored_bytes(declared, sizes) / sizes.width]
-        of_block = elements[block.name]
-        for part, count in zip(STATE_PARTS, counts, strict=False):
-            of_block[part] = of_block[part] + block.repeat * count
+            elements_of_part = [stored_bytes(declared, sizes) / sizes.width]
+        block_elements = elements[block.name]
+        for part, num_elements in zip(STATE_PARTS, elements_of_part, strict=False):
+            block_elements[part] = block_elements[part] + block.repeat * num_elements
     return elements
 
 
 def _tied_bytes(derived: Derived, sizes: OpSizes) -> Number:
-    ends = (block for block in derived.blocks if not block.is_layer)
-    used = Counter(name for block in ends for name in weights_of(derived, block) if name in derived.weights)
+    end_blocks = (block for block in derived.blocks if not block.is_layer)
+    num_uses = Counter(name for block in end_blocks for name in weights_of(derived, block) if name in derived.weights)
     gradients = gradient_arrays(derived)
-    tied = [name for name, count in used.items() if count > 1]
+    tied = [name for name, count in num_uses.items() if count > 1]
     # which CPUs shard, or add to other gradients, only then
-    later = total(sizes.elements(derived.weights[name].shard) for name in tied) if sizes.on_cpus else 0.0
-    return (total(sizes.elements(gradients[name]) for name in tied) - later) * sizes.width
+    deferred = total(sizes.elements(derived.weights[name].shard) for name in tied) if sizes.on_cpus else 0.0
+    return (total(sizes.elements(gradients[name]) for name in tied) - deferred) * sizes.width
 
 
 def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements: dict[str, Number]) -> BlockMemory:
@@ -94,8 +94,8 @@ def _block_memory(block: BlockSteps, derived: Derived, sizes: OpSizes, elements:
     gathers = {
         step.result: step for step in block.forward if step.op == "all_gather" and is_weight(step.result, derived)
     }
-    wide = widening(sizes)
-    gathered = {array: sizes.bytes(array) * moves(step, sizes) * wide for array, step in gathers.items() if trains}
+    factor = widening(sizes)
+    gathered = {array: sizes.bytes(array) * moves(step, sizes) * factor for array, step in gathers.items() if trains}
     return BlockMemory(
         repeat=block.repeat,
         segment=block.segment,
@@ -119,27 +119,27 @@ def _kept_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> tuple[Nu
     A gather or slice over one device returns its input, so its result counts only if there are several devices.
     Results that a backward step overwrites (the slopes of a fused head) count as its cotangents.
     """
-    in_place = {step.inputs[0] for step in block.backward if not step.is_collective and kind_of(step).in_place}
-    steps = {array: step for step in block.forward for array in step.results}
+    overwritten = {step.inputs[0] for step in block.backward if not step.is_collective and kind_of(step).in_place}
+    step_of = {array: step for step in block.forward for array in step.results}
     kept_bytes: dict[bool, Number] = {False: 0.0, True: 0.0}
     for array in block.kept:
         is_logits = array.name == "logits"
-        if is_weight(array, derived) or (array in in_place and not is_logits):
+        if is_weight(array, derived) or (array in overwritten and not is_logits):
             continue
-        step, count = steps.get(array), 1
+        step, num_copies = step_of.get(array), 1
         # its input is kept itself, or existed before the block ran
-        if step and step.only_moves and (step.inputs[0] in block.kept or step.inputs[0] not in steps):
-            count = moves(step, sizes)
-        kept_bytes[is_logits] = kept_bytes[is_logits] + sizes.bytes(array) * count
+        if step and step.only_moves and (step.inputs[0] in block.kept or step.inputs[0] not in step_of):
+            num_copies = moves(step, sizes)
+        kept_bytes[is_logits] = kept_bytes[is_logits] + sizes.bytes(array) * num_copies
     return block.repeat * kept_bytes[False], block.repeat * kept_bytes[True]
 
 
 def _pending_bytes(block: BlockSteps, sizes: OpSizes) -> Number:
     """Returns the bytes that all repeats keep from the pass for input gradients to the pass for weight gradients."""
-    steps = {array: step for step in (*block.forward, *block.backward) for array in step.results}
-    pending, handed = 0.0, block.split.handed if block.split else ()
-    for array in handed:
-        step = steps.get(array)
-        count = moves(step, sizes) if step and step.only_moves and step.inputs[0] in handed else 1
-        pending = pending + sizes.bytes(array) * count
-    return block.repeat * pending
+    step_of = {array: step for step in (*block.forward, *block.backward) for array in step.results}
+    pending_bytes, handed_over = 0.0, block.split.handed if block.split else ()
+    for array in handed_over:
+        step = step_of.get(array)
+        num_copies = moves(step, sizes) if step and step.only_moves and step.inputs[0] in handed_over else 1
+        pending_bytes = pending_bytes + sizes.bytes(array) * num_copies
+    return block.repeat * pending_bytes

@@ -40,9 +40,9 @@ def working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     """
     if block.rerun is not None:
         # layers that run again leave nothing but their stream
-        parts = (block.backward[: block.num_again], block.backward[block.num_again :])
-        alone = (msgspec.structs.replace(block, backward=steps, num_again=0, rerun=None) for steps in parts)
-        return largest(working_set(part, derived, sizes) for part in alone)
+        passes = (block.backward[: block.num_again], block.backward[block.num_again :])
+        pass_blocks = (msgspec.structs.replace(block, backward=steps, num_again=0, rerun=None) for steps in passes)
+        return largest(working_set(pass_block, derived, sizes) for pass_block in pass_blocks)
     steps = block.backward if trains_in(derived) else block.forward
     changes: list[list[Number]] = [[] for _ in range(len(steps) + 1)]
     lives = _lives(steps, block, derived)
@@ -53,26 +53,26 @@ def working_set(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     logits = next(
         (s for s in steps if not s.is_collective and kind_of(s).in_place and s.inputs[0].name == "logits"), None
     )
-    held = _held_cotangent(logits, sizes) if logits else 1
+    held_share = _held_cotangent(logits, sizes) if logits else 1
     widened = {} if trains_in(derived) else widened_results(steps, sizes)
-    wide = widening(sizes) if trains_in(derived) else 1
+    width_factor = widening(sizes) if trains_in(derived) else 1
     for array, life in lives.items():
         # capped logits are made in float32, of which the cotangent is a part, wherever it is made
-        share = held if logits and array == logits.result and not logits.details.softcap else 1
-        share = share * widened.get(array, 1 if array.dtype else wide)
-        for number, amount in _comes_and_goes(array, life, lives, sizes):
-            changes[number].append(amount * share)
+        factor = held_share if logits and array == logits.result and not logits.details.softcap else 1
+        factor = factor * widened.get(array, 1 if array.dtype else width_factor)
+        for step_number, change_bytes in _comes_and_goes(array, life, lives, sizes):
+            changes[step_number].append(change_bytes * factor)
     if logits:
         # which another item counts; their cotangent takes their place
-        changes[steps.index(logits) + 1].append(-sizes.bytes(logits.inputs[0]) * held)
-    alive: Number = 0.0
-    most: Number = 0.0
-    for step, amounts in zip(steps, changes, strict=False):
-        for amount in amounts:
-            alive = alive + amount
-        scratch = training_scratch_bytes(step, sizes) if trains_in(derived) else scratch_bytes(step, sizes)
-        most = np.maximum(most, alive + scratch)
-    return most
+        changes[steps.index(logits) + 1].append(-sizes.bytes(logits.inputs[0]) * held_share)
+    live_bytes: Number = 0.0
+    max_bytes: Number = 0.0
+    for step, byte_changes in zip(steps, changes, strict=False):
+        for change_bytes in byte_changes:
+            live_bytes = live_bytes + change_bytes
+        scratch_size = training_scratch_bytes(step, sizes) if trains_in(derived) else scratch_bytes(step, sizes)
+        max_bytes = np.maximum(max_bytes, live_bytes + scratch_size)
+    return max_bytes
 
 
 def _until_rows_are_back(lives: dict[ShardedArray, "_Life"], steps: tuple[Step, ...], derived: Derived) -> None:
@@ -91,13 +91,13 @@ def _until_products_run(lives: dict[ShardedArray, "_Life"], steps: tuple[Step, .
     """Extends the lives of operands of products for weight gradients to the next step that is no product: CPUs run
     first what more steps wait for."""
     gradients = {array.name for array in gradient_arrays(derived).values()}
-    until = len(steps) - 1
+    last_use = len(steps) - 1
     for number, step in reversed([(number, step) for number, step in enumerate(steps) if not step.is_collective]):
         if not kind_of(step).is_einsum:
-            until = number
+            last_use = number
         elif step.result.name in gradients:
             for array in lives.keys() & {*step.inputs}:
-                lives[array].end = max(lives[array].end, until)
+                lives[array].end = max(lives[array].end, last_use)
 
 
 def _held_cotangent(step: Step, sizes: OpSizes) -> Number:
@@ -123,11 +123,11 @@ def _comes_and_goes(
     size = sizes.bytes(array)
     if life.source is None:
         return [(life.start, size), (life.end + 1, -size)]
-    moved = size * moves(life.source, sizes)
-    source = lives.get(life.source.inputs[0])
-    if source is None or source.end >= life.end:
-        return [(life.start, moved), (life.end + 1, -moved)]
-    return [(life.start, moved), (source.end + 1, size - moved), (life.end + 1, -size)]
+    moved_bytes = size * moves(life.source, sizes)
+    source_life = lives.get(life.source.inputs[0])
+    if source_life is None or source_life.end >= life.end:
+        return [(life.start, moved_bytes), (life.end + 1, -moved_bytes)]
+    return [(life.start, moved_bytes), (source_life.end + 1, size - moved_bytes), (life.end + 1, -size)]
 
 
 def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict[ShardedArray, _Life]:
@@ -137,8 +137,8 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
     alone gathers each weight for its product, which counts here.
     """
     shared = (derived.shared[name] for name in derived.program.inputs_from_earlier_stacks(block.name))
-    held = {*block.kept, *(array for result in shared for array in (result.given, result.cotangent))}
-    elsewhere = {*held, *(derived.declared.values() if trains_in(derived) else ())}
+    kept_arrays = {*block.kept, *(array for result in shared for array in (result.given, result.cotangent))}
+    counted_elsewhere = {*kept_arrays, *(derived.declared.values() if trains_in(derived) else ())}
 
     def is_state(array: ShardedArray) -> bool:
         is_counted = trains_in(derived) or array == derived.declared.get(array.name)
@@ -152,10 +152,10 @@ def _lives(steps: tuple[Step, ...], block: BlockSteps, derived: Derived) -> dict
         for array in step.inputs:
             if array in lives:
                 lives[array].end = number
-            elif array not in elsewhere and not is_state(array):
+            elif array not in counted_elsewhere and not is_state(array):
                 lives[array] = _Life(0, number)  # the cotangent or the stream that enters the block
         for array in step.results:
-            if array not in lives and array not in held and not is_state(array):
-                moves = step.only_moves
-                lives[array] = _Life(number, number, step if moves else None)
+            if array not in lives and array not in kept_arrays and not is_state(array):
+                is_move = step.only_moves
+                lives[array] = _Life(number, number, step if is_move else None)
     return lives

@@ -111,30 +111,30 @@ def leg_rates(
         legs = [_calibrated(leg, calibration) for leg in legs]
     inner = [leg for leg in legs if leg.level in _INNER]
     outer = [leg for leg in legs if leg.level not in _INNER]
-    num_inner, num_outer = (product(leg.size for leg in side) for side in (inner, outer))
-    size = num_inner * num_outer
-    gather_in, exchange_in = _inner_term(inner, size), _exchange_term(inner, num_inner)
+    num_inner, num_outer = (product(leg.size for leg in side_legs) for side_legs in (inner, outer))
+    group_size = num_inner * num_outer
+    gather_in, exchange_in = _inner_term(inner, group_size), _exchange_term(inner, num_inner)
     gather_out, exchange_out = _outer_terms(outer, num_inner)
-    summed = product(leg.later for leg in inner) > 1
-    scatter_in = (1 + summed) * gather_in if scatters == "once" else _scatter_term(inner, size)
-    gather = _larger(gather_in, gather_out)
-    exchange = _larger(exchange_in / num_outer, exchange_out)
-    floor = sum(leg.hops * (leg.size > 1) * leg.hop_s for leg in legs)
-    setup: Number = 0.0
+    has_two_turns = product(leg.later for leg in inner) > 1
+    scatter_in = (1 + has_two_turns) * gather_in if scatters == "once" else _scatter_term(inner, group_size)
+    gather_term = _larger(gather_in, gather_out)
+    exchange_term = _larger(exchange_in / num_outer, exchange_out)
+    hops_s = sum(leg.hops * (leg.size > 1) * leg.hop_s for leg in legs)
+    setup_s: Number = 0.0
     if legs[0].level != "ici" and calibration is not None and calibration.efficiency.overlap is not None:
         # started and finished by kernels, in which no bytes move; a ring's hops work while its bytes follow
-        setup, floor = floor, 0.0
-    inside, outside = (side[0].level if side else "none" for side in (inner, outer))
-    gather_level = _binding((gather_in, inside), (gather_out, outside))
-    exchange_level = _binding((exchange_in / num_outer, inside), (exchange_out, outside))
-    scatter_level = _binding((scatter_in, inside), (gather_out, outside))
+        setup_s, hops_s = hops_s, 0.0
+    inner_level, outer_level = (side_legs[0].level if side_legs else "none" for side_legs in (inner, outer))
+    gather_level = _binding((gather_in, inner_level), (gather_out, outer_level))
+    exchange_level = _binding((exchange_in / num_outer, inner_level), (exchange_out, outer_level))
+    scatter_level = _binding((scatter_in, inner_level), (gather_out, outer_level))
     return GroupRates(
-        size=size,
+        size=group_size,
         kinds={
-            "all_gather": KindRate(gather, floor, setup, level=gather_level),
-            "reduce_scatter": KindRate(_larger(scatter_in, gather_out), floor, setup, level=scatter_level),
-            "all_reduce": KindRate(2 * gather, 2 * floor, 2 * setup, level=gather_level),
-            "all_to_all": KindRate(exchange, floor, setup, level=exchange_level),
+            "all_gather": KindRate(gather_term, hops_s, setup_s, level=gather_level),
+            "reduce_scatter": KindRate(_larger(scatter_in, gather_out), hops_s, setup_s, level=scatter_level),
+            "all_reduce": KindRate(2 * gather_term, 2 * hops_s, 2 * setup_s, level=gather_level),
+            "all_to_all": KindRate(exchange_term, hops_s, setup_s, level=exchange_level),
             "permute": _permute_rate(legs),
         },
         ring_links=_ring_links(legs),
@@ -143,8 +143,8 @@ def leg_rates(
 
 def _calibrated(leg: Leg, calibration: Calibration) -> Leg:
     """Returns a leg with the calibration's share of its bandwidth and, if there is one, latency of a hop."""
-    reached = leg.bytes_per_s * getattr(calibration.efficiency, leg.level)
-    return replace(leg, bytes_per_s=reached, hop_s=calibration.hop_s.get(leg.level, leg.hop_s))
+    bytes_per_s = leg.bytes_per_s * getattr(calibration.efficiency, leg.level)
+    return replace(leg, bytes_per_s=bytes_per_s, hop_s=calibration.hop_s.get(leg.level, leg.hop_s))
 
 
 def _outer_terms(legs: Sequence[Leg], num_inner: Number) -> tuple[Number, Number]:
@@ -153,14 +153,14 @@ def _outer_terms(legs: Sequence[Leg], num_inner: Number) -> tuple[Number, Number
     Traffic to outer levels also passes the levels before them. With p members inside a level and n in the group, a
     chip carries 1/p - 1/n of the gathered array through that level, and (1 - p/n)/n of an AllToAll's array.
     """
-    size = num_inner * product(leg.size for leg in legs)
-    inside, gather, exchange = num_inner, 0.0, 0.0
+    group_size = num_inner * product(leg.size for leg in legs)
+    members_inside, gather, exchange = num_inner, 0.0, 0.0
     for leg in legs:
         # a level that the group does not use cannot bind, whatever outer levels carry
-        used = leg.size > 1
-        gather = _larger(gather, used * (1 / inside - 1 / size) / leg.bytes_per_s)
-        exchange = _larger(exchange, used * (1 - inside / size) / size / leg.bytes_per_s)
-        inside = inside * leg.size
+        is_used = leg.size > 1
+        gather = _larger(gather, is_used * (1 / members_inside - 1 / group_size) / leg.bytes_per_s)
+        exchange = _larger(exchange, is_used * (1 - members_inside / group_size) / group_size / leg.bytes_per_s)
+        members_inside = members_inside * leg.size
     return gather, exchange
 
 
@@ -170,23 +170,23 @@ def _inner_term(legs: Sequence[Leg], size: Number) -> Number:
 
     What comes from other domains and slices passes these links too.
     """
-    width: Number = sum((1 + leg.wraps) * leg.bytes_per_s / leg.sharing * (leg.size > 1) for leg in legs)
-    closed: Number = sum(leg.wraps * (leg.size > 1) for leg in legs) > 0
+    bytes_per_s: Number = sum((1 + leg.wraps) * leg.bytes_per_s / leg.sharing * (leg.size > 1) for leg in legs)
+    has_ring: Number = sum(leg.wraps * (leg.size > 1) for leg in legs) > 0
     # a group of one has width 0 and moves nothing, and the divisor must not be 0
-    return (width > 0) * (size - 1 + closed) / size / (width + (width == 0))
+    return (bytes_per_s > 0) * (size - 1 + has_ring) / size / (bytes_per_s + (bytes_per_s == 0))
 
 
 def _exchange_term(legs: Sequence[Leg], size: Number) -> Number:
     """Returns the seconds per byte of an AllToAll over the ``size`` devices of the innermost level alone."""
-    exchange: Number = 0.0
+    slowest_term: Number = 0.0
     for leg in legs:
         rate = leg.bytes_per_s / leg.sharing
         if leg.level == "nvlink":
             return (size - 1) / size / rate / size
         # this axis exchanges the share of the array that one line of chips along it has
-        busiest = busiest_link_share(leg.size, leg.wraps) * leg.size / size
-        exchange = _larger(exchange, busiest * (leg.size > 1) / rate / leg.twist_gain)
-    return exchange
+        busiest_share = busiest_link_share(leg.size, leg.wraps) * leg.size / size
+        slowest_term = _larger(slowest_term, busiest_share * (leg.size > 1) / rate / leg.twist_gain)
+    return slowest_term
 
 
 def _scatter_term(legs: Sequence[Leg], size: Number) -> Number:
@@ -195,10 +195,10 @@ def _scatter_term(legs: Sequence[Leg], size: Number) -> Number:
 
     Of a leg that it crosses in both turns, the first has every so many chips, and the later one neighbours.
     """
-    first = [replace(leg, size=leg.size // leg.later, sharing=leg.sharing * leg.later) for leg in legs]
-    later = [replace(leg, size=leg.later, wraps=leg.wraps & (leg.later == leg.size)) for leg in legs]
-    before, rest = (product(leg.size for leg in turn) for turn in (first, later))
-    return _inner_term(first, size // rest) + _inner_term(later, rest) / before
+    first_legs = [replace(leg, size=leg.size // leg.later, sharing=leg.sharing * leg.later) for leg in legs]
+    later_legs = [replace(leg, size=leg.later, wraps=leg.wraps & (leg.later == leg.size)) for leg in legs]
+    num_first, num_later = (product(leg.size for leg in turn_legs) for turn_legs in (first_legs, later_legs))
+    return _inner_term(first_legs, size // num_later) + _inner_term(later_legs, num_later) / num_first
 
 
 def busiest_link_share(size: Number, wraps: Any) -> Number:
@@ -219,7 +219,7 @@ def _permute_rate(legs: Sequence[Leg]) -> KindRate:
     terms = [((leg.size > 1) / (leg.bytes_per_s / leg.sharing), leg.level) for leg in legs]
     floors = [(leg.size > 1) * leg.sharing * leg.hop_s for leg in legs]
     return KindRate(
-        functools.reduce(_larger, (seconds for seconds, _ in terms)),
+        functools.reduce(_larger, (seconds_per_byte for seconds_per_byte, _ in terms)),
         setup_s=functools.reduce(_larger, floors),
         level=_binding(*terms),
     )
@@ -227,35 +227,35 @@ def _permute_rate(legs: Sequence[Leg]) -> KindRate:
 
 def _ring_links(legs: Sequence[Leg]) -> Number:
     """Links of a device that a ring can use at once: 2 if all axes are closed torus axes of over two chips, else 1."""
-    both: Number = 1
+    is_two_way: Number = 1
     for leg in legs:
-        both = both * ((leg.size == 1) | (leg.wraps & (leg.size > 2) & (leg.level == "ici")))
-    return 1 + both
+        is_two_way = is_two_way * ((leg.size == 1) | (leg.wraps & (leg.size > 2) & (leg.level == "ici")))
+    return 1 + is_two_way
 
 
 def received_share(kind: str, size: Number) -> Number:
     """Returns the bytes that each device must receive as a share of ``array_bytes``; measured rates count these."""
-    once = (size - 1) / size
+    all_but_own = (size - 1) / size
     if kind == "all_reduce":
-        return 2 * once
+        return 2 * all_but_own
     if kind == "all_to_all":
-        return once / size
-    return 1.0 * (size > 1) if kind == "permute" else once
+        return all_but_own / size
+    return 1.0 * (size > 1) if kind == "permute" else all_but_own
 
 
 def _host_rates(leg: Leg, calibration: Calibration | None) -> GroupRates:
     if calibration is None:
         raise InputError("the devices of this machine have no data sheet. Measure them and give a calibration.")
-    kinds = {}
+    rate_of_kind = {}
     for kind in COLLECTIVES:
         if any(rate.kind == kind for rate in calibration.collectives):
             measured = collective_rate(calibration, kind, leg.size)
-            kinds[str(kind)] = KindRate(
+            rate_of_kind[str(kind)] = KindRate(
                 received_share(kind, leg.size) / measured.bytes_per_s, 0.0, measured.latency_s, "host"
             )
-    if not kinds:
+    if not rate_of_kind:
         collective_rate(calibration, "all_gather", leg.size)
-    return GroupRates(size=leg.size, kinds=kinds)
+    return GroupRates(size=leg.size, kinds=rate_of_kind)
 
 
 def latency_bound_bytes(link_bytes_per_s: Number, *, hop_s: float = 1e-6, num_shards: Number = 1) -> Number:
@@ -274,8 +274,8 @@ def ring_link_share(kind: CollectiveKind, size: Number, *, two_way: bool) -> Num
     """
     if kind == "all_to_all" and two_way:
         return busiest_link_share(size, wraps=True)
-    factors = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 0.5}
-    return factors[kind] / (1 + two_way) * (size - 1) / size
+    factor_of_kind = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 0.5}
+    return factor_of_kind[kind] / (1 + two_way) * (size - 1) / size
 
 
 def _larger(first: Number, second: Number) -> Number:
@@ -287,8 +287,8 @@ def _larger(first: Number, second: Number) -> Number:
 
 def _binding(*terms: tuple[Number, str]) -> Any:
     """Returns the level that takes longest, of (seconds, level) from inside out; of equal ones the inner level."""
-    longest, chosen = terms[0][0], np.where(np.asarray(terms[0][0]) > 0, terms[0][1], "none")
-    for seconds, level in terms[1:]:
-        chosen = np.where(seconds > longest, level, chosen)
-        longest = _larger(longest, seconds)
-    return chosen if chosen.ndim else str(chosen)
+    longest_time, binding_level = terms[0][0], np.where(np.asarray(terms[0][0]) > 0, terms[0][1], "none")
+    for time, level in terms[1:]:
+        binding_level = np.where(time > longest_time, level, binding_level)
+        longest_time = _larger(longest_time, time)
+    return binding_level if binding_level.ndim else str(binding_level)

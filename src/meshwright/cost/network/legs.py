@@ -73,42 +73,42 @@ def legs_of_links(placement: Placement, axes: Iterable[str]) -> tuple[Leg | None
     A leg that reaches the outermost factor spans the physical axis, so it wraps if the axis wraps. Factors inside it
     that are not in the group are other groups on the same links (``sharing``). Raises InputError for an unknown axis.
     """
-    chosen = frozenset(axes)
-    unknown = chosen.difference(placement.mesh)
-    if unknown:
-        name = min(unknown)
+    group = frozenset(axes)
+    unknown_axes = group.difference(placement.mesh)
+    if unknown_axes:
+        name = min(unknown_axes)
         raise InputError(f"{name!r} is not an axis of the mesh.{nearest(name, placement.mesh)}")
-    closes, gain = _twist(placement.links, chosen)
-    link, later = _later(placement.links, chosen)
-    return tuple(_merged_leg(axis, chosen, closes, gain, later if axis.name == link else 1) for axis in placement.links)
+    closes, gain = _twist(placement.links, group)
+    link, later = _later(placement.links, group)
+    return tuple(_merged_leg(axis, group, closes, gain, later if axis.name == link else 1) for axis in placement.links)
 
 
 def turns_text(placement: Placement, axes: Iterable[str]) -> str:
     """Returns how a ReduceScatter of a group of mesh axes runs in two turns, and why; "" if it runs at once."""
-    name, chips = _later(placement.links, frozenset(axes))
-    if chips == 1:
+    name, num_chips = _later(placement.links, frozenset(axes))
+    if num_chips == 1:
         return ""
-    whole = any(link.name == name and link.size == chips for link in placement.links)
-    last = f"{name} last" if whole else f"{chips} neighbours on {name} last"
-    return f"reduce_scatter in two turns, {last}: at once, libtpu makes an all_reduce of it"
+    is_whole_axis = any(link.name == name and link.size == num_chips for link in placement.links)
+    last_text = f"{name} last" if is_whole_axis else f"{num_chips} neighbours on {name} last"
+    return f"reduce_scatter in two turns, {last_text}: at once, libtpu makes an all_reduce of it"
 
 
 def slice_turns_text(cluster: Cluster) -> str:
     """Returns `turns_text` of all chips of a cluster as part of a sentence, "" if they scatter at once."""
-    placed = physical_placement(cluster)
-    text = turns_text(placed, placed.mesh)
+    placement = physical_placement(cluster)
+    text = turns_text(placement, placement.mesh)
     return text and f"; {text}"
 
 
 def _later(links: Sequence[Link], chosen: frozenset[str]) -> tuple[str, int]:
     """Returns the `second_turn` of a group's ReduceScatter: a torus axis and a number of its chips."""
     torus = [link for link in reversed(links) if link.level == "ici" and not link.sums_at_once]
-    crossed = ((link.name, [size for axis, size in link.parts if axis in chosen and size > 1]) for link in torus)
-    factors = {name: sizes for name, sizes in crossed if sizes}
+    link_sizes = ((link.name, [size for axis, size in link.parts if axis in chosen and size > 1]) for link in torus)
+    factors = {name: sizes for name, sizes in link_sizes if sizes}
     if len(factors) < 2:
         return "", 1
-    used = {link.name for link in torus if any(axis not in chosen and size > 1 for axis, size in link.parts)}
-    return second_turn(factors, used)
+    shared = {link.name for link in torus if any(axis not in chosen and size > 1 for axis, size in link.parts)}
+    return second_turn(factors, shared)
 
 
 def _twist(links: Sequence[Link], chosen: frozenset[str]) -> tuple[bool, float]:
@@ -118,33 +118,33 @@ def _twist(links: Sequence[Link], chosen: frozenset[str]) -> tuple[bool, float]:
     """
     if not any(link.twisted for link in links):
         return True, 1.0
-    torus = [link for link in links if link.level == "ici"]
-    whole = {link.name for link in torus if all(axis in chosen for axis, _ in link.parts)}
-    if not all(link.name in whole for link in torus if not link.twisted):
+    torus_links = [link for link in links if link.level == "ici"]
+    whole_links = {link.name for link in torus_links if all(axis in chosen for axis, _ in link.parts)}
+    if not all(link.name in whole_links for link in torus_links if not link.twisted):
         return False, 1.0
-    num_short = sum(link.twisted for link in torus)
+    num_short = sum(link.twisted for link in torus_links)
     gain = TWIST_GAIN["k x k x 2k" if num_short == 2 else "k x 2k x 2k"]
-    return True, gain if len(whole) == len(torus) else 1.0
+    return True, gain if len(whole_links) == len(torus_links) else 1.0
 
 
 @functools.lru_cache(maxsize=1 << 14)
 def _merged_leg(link: Link, chosen: frozenset[str], closes: bool, gain: float, later: int) -> Leg | None:
-    size = stride = between = sharing = 1
-    hops, outermost = 0, False
+    size = stride = num_groups = sharing = 1
+    hops, is_in_group = 0, False
     for axis, factor in reversed(link.parts):
-        outermost = axis in chosen
-        if outermost:
+        is_in_group = axis in chosen
+        if is_in_group:
             size *= factor
             hops += (factor - 1) * stride
-            sharing = between
+            sharing = num_groups
         else:
-            between *= factor
+            num_groups *= factor
         stride *= factor
     if size == 1:
         return None
     if link.level != "ici":
         return switched(link, size)
-    wraps = link.wraps and outermost and (closes or not link.twisted)
+    wraps = link.wraps and is_in_group and (closes or not link.twisted)
     return Leg(
         level="ici",
         size=size,

@@ -47,15 +47,15 @@ class TorusWidth(msgspec.Struct, frozen=True, kw_only=True):
 def torus_width(cluster: Cluster) -> TorusWidth | None:
     """Returns W of a slice's axes; None if no torus axis has several chips, or the rate of a link is not known."""
     rings = sorted((wraps for size, wraps in zip(cluster.shape, cluster.wraps, strict=True) if size > 1), reverse=True)
-    link = cluster.chip.ici_link_bytes_per_s
-    if cluster.kind != "torus" or link is None or not rings:
+    link_rate = cluster.chip.ici_link_bytes_per_s
+    if cluster.kind != "torus" or link_rate is None or not rings:
         return None
-    closed = rings[0]
-    words = "both ways" if closed else "one way, no axis wraps around"
+    has_ring = rings[0]
+    way_words = "both ways" if has_ring else "one way, no axis wraps around"
     return TorusWidth(
-        bytes_per_s=(1 + closed) * link,
-        axes=tuple((1 + wraps) / (1 + closed) for wraps in rings),
-        words=words + (", a line counts as half an axis" if closed and not rings[-1] else ""),
+        bytes_per_s=(1 + has_ring) * link_rate,
+        axes=tuple((1 + wraps) / (1 + has_ring) for wraps in rings),
+        words=way_words + (", a line counts as half an axis" if has_ring and not rings[-1] else ""),
     )
 
 
@@ -72,7 +72,7 @@ def physical_links(cluster: Cluster) -> tuple[Link, ...]:
 def _torus_links(cluster: Cluster) -> tuple[Link, ...]:
     chip = cluster.chip
     rate = known(chip, "ici_link_bytes_per_s") if math.prod(cluster.shape) > 1 else 1.0
-    longest = max(cluster.shape)
+    max_size = max(cluster.shape)
     axes = tuple(
         Link(
             name=TORUS_AXES[i],
@@ -81,7 +81,7 @@ def _torus_links(cluster: Cluster) -> tuple[Link, ...]:
             bytes_per_s=rate,
             wraps=wraps,
             hop_s=chip.ici_hop_s,
-            twisted=cluster.twisted and size < longest,
+            twisted=cluster.twisted and size < max_size,
             sums_at_once=chip.variant == "book",
         )
         for i, (size, wraps) in enumerate(zip(cluster.shape, cluster.wraps, strict=True))
@@ -99,11 +99,11 @@ def _switched_links(cluster: Cluster) -> tuple[Link, ...]:
     """Returns the domain on the chip's own links, then each network level; oversubscription divides a rate."""
     chip, links = cluster.chip, []
     for number, (name, size) in enumerate(zip(cluster.level_names, cluster.shape, strict=True)):
-        figures = cluster.levels[number] if cluster.levels else None
-        rate = figures.bytes_per_s if figures else None
+        level = cluster.levels[number] if cluster.levels else None
+        rate = level.bytes_per_s if level else None
         if rate is None:
             rate = known(chip, "nic_bytes_per_s" if number else "nvlink_bytes_per_s") if size > 1 else 1.0
-        hop_s = figures.hop_s if figures else None
+        hop_s = level.hop_s if level else None
         if hop_s is None:
             hop_s = chip.network_hop_s if number else chip.nvlink_hop_s
         links.append(
@@ -111,7 +111,7 @@ def _switched_links(cluster: Cluster) -> tuple[Link, ...]:
                 name=name,
                 level="network" if number else "nvlink",
                 size=size,
-                bytes_per_s=rate / (figures.oversubscription if figures else 1.0),
+                bytes_per_s=rate / (level.oversubscription if level else 1.0),
                 hop_s=hop_s,
             )
         )

@@ -47,9 +47,9 @@ def place_axes(cluster: Cluster, mesh: Mapping[str, int]) -> tuple[Placement, ..
     The outermost factors of the major-most axes cross slices.
     """
     if math.prod(mesh.values()) != cluster.num_chips:
-        shape = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+        mesh_text = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
         raise InputError(
-            f"mesh {shape} has {math.prod(mesh.values())} devices, but {cluster.short_name} has {cluster.num_chips}"
+            f"mesh {mesh_text} has {math.prod(mesh.values())} devices, but {cluster.short_name} has {cluster.num_chips}"
             " chips. Make the two equal."
         )
     # axes of size 1 take no link, and leaving them out lets equal meshes share one cached search
@@ -68,14 +68,14 @@ def place_mesh(cluster: Cluster, mesh: Mapping[str, int]) -> Placement:
     free have no name. Switches use the first chips and domains. Raises CannotRunError for a mesh larger than the
     cluster, InputError for one that neither fits so nor divides it.
     """
-    needed = math.prod(mesh.values())
-    if needed > cluster.num_chips:
+    num_needed = math.prod(mesh.values())
+    if num_needed > cluster.num_chips:
         raise CannotRunError(
-            f"the mesh has {needed} devices, but {cluster.short_name} has {cluster.num_chips} chips. "
+            f"the mesh has {num_needed} devices, but {cluster.short_name} has {cluster.num_chips} chips. "
             f"Name a larger cluster or a smaller mesh."
         )
     if cluster.kind != "torus":
-        laid = place_axes(_first_chips(cluster, needed), mesh)[0]
+        laid = place_axes(_first_chips(cluster, num_needed), mesh)[0]
         return replace(laid, links=tuple(replace(a, size=n) for a, n in zip(laid.links, cluster.shape, strict=True)))
     names, shape = (*mesh, *("",) * (len(cluster.shape) - len(mesh))), cluster.shape
     orders = [
@@ -84,16 +84,16 @@ def place_mesh(cluster: Cluster, mesh: Mapping[str, int]) -> Placement:
         if all(mesh.get(a, 1) <= size for a, size in zip(order, shape, strict=True))
     ]
     if not orders:
-        free = {} if cluster.num_chips % needed else {"": cluster.num_chips // needed}
-        return replace(place_axes(cluster, {**free, **mesh})[0], mesh=dict(mesh))
+        free_axis = {} if cluster.num_chips % num_needed else {"": cluster.num_chips // num_needed}
+        return replace(place_axes(cluster, {**free_axis, **mesh})[0], mesh=dict(mesh))
     order = max(orders, key=lambda axes: sum(mesh.get(a, 1) == size for a, size in zip(axes, shape, strict=True)))
     links = physical_links(cluster)
-    inside = [
+    slice_links = [
         replace(link, parts=_parts(("", -(-link.size // mesh.get(axis, 1))), (axis, mesh.get(axis, 1))))
         for axis, link in zip(order, links, strict=False)
     ]
-    slices = [replace(link, parts=_parts(("", link.size))) for link in links[len(shape) :]]
-    return Placement(mesh=dict(mesh), links=(*inside, *slices))
+    dcn_links = [replace(link, parts=_parts(("", link.size))) for link in links[len(shape) :]]
+    return Placement(mesh=dict(mesh), links=(*slice_links, *dcn_links))
 
 
 def _parts(*found: tuple[str, int]) -> Parts:
@@ -102,12 +102,12 @@ def _parts(*found: tuple[str, int]) -> Parts:
 
 def _first_chips(cluster: Cluster, needed: int) -> Cluster:
     """Returns the first chips of a host, or the first domains of switches; the whole cluster if they fill none."""
-    shape, left = [], needed
+    shape, num_left = [], needed
     for size in cluster.shape:
-        shape.append(min(left, size))
-        if left % shape[-1]:
+        shape.append(min(num_left, size))
+        if num_left % shape[-1]:
             return cluster
-        left //= shape[-1]
+        num_left //= shape[-1]
     return cluster.part(tuple(shape))
 
 
@@ -127,45 +127,45 @@ def _named(links: tuple[Link, ...], layout: MeshLayout, names: tuple[str, ...]) 
 
 
 def _torus_layouts(cluster: Cluster, sizes: Factors) -> tuple[MeshLayout, ...]:
-    slices = _take_outermost(sizes, cluster.num_slices)
-    inside = tuple(size // outer for size, outer in zip(sizes, slices, strict=True))
-    longest = max(cluster.shape)
+    outer_factors = _take_outermost(sizes, cluster.num_slices)
+    inner_sizes = tuple(size // outer for size, outer in zip(sizes, outer_factors, strict=True))
+    max_size = max(cluster.shape)
     # the wraparound of a twisted axis closes no ring by itself
-    rings = tuple(
-        wraps and not (cluster.twisted and size < longest)
+    closes_ring = tuple(
+        wraps and not (cluster.twisted and size < max_size)
         for size, wraps in zip(cluster.shape, cluster.wraps, strict=True)
     )
-    layouts = _split_layouts(cluster.shape, rings, inside)
+    layouts = _split_layouts(cluster.shape, closes_ring, inner_sizes)
     if cluster.num_slices == 1:
         return layouts
-    over_dcn = tuple((index, outer) for index, outer in enumerate(slices) if outer > 1)
-    return tuple((*layout, over_dcn) for layout in layouts)
+    dcn_layout = tuple((index, outer) for index, outer in enumerate(outer_factors) if outer > 1)
+    return tuple((*layout, dcn_layout) for layout in layouts)
 
 
 def _take_outermost(sizes: Factors, num_slices: int) -> Factors:
     """Returns for each axis the factor that crosses slices: as much as possible of the major-most axes."""
-    taken = []
+    factors = []
     for size in sizes:
         factor = math.gcd(size, num_slices)
-        taken.append(factor)
+        factors.append(factor)
         num_slices //= factor
-    return tuple(taken)
+    return tuple(factors)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _fill_levels(shape: Factors, sizes: Factors) -> MeshLayout:
     """Returns the layout on switches: the minor axes fill the innermost level first, as far as they divide it."""
-    rest, layout = sizes, []
+    sizes_left, layout = sizes, []
     for size in shape[:-1]:
-        free = size
-        inside: list[int] = []
-        for number in reversed(rest):
-            factor = math.gcd(number, free)
-            free //= factor
-            inside.insert(0, factor)
-        layout.append(tuple(inside))
-        rest = tuple(number // factor for number, factor in zip(rest, inside, strict=True))
-    layout.append(rest)
+        num_free = size
+        level_factors: list[int] = []
+        for axis_size in reversed(sizes_left):
+            factor = math.gcd(axis_size, num_free)
+            num_free //= factor
+            level_factors.insert(0, factor)
+        layout.append(tuple(level_factors))
+        sizes_left = tuple(axis_size // factor for axis_size, factor in zip(sizes_left, level_factors, strict=True))
+    layout.append(sizes_left)
     return tuple(tuple((index, factor) for index, factor in enumerate(parts) if factor > 1) for parts in layout)
 
 
@@ -181,13 +181,13 @@ def _split_layouts(shape: Factors, wraps: tuple[bool, ...], sizes: Factors) -> t
     """Returns the layouts of the sizes (major to minor) over a torus, best first."""
     partial: list[tuple[Factors, tuple[Factors, ...], tuple[float, ...]]] = [((1,) * len(shape), (), ())]
     for index in reversed(range(len(sizes))):
-        grown = []
-        for used, splits, costs in partial:
+        extended = []
+        for used_sizes, splits, costs in partial:
             # the innermost axis matters most: keep more factorings of it
-            for split, cost in _splits(shape, wraps, used, sizes[index], 2 if not splits else 1):
-                inner = tuple(u * s for u, s in zip(used, split, strict=True))
-                grown.append((inner, (split, *splits), (cost, *costs)))
-        partial = grown
+            for split, cost in _splits(shape, wraps, used_sizes, sizes[index], 2 if not splits else 1):
+                inner = tuple(u * s for u, s in zip(used_sizes, split, strict=True))
+                extended.append((inner, (split, *splits), (cost, *costs)))
+        partial = extended
     layouts = _not_beaten([(splits, costs) for _, splits, costs in partial])
     layouts.sort(key=lambda layout: (_shared_axes(layout[0]), sum(layout[1])))
     return tuple(
@@ -205,12 +205,12 @@ def _not_beaten(
     found: Sequence[tuple[tuple[Factors, ...], tuple[float, ...]]],
 ) -> list[tuple[tuple[Factors, ...], tuple[float, ...]]]:
     """Returns one layout for each cost vector (cost by mesh axis) that no other matches or betters on every axis."""
-    unique = {costs: splits for splits, costs in reversed(found)}
-    best: dict[tuple[float, ...], None] = {}
-    for costs in sorted(unique):  # what betters a vector comes before it
-        if not any(all(map(float.__le__, better, costs)) for better in best):
-            best[costs] = None
-    return [(splits, costs) for costs, splits in unique.items() if costs in best]
+    splits_by_costs = {costs: splits for splits, costs in reversed(found)}
+    unbeaten: dict[tuple[float, ...], None] = {}
+    for costs in sorted(splits_by_costs):  # what betters a vector comes before it
+        if not any(all(map(float.__le__, better, costs)) for better in unbeaten):
+            unbeaten[costs] = None
+    return [(splits, costs) for costs, splits in splits_by_costs.items() if costs in unbeaten]
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -221,21 +221,21 @@ def _splits(
 
     Keeps the best ``keep`` per number of physical axes, and one of those that are equal by symmetry of the torus.
     """
-    free = tuple(p // u for p, u in zip(shape, used, strict=True))
-    distinct: dict[tuple[object, ...], tuple[int, float, int, Factors]] = {}
-    for split in factorings(size, [[d for d in range(1, most + 1) if most % d == 0] for most in free]):
+    free_sizes = tuple(p // u for p, u in zip(shape, used, strict=True))
+    by_signature: dict[tuple[object, ...], tuple[int, float, int, Factors]] = {}
+    for split in factorings(size, [[d for d in range(1, free + 1) if free % d == 0] for free in free_sizes]):
         signature = tuple(sorted(zip(shape, wraps, used, split, strict=True)))
-        if signature not in distinct:
+        if signature not in by_signature:
             cost = _relative_time(shape, wraps, used, split)
-            whole = sum(s == f for s, f in zip(split, free, strict=True) if s > 1)
-            distinct[signature] = (sum(s > 1 for s in split), cost, -whole, split)
-    chosen: list[tuple[Factors, float]] = []
-    counts: dict[int, int] = {}
-    for num_axes, cost, _, split in sorted(distinct.values()):
-        counts[num_axes] = counts.get(num_axes, 0) + 1
-        if counts[num_axes] <= keep:
-            chosen.append((split, cost))
-    return tuple(chosen)
+            num_filled = sum(s == f for s, f in zip(split, free_sizes, strict=True) if s > 1)
+            by_signature[signature] = (sum(s > 1 for s in split), cost, -num_filled, split)
+    kept_splits: list[tuple[Factors, float]] = []
+    num_kept: dict[int, int] = {}
+    for num_axes, cost, _, split in sorted(by_signature.values()):
+        num_kept[num_axes] = num_kept.get(num_axes, 0) + 1
+        if num_kept[num_axes] <= keep:
+            kept_splits.append((split, cost))
+    return tuple(kept_splits)
 
 
 def factorings(number: int, options: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
@@ -244,18 +244,18 @@ def factorings(number: int, options: Sequence[Sequence[int]]) -> Iterator[tuple[
         if number in options[0]:
             yield (number,)
         return
-    for first in options[0]:
-        if number % first == 0:
-            for rest in factorings(number // first, options[1:]):
-                yield (first, *rest)
+    for factor in options[0]:
+        if number % factor == 0:
+            for factors in factorings(number // factor, options[1:]):
+                yield (factor, *factors)
 
 
 def _relative_time(shape: Factors, wraps: tuple[bool, ...], used: Factors, split: Factors) -> float:
     """Returns AllGather time relative to one link's, by the rule of `cost.network.collectives.leg_rates`."""
-    rate, ring, size = 0.0, False, math.prod(split)
+    rate, has_ring, size = 0.0, False, math.prod(split)
     for full, wrap, inner, factor in zip(shape, wraps, used, split, strict=True):
         if factor > 1:
             closes = wrap and inner * factor == full
             rate += (2 if closes else 1) / inner
-            ring = ring or closes
-    return (1.0 if ring else (size - 1) / size) / rate if rate else 0.0
+            has_ring = has_ring or closes
+    return (1.0 if has_ring else (size - 1) / size) / rate if rate else 0.0

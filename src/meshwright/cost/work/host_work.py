@@ -42,7 +42,7 @@ class Amounts(msgspec.Struct, frozen=True, kw_only=True):
 
 def amounts_of(step: Step, sizes: SlotSizes, *, kept: frozenset[ShardedArray] = frozenset()) -> Amounts:
     """Returns the amounts of one execution of a local step; its block keeps the results in ``kept``."""
-    held = slot_sizes(step, sizes).total(*(array for array in step.results if array in kept))
+    kept_bytes = slot_sizes(step, sizes).total(*(array for array in step.results if array in kept))
     if reads_cache(step):
         return Amounts(flop=op_flops(step, sizes), byte=op_hbm_bytes(step, sizes), call=2.0)
     if is_attention(step):
@@ -53,8 +53,8 @@ def amounts_of(step: Step, sizes: SlotSizes, *, kept: frozenset[ShardedArray] = 
     if is_product(step):
         flops = op_flops(step, sizes) * computed_share(step, sizes)
         calls = num_slot_calls(step, sizes) * len(step.parts or (step,)) * num_blocks(step, sizes)
-        return Amounts(flop=flops, byte=op_hbm_bytes(step, slot_sizes(step, sizes)), kept_byte=held, call=calls)
-    return Amounts(byte=op_hbm_bytes(step, slot_sizes(step, sizes)), kept_byte=held)
+        return Amounts(flop=flops, byte=op_hbm_bytes(step, slot_sizes(step, sizes)), kept_byte=kept_bytes, call=calls)
+    return Amounts(byte=op_hbm_bytes(step, slot_sizes(step, sizes)), kept_byte=kept_bytes)
 
 
 def pace_of(step: Step, host: HostRates) -> Pace:
@@ -71,9 +71,9 @@ def is_product(step: Step) -> bool:
 def num_calls(step: Step, sizes: SlotSizes) -> Number:
     """Returns the tiles of queries that attention on a host computes, each for one sequence and one key head."""
     arrays = AttentionArrays.of(step)
-    keys, length = sizes.local(arrays.k), sizes.local(arrays.q)[positions_of(arrays.q)]
-    heads = keys[arrays.k.dims[2]]
-    return keys["B"] * heads * np.ceil(length / tile_rows(length)) * num_ring_blocks(step, sizes)
+    key_sizes, num_queries = sizes.local(arrays.k), sizes.local(arrays.q)[positions_of(arrays.q)]
+    num_heads = key_sizes[arrays.k.dims[2]]
+    return key_sizes["B"] * num_heads * np.ceil(num_queries / tile_rows(num_queries)) * num_ring_blocks(step, sizes)
 
 
 def tiled_share(step: Step, sizes: SlotSizes) -> Number:
@@ -83,11 +83,11 @@ def tiled_share(step: Step, sizes: SlotSizes) -> Number:
     where `op_flops` leaves masked scores out already, with a window, and with positions split over devices.
     """
     arrays, details = AttentionArrays.of(step), step.details
-    split = details.ring or any(array.axes_of(positions_of(array)) for array in (arrays.q, arrays.k))
-    if sizes.causal or details.sees_all or details.window is not None or split:
+    is_split = details.ring or any(array.axes_of(positions_of(array)) for array in (arrays.q, arrays.k))
+    if sizes.causal or details.sees_all or details.window is not None or is_split:
         return 1.0
     length = sizes.dims[positions_of(arrays.q)]
     tile = tile_rows(length)
-    whole = np.floor(length / tile)
-    rest = length - whole * tile
-    return (tile * tile * whole * (whole + 1) / 2 + rest * length) / length**2
+    full_tiles = np.floor(length / tile)
+    rest_rows = length - full_tiles * tile
+    return (tile * tile * full_tiles * (full_tiles + 1) / 2 + rest_rows * length) / length**2

@@ -119,8 +119,8 @@ class KernelRates(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.family != "h100":
             return self.product_s(flops, contracted, "pallas")
-        read, written = NVIDIA_TILE[0] * columns / 32, NVIDIA_TILE[0] + columns
-        seconds: Number = flops / self.flops_per_s * (1 + written / read + self.half / contracted)
+        read_cycles, write_cycles = NVIDIA_TILE[0] * columns / 32, NVIDIA_TILE[0] + columns
+        seconds: Number = flops / self.flops_per_s * (1 + write_cycles / read_cycles + self.half / contracted)
         return seconds
 
     def memory_s(self, moved: Number) -> Number:
@@ -144,29 +144,29 @@ def kernel_rates(chip: Chip, numbers: Mapping[str, float], *, cores: int | None 
     Blackwell has no ``half``, since its accumulators are apart from the registers, and its rate grows with power **
     ``power``, whatever its peak.
     """
-    kind = "tpu" if chip.topology == "torus" else "gpu"
-    blackwell = chip.family == "blackwell"
-    of_chip = 1.0 if cores is None else cores / (chip.num_cores or cores)
-    share = of_chip
+    chip_kind = "tpu" if chip.topology == "torus" else "gpu"
+    is_blackwell = chip.family == "blackwell"
+    core_share = 1.0 if cores is None else cores / (chip.num_cores or cores)
+    share = core_share
     fitted = {key: value for key, value in numbers.items() if "." not in key}
-    for suffix in (kind, f"{chip.mxu_dim}", chip.family, chip.name):
+    for suffix in (chip_kind, f"{chip.mxu_dim}", chip.family, chip.name):
         fitted |= {key.removesuffix(f".{suffix}"): rate for key, rate in numbers.items() if key.endswith(f".{suffix}")}
     if "compute" in fitted:
         fitted.setdefault("pallas", fitted["compute"])
-    if blackwell and "power" in fitted:
+    if is_blackwell and "power" in fitted:
         watts, flops_per_s = BLACKWELL
         share *= ((chip.power_w or watts) / watts) ** fitted["power"] * flops_per_s / peak(chip, "bf16")
     return KernelRates(
         flops_per_s=share * peak(chip, "bf16"),
         narrow_flops_per_s=share * chip.peak_flops.get("fp8", 0.0),
-        hbm_bytes_per_s=of_chip * known(chip, "hbm_bytes_per_s") * MEMORY[kind],
+        hbm_bytes_per_s=core_share * known(chip, "hbm_bytes_per_s") * MEMORY[chip_kind],
         link_bytes_per_s=NCCL_LINKS.get(chip.family, chip.nvlink_bytes_per_s or 0.0),
         family=chip.family,
         width=chip.mxu_dim or 0,
-        processors=0 if kind == "tpu" else chip.num_sms or (BLACKWELL_SMS if blackwell else 0),
+        processors=0 if chip_kind == "tpu" else chip.num_sms or (BLACKWELL_SMS if is_blackwell else 0),
         cores=cores or chip.num_cores or 1,
         exponentials=2.0 if chip.name in ULTRA else 1.0,
-        half=0.0 if blackwell or kind == "tpu" else fitted.get("half", 0.0),
+        half=0.0 if is_blackwell or chip_kind == "tpu" else fitted.get("half", 0.0),
         numbers={"quick": 1.0, "paged": 1.0, "latent": 1.0, "streams": 1.0} | fitted,
     )
 
@@ -184,13 +184,13 @@ def product_s(shape: Mapping[str, Any], at: KernelRates, *, narrow: bool = False
     besides, however few its rows are.
     """
     rows, contracted, columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
-    moved = (1 if narrow else 2) * (rows * contracted + contracted * columns) + 2 * rows * columns
-    seconds = at.product_s(2 * rows * contracted * columns, contracted) * at.waves(rows, columns, SPLITS)
-    faster = at.narrow_flops_per_s / at.flops_per_s * at["narrow"] if narrow else 1
-    before = (3 if blocks else 5) * rows * contracted if narrow else 0
-    start = at.memory_s(before) + (2 * at["start_s"] if blocks else at["call_s" if narrow else "start_s"])
-    start = start if at.width else start + at["step_s"] * contracted
-    total_s: Number = np.hypot(seconds / faster, at.memory_s(moved) / at["streams"]) + start
+    moved_bytes = (1 if narrow else 2) * (rows * contracted + contracted * columns) + 2 * rows * columns
+    math_s = at.product_s(2 * rows * contracted * columns, contracted) * at.waves(rows, columns, SPLITS)
+    speedup = at.narrow_flops_per_s / at.flops_per_s * at["narrow"] if narrow else 1
+    cast_bytes = (3 if blocks else 5) * rows * contracted if narrow else 0
+    start_s = at.memory_s(cast_bytes) + (2 * at["start_s"] if blocks else at["call_s" if narrow else "start_s"])
+    start_s = start_s if at.width else start_s + at["step_s"] * contracted
+    total_s: Number = np.hypot(math_s / speedup, at.memory_s(moved_bytes) / at["streams"]) + start_s
     return total_s
 
 
@@ -206,20 +206,20 @@ def attention_s(shape: Mapping[str, Any], at: KernelRates, *, phase: str = "forw
     length, width, heads = shape["T"], shape["H"], shape["B"] * shape["N"]
     block = TPU_KEYS if at.width else 2 * NVIDIA_ROWS
     keys = np.where(shape["causal"] > 0, length / 2 + np.minimum(length, block) * (0.5 + MASKED), length)
-    per_key, backward = 4 * PASSES[phase] * heads * length, phase == "backward"
-    operands = at.memory_s(4 * (2 if backward else 1) * shape["B"] * length * width * (shape["N"] + shape["G"]))
-    start = at["call_s" if paged else "start_s"]
+    key_flops, is_backward = 4 * PASSES[phase] * heads * length, phase == "backward"
+    operands_s = at.memory_s(4 * (2 if is_backward else 1) * shape["B"] * length * width * (shape["N"] + shape["G"]))
+    start_s = at["call_s" if paged else "start_s"]
     if at.width:
-        math_s = at.product_s(per_key * keys * padded(width, at.width), kernel="pallas")
-        on_tpu: Number = np.hypot(math_s, operands) + 2 * operands + heads * PASSES[phase] * at["grid_s"] + start
-        return on_tpu
-    longest = length * at.processors / (heads * np.ceil(length / NVIDIA_ROWS))
+        math_s = at.product_s(key_flops * keys * padded(width, at.width), kernel="pallas")
+        tpu_s: Number = np.hypot(math_s, operands_s) + 2 * operands_s + heads * PASSES[phase] * at["grid_s"] + start_s
+        return tpu_s
+    longest_keys = length * at.processors / (heads * np.ceil(length / NVIDIA_ROWS))
     is_last = (shape["causal"] > 0) & (at.family not in LONGEST_FIRST)
-    keys = np.where(is_last, keys + longest, np.maximum(keys, longest))
-    softmax = at["head_half_backward"] if backward else at["head_half"] / at.exponentials
-    math_s = at.product_s(per_key * keys * (width + softmax)) / (at["paged"] if paged else 1)
-    apart = at.memory_s(8 * heads * length * width) if backward else 0
-    seconds: Number = np.hypot(math_s, operands) + apart + start
+    keys = np.where(is_last, keys + longest_keys, np.maximum(keys, longest_keys))
+    softmax_width = at["head_half_backward"] if is_backward else at["head_half"] / at.exponentials
+    math_s = at.product_s(key_flops * keys * (width + softmax_width)) / (at["paged"] if paged else 1)
+    turned_s = at.memory_s(8 * heads * length * width) if is_backward else 0
+    seconds: Number = np.hypot(math_s, operands_s) + turned_s + start_s
     return seconds
 
 
@@ -229,11 +229,11 @@ def grouped_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     On a TPU the groups follow each other on one core. The weights of ``copied`` groups are read and written first.
     """
     contracted, columns = padded(shape["K"], at.width), padded(shape["N"], at.width)
-    weights = 2 * contracted * columns
+    weight_bytes = 2 * contracted * columns
     rows = shape["M"] + shape["G"] * (at.width or (PAIRED_ROWS if at.family == "blackwell" else NVIDIA_TILE[0]))
-    moved = at.memory_s(2 * shape["M"] * (contracted + columns) + shape["G"] * weights)
+    moved_s = at.memory_s(2 * shape["M"] * (contracted + columns) + shape["G"] * weight_bytes)
     math_s = at.mosaic_s(2 * rows * contracted * columns, contracted, GROUP_COLUMNS) * (at.cores if at.width else 1)
-    seconds: Number = np.hypot(math_s, moved) + at.memory_s(2 * shape["copied"] * weights) + at["start_s"]
+    seconds: Number = np.hypot(math_s, moved_s) + at.memory_s(2 * shape["copied"] * weight_bytes) + at["start_s"]
     return seconds
 
 
@@ -241,11 +241,11 @@ def gated_s(shape: Mapping[str, Any], at: KernelRates, *, fused: bool) -> Number
     """Returns the seconds of two products [M, K] x [K, N] and the gate. Unless ``fused`` both results are written in
     fp32 and read again, and where they are ``copied`` into another layout once more."""
     rows, contracted, columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
-    results = (2 if fused else 2 + 16 + 8 * shape["copied"]) * rows * columns
-    moved = at.memory_s(2 * (rows * contracted + 2 * contracted * columns) + results)
+    result_bytes = (2 if fused else 2 + 16 + 8 * shape["copied"]) * rows * columns
+    moved_s = at.memory_s(2 * (rows * contracted + 2 * contracted * columns) + result_bytes)
     flops = 4 * rows * contracted * columns
     math_s = at.mosaic_s(flops, contracted, GATE_COLUMNS) if fused else at.product_s(flops, contracted)
-    seconds: Number = np.hypot(math_s * at.waves(rows, columns), moved) + at["start_s"]
+    seconds: Number = np.hypot(math_s * at.waves(rows, columns), moved_s) + at["start_s"]
     return seconds
 
 
@@ -257,14 +257,14 @@ def loss_s(shape: Mapping[str, Any], at: KernelRates, *, phase: str = "forward")
     products; it writes the gradient of the weights in fp32, which XLA turns into another layout on TPUs.
     """
     rows, contracted, columns = shape["M"], shape["K"], shape["N"]
-    backward = phase == "backward"
-    math_s = at.product_s(2 * (3 if backward else 1) * rows * contracted * columns, contracted)
-    moved = (8 if at.width else 4) * contracted * columns if backward else 0
+    is_backward = phase == "backward"
+    math_s = at.product_s(2 * (3 if is_backward else 1) * rows * contracted * columns, contracted)
+    moved_bytes = (8 if at.width else 4) * contracted * columns if is_backward else 0
     if not at.width:
-        moved = moved + 4 * rows * columns
-    elif not backward:
+        moved_bytes = moved_bytes + 4 * rows * columns
+    elif not is_backward:
         math_s = math_s + 2 * rows * at["softmax"] * columns / at.flops_per_s
-    seconds: Number = math_s + at.memory_s(moved) + at["start_s"]
+    seconds: Number = math_s + at.memory_s(moved_bytes) + at["start_s"]
     return seconds
 
 
@@ -277,16 +277,16 @@ def collective_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     may add up instead: V (n + 1) / n bytes. A step between neighbours takes ``member_s``; AllToAll has one. All but the
     bytes takes ``quick`` as long on Hopper.
     """
-    members, reduced = shape["n"], shape["op"] == "all_reduce"
-    copies = np.where(reduced, 2 * members - 1, members)
+    members, is_reduced = shape["n"], shape["op"] == "all_reduce"
+    num_copies = np.where(is_reduced, 2 * members - 1, members)
     chunk_s = shape["bytes"] / members / (at.link_bytes_per_s * at["link"])
-    steps = np.where(shape["op"] == "alltoall", 1, copies - 1)
-    ramp = at["ramp_s"] * at["quick"]
-    sent_s = np.minimum(2 * copies * chunk_s, ramp + (copies - 0.5) * chunk_s)
+    num_steps = np.where(shape["op"] == "alltoall", 1, num_copies - 1)
+    ramp_s = at["ramp_s"] * at["quick"]
+    sent_s = np.minimum(2 * num_copies * chunk_s, ramp_s + (num_copies - 0.5) * chunk_s)
     if at.family in NVLS:
-        in_switch = ramp + (members + 1) * chunk_s / NVLS[at.family]
-        sent_s = np.where(reduced & (members == 8), np.minimum(sent_s, in_switch), sent_s)
-    seconds: Number = sent_s + at["quick"] * (at["collective_s"] + at["member_s"] * steps)
+        switch_s = ramp_s + (members + 1) * chunk_s / NVLS[at.family]
+        sent_s = np.where(is_reduced & (members == 8), np.minimum(sent_s, switch_s), sent_s)
+    seconds: Number = sent_s + at["quick"] * (at["collective_s"] + at["member_s"] * num_steps)
     return seconds
 
 
@@ -297,11 +297,11 @@ def generation_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     of a sequence takes an SM ``block_s`` at least. Fewer of them than SMs are read in parts, which another kernel adds.
     """
     length = np.where(shape["window"] > 0, np.minimum(shape["T"], shape["window"]), shape["T"])
-    blocks = shape["B"] * shape["G"]
-    moved = blocks * length * shape["H"] * shape["bits"] / 4 + 4 * shape["B"] * shape["N"] * shape["H"]
-    merged = (blocks < at.processors) & (length > SHORT)
-    streamed = np.hypot(at.memory_s(moved) / at["streams"], at["block_s"] * blocks / at.processors)
-    seconds: Number = streamed + at["decode_s"] + merged * at["start_s"]
+    num_blocks = shape["B"] * shape["G"]
+    moved_bytes = num_blocks * length * shape["H"] * shape["bits"] / 4 + 4 * shape["B"] * shape["N"] * shape["H"]
+    is_merged = (num_blocks < at.processors) & (length > SHORT)
+    stream_s = np.hypot(at.memory_s(moved_bytes) / at["streams"], at["block_s"] * num_blocks / at.processors)
+    seconds: Number = stream_s + at["decode_s"] + is_merged * at["start_s"]
     return seconds
 
 
@@ -312,17 +312,17 @@ def latent_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     for 8 bits on Blackwell. Queries are read and written once before, by another kernel until Blackwell. Fewer tiles of
     heads than SMs have their caches read in parts: each SM writes an fp32 tile, which another kernel reads.
     """
-    entries, width = shape["B"] * shape["T"], sum(LATENT)
-    moved = at.memory_s(entries * width * shape["bits"] / 8) / at["latent"]
-    blackwell = at.family == "blackwell"
-    faster = np.where(blackwell & (shape["bits"] == 8), at.narrow_flops_per_s / at.flops_per_s, 1)
-    math_s = at.product_s(2 * entries * padded(shape["N"], LATENT_TILE) * (width + LATENT[0])) / faster
-    tiles = shape["B"] * np.ceil(shape["N"] / LATENT_TILE)
-    parts = np.minimum(tiles * np.ceil(shape["T"] / LATENT_TILE), at.processors) * (tiles < at.processors)
-    ends = 2 * shape["B"] * shape["N"] * (3 * width + LATENT[0])
-    ends = ends + 8 * parts * np.minimum(shape["N"], LATENT_TILE) * LATENT[0]
-    extra_start = not blackwell or (parts > 0) & (shape["T"] > SHORT)
-    seconds: Number = np.maximum(math_s, moved) + at.memory_s(ends) + at["decode_s"] + extra_start * at["start_s"]
+    num_entries, width = shape["B"] * shape["T"], sum(LATENT)
+    read_s = at.memory_s(num_entries * width * shape["bits"] / 8) / at["latent"]
+    is_blackwell = at.family == "blackwell"
+    speedup = np.where(is_blackwell & (shape["bits"] == 8), at.narrow_flops_per_s / at.flops_per_s, 1)
+    math_s = at.product_s(2 * num_entries * padded(shape["N"], LATENT_TILE) * (width + LATENT[0])) / speedup
+    num_tiles = shape["B"] * np.ceil(shape["N"] / LATENT_TILE)
+    num_parts = np.minimum(num_tiles * np.ceil(shape["T"] / LATENT_TILE), at.processors) * (num_tiles < at.processors)
+    io_bytes = 2 * shape["B"] * shape["N"] * (3 * width + LATENT[0])
+    io_bytes = io_bytes + 8 * num_parts * np.minimum(shape["N"], LATENT_TILE) * LATENT[0]
+    extra_start = not is_blackwell or (num_parts > 0) & (shape["T"] > SHORT)
+    seconds: Number = np.maximum(math_s, read_s) + at.memory_s(io_bytes) + at["decode_s"] + extra_start * at["start_s"]
     return seconds
 
 
@@ -333,12 +333,12 @@ def experts_s(shape: Mapping[str, Any], at: KernelRates, *, bits: float = 16, bl
     more. Routing, sorting, gates and sums are kernels of their own in ``experts_s``; with 4 bits all are one
     call. ``blocks`` of entries have scales, for which Hopper has more kernels.
     """
-    weights = 3 * shape["K"] * shape["N"]
-    moved = at.memory_s(shape["G"] * weights * bits / 8 + shape["M"] * (8 * shape["K"] + 6 * shape["N"]))
+    num_weights = 3 * shape["K"] * shape["N"]
+    moved_s = at.memory_s(shape["G"] * num_weights * bits / 8 + shape["M"] * (8 * shape["K"] + 6 * shape["N"]))
     rows = shape["M"] + shape["G"] * MATRIX_ROWS.get(at.family, 64)
-    math_s = 2 * rows * weights / (at.flops_per_s if bits > 8 else at.narrow_flops_per_s)
+    math_s = 2 * rows * num_weights / (at.flops_per_s if bits > 8 else at.narrow_flops_per_s)
     casts_s = QUANTIZERS.get(at.family, 0) * blocks * at["start_s"]
-    seconds: Number = np.hypot(math_s, moved) + (at["experts_s"] + casts_s if bits >= 8 else at["call_s"])
+    seconds: Number = np.hypot(math_s, moved_s) + (at["experts_s"] + casts_s if bits >= 8 else at["call_s"])
     return seconds
 
 
@@ -348,7 +348,7 @@ def small_reduce_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     One shot reads all of every peer. Two shots read a part, then the sums of the other parts after one barrier more.
     The sooner counts.
     """
-    members, start = shape["n"], at["quick"] * at["reduce_s"]
-    part_s = (members - 1) * shape["bytes"] / members / (at.link_bytes_per_s * at["peers"])
-    seconds: Number = start + np.minimum(members * part_s, 2 * part_s + start)
+    num_members, start_s = shape["n"], at["quick"] * at["reduce_s"]
+    part_s = (num_members - 1) * shape["bytes"] / num_members / (at.link_bytes_per_s * at["peers"])
+    seconds: Number = start_s + np.minimum(num_members * part_s, 2 * part_s + start_s)
     return seconds

@@ -157,11 +157,11 @@ def chip_rates(
     Attention that is not fused, as in software of 2021, runs at the rate of other products.
     """
     if assumptions.software == "eager-2021":
-        attention = matmul_rate(chip, calibration, dtype)
+        flops_per_s = matmul_rate(chip, calibration, dtype)
     else:
-        attention = attention_rate(chip, calibration, dtype, narrow=assumptions.attention_kernel == "narrow")
+        flops_per_s = attention_rate(chip, calibration, dtype, narrow=assumptions.attention_kernel == "narrow")
     if assumptions.attention_kernel == "portable":
-        attention *= calibration.efficiency.portable
+        flops_per_s *= calibration.efficiency.portable
     efficiency = calibration.efficiency
     if calibration.host:
         # emulated devices do not overlap compute and memory
@@ -169,7 +169,7 @@ def chip_rates(
     return ChipRates(
         matmul_flops_per_s=matmul_rate(chip, calibration, dtype),
         wide_flops_per_s=matmul_rate(chip, calibration, state_dtype if peak_known(chip, state_dtype) else dtype),
-        attention_flops_per_s=attention,
+        attention_flops_per_s=flops_per_s,
         hbm_bytes_per_s=memory_rate(chip, calibration),
         processors=chip.num_sms or 0,
         eager=assumptions.software != "compiled",
@@ -185,8 +185,8 @@ def chip_rates(
 
 def serving_kernels(chip: Chip) -> KernelRates | None:
     """Returns what kernels by themselves reach on a GPU with NVLink of the measured families, None elsewhere."""
-    known = chip.family in NCCL_LINKS
-    return kernel_rates(chip, fitted_numbers(KERNEL_NUMBERS).numbers) if known else None
+    is_measured = chip.family in NCCL_LINKS
+    return kernel_rates(chip, fitted_numbers(KERNEL_NUMBERS).numbers) if is_measured else None
 
 
 def local_cost(
@@ -202,45 +202,45 @@ def local_cost(
     math_s: Number = 0.0
     if step.parts:
         # each block is a smaller product, and a launch of its own
-        blocks = num_blocks(step, sizes)
-        moved, kernels = op_hbm_bytes(step, sizes), len(step.parts) * blocks
-        small = replace(sizes, dims={**sizes.dims, step.dim: sizes.dims[step.dim] / blocks}, cache={})
+        num_parts = num_blocks(step, sizes)
+        num_bytes, num_launches = op_hbm_bytes(step, sizes), len(step.parts) * num_parts
+        block_sizes = replace(sizes, dims={**sizes.dims, step.dim: sizes.dims[step.dim] / num_parts}, cache={})
         for part in step.parts:
-            part_s, casts = _product_s(part, op_flops(part, small), small, rates)
-            math_s, moved = math_s + blocks * part_s, moved + blocks * casts
+            part_s, cast_bytes = _product_s(part, op_flops(part, block_sizes), block_sizes, rates)
+            math_s, num_bytes = math_s + num_parts * part_s, num_bytes + num_parts * cast_bytes
     else:
-        flops, moved = op_flops(step, sizes) * computed_share(step, sizes), moved_bytes(step, sizes)
+        flops, num_bytes = op_flops(step, sizes) * computed_share(step, sizes), moved_bytes(step, sizes)
         if rates.kernels:
-            moved = moved - unread_bytes(step, sizes)
-        kernels = num_kernels(step, sizes)
+            num_bytes = num_bytes - unread_bytes(step, sizes)
+        num_launches = num_kernels(step, sizes)
         if is_attention(step):
             width = sizes.dims[queries_of(step).dims[-1]]
             math_s = flops / rates.attention_flops_per_s * (1 + fit.head_half / width)
-            causal = sizes.causal and (step.details is None or not step.details.sees_all)
+            is_causal = sizes.causal and (step.details is None or not step.details.sees_all)
             if sizes.sequences:
                 math_s = math_s * (1 + np.where(sizes.rows_each > LONGEST_DRAFT, fit.rows_half / sizes.rows_each, 0.0))
-            elif causal:
+            elif is_causal:
                 math_s = math_s * (1 + fit.rows_half / sizes.dims["T"])
         elif kind_of(step).is_einsum:
-            math_s, casts = _product_s(step, flops, sizes, rates)
-            moved = moved + casts
+            math_s, cast_bytes = _product_s(step, flops, sizes, rates)
+            num_bytes = num_bytes + cast_bytes
             if rates.by_expert and is_at_experts(step):
-                kernels = kernels * sizes.local(*step.inputs)["E"]
+                num_launches = num_launches * sizes.local(*step.inputs)["E"]
         else:
             math_s = flops / rates.wide_flops_per_s
-            if rates.one_hot and (places := ONE_HOT.get(step.op)):
+            if rates.one_hot and (sums_per_slot := ONE_HOT.get(step.op)):
                 # each slot is a sum over all positions of its sequence
                 slots = next(array for array in (*step.results, *step.inputs) if has_slots(array))
-                math_s = places * 2 * sizes.elements(slots) * sizes.dims["T"] / rates.matmul_flops_per_s
-            moved = moved * fit.eager_traffic if rates.eager and step.phase != "update" else moved
+                math_s = sums_per_slot * 2 * sizes.elements(slots) * sizes.dims["T"] / rates.matmul_flops_per_s
+            num_bytes = num_bytes * fit.eager_traffic if rates.eager and step.phase != "update" else num_bytes
     return StepCost(
         step=step,
         flops=_mean_flops(step, sizes),
-        hbm_bytes=moved,
+        hbm_bytes=num_bytes,
         math_s=math_s,
-        hbm_s=moved / rates.hbm_bytes_per_s,
-        launch_s=kernels * fit.kernel_s,
-        num_kernels=kernels,
+        hbm_s=num_bytes / rates.hbm_bytes_per_s,
+        launch_s=num_launches * fit.kernel_s,
+        num_kernels=num_launches,
         overlap=fit.overlap,
     )
 
@@ -255,8 +255,8 @@ def partly_hidden(first: Number, second: Number, overlap: Number | None) -> Numb
 
 def _mean_flops(step: Step, sizes: SlotSizes) -> Number:
     """Returns the FLOPs of one execution of a step on a device in the mean: an uneven load of experts adds none."""
-    even = sizes if np.all(np.asarray(sizes.load) == 1) else replace(sizes, load=1.0, cache={})
-    return op_flops(step, even) * computed_share(step, even)
+    even_sizes = sizes if np.all(np.asarray(sizes.load) == 1) else replace(sizes, load=1.0, cache={})
+    return op_flops(step, even_sizes) * computed_share(step, even_sizes)
 
 
 def moved_bytes(step: Step, sizes: SlotSizes) -> Number:
@@ -273,10 +273,10 @@ def num_kernels(step: Step, sizes: SlotSizes) -> Number:
     if sizes.scores == "in_memory":
         return UNFUSED_KERNELS
     queries = queries_of(step)
-    matrices = product(
+    num_matrices = product(
         size for dim, size in sizes.local(queries).items() if dim in (queries.dims[0], *queries.dims[2:-1])
     )
-    return UNFUSED_KERNELS + SOFTMAX_KERNELS * (np.round(matrices) % SOFTMAX_MATRICES > 0)
+    return UNFUSED_KERNELS + SOFTMAX_KERNELS * (np.round(num_matrices) % SOFTMAX_MATRICES > 0)
 
 
 def _product_s(step: Step, flops: Number, sizes: SlotSizes, rates: ChipRates) -> tuple[Number, Number]:
@@ -284,28 +284,28 @@ def _product_s(step: Step, flops: Number, sizes: SlotSizes, rates: ChipRates) ->
 
     The operands of the loss head and the router are not cast.
     """
-    outputs, contracted = product_shape(step, sizes)
-    wide = step.role == "head" or step.result.dims[-1] == "E" or any(a.dims[-1] == "E" for a in step.inputs)
+    num_outputs, contracted = product_shape(step, sizes)
+    is_wide = step.role == "head" or step.result.dims[-1] == "E" or any(a.dims[-1] == "E" for a in step.inputs)
     fit = rates.efficiency
-    rate = rates.wide_flops_per_s if wide else rates.matmul_flops_per_s
-    slower = (1 + fit.contraction_half / contracted) * (1 + fit.tile_tail * rates.processors * TILE / outputs)
-    casts = CASTS_BYTES * sizes.elements(step.inputs[0]) if rates.narrow and not wide else 0.0
-    seconds = flops / rate * slower
+    rate = rates.wide_flops_per_s if is_wide else rates.matmul_flops_per_s
+    slowdown = (1 + fit.contraction_half / contracted) * (1 + fit.tile_tail * rates.processors * TILE / num_outputs)
+    cast_bytes = CASTS_BYTES * sizes.elements(step.inputs[0]) if rates.narrow and not is_wide else 0.0
+    seconds = flops / rate * slowdown
     if rates.kernels and is_at_experts(step):
         # the engine's grouped products of a prompt, as measured in 16 bits
-        experts, columns = (sizes.local(*step.results)[dim] for dim in ("E", step.result.dims[-1]))
-        shape = {"M": outputs / columns, "K": contracted, "N": columns, "G": experts, "copied": 0}
+        num_experts, columns = (sizes.local(*step.results)[dim] for dim in ("E", step.result.dims[-1]))
+        shape = {"M": num_outputs / columns, "K": contracted, "N": columns, "G": num_experts, "copied": 0}
         measured_s = grouped_s(shape, rates.kernels) * rates.wide_flops_per_s / rates.matmul_flops_per_s
         seconds = np.where(np.asarray(sizes.rows_each) > LONGEST_DRAFT, measured_s, seconds)
-    return seconds, casts
+    return seconds, cast_bytes
 
 
 def product_shape(step: Step, sizes: SlotSizes) -> tuple[Number, Number]:
     """Returns the elements of the local result, and the number of terms that each of them sums locally."""
-    local = sizes.local(*step.inputs[:2])
-    result = set(step.result.dims)
-    outputs = product(size for dim, size in local.items() if dim in result)
-    return outputs, product(size for dim, size in local.items() if dim not in result)
+    size_by_dim = sizes.local(*step.inputs[:2])
+    result_dims = set(step.result.dims)
+    num_outputs = product(size for dim, size in size_by_dim.items() if dim in result_dims)
+    return num_outputs, product(size for dim, size in size_by_dim.items() if dim not in result_dims)
 
 
 def _host_cost(step: Step, sizes: SlotSizes, rates: ChipRates, kept: frozenset[ShardedArray]) -> StepCost:
@@ -314,7 +314,7 @@ def _host_cost(step: Step, sizes: SlotSizes, rates: ChipRates, kept: frozenset[S
     host = rates.host
     assert host is not None
     amounts, pace = amounts_of(step, sizes, kept=kept), pace_of(step, host)
-    kernels = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)
+    num_launches = num_kernels(step, sizes) * (num_blocks(step, sizes) * len(step.parts) if step.parts else 1)
     math_s, memory_s = amounts.math_s(pace), amounts.memory_s(pace)
     if is_product(step):
         memory_s = memory_s + np.maximum(0.0, amounts.byte / rates.weight_bytes_per_s - math_s - memory_s)
@@ -324,7 +324,7 @@ def _host_cost(step: Step, sizes: SlotSizes, rates: ChipRates, kept: frozenset[S
         hbm_bytes=moved_bytes(step, sizes),
         math_s=math_s,
         hbm_s=memory_s + block_bytes(step, sizes) * host.stream.byte,
-        launch_s=kernels * host.kernel_s,
-        num_kernels=kernels,
+        launch_s=num_launches * host.kernel_s,
+        num_kernels=num_launches,
         overlap=rates.efficiency.overlap,
     )

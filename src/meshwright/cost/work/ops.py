@@ -35,8 +35,8 @@ def op_hbm_bytes(step: Step, sizes: OpSizes) -> Number:
     if step.parts:
         return sum(op_hbm_bytes(part, sizes) for part in step.parts)
     kind = kind_of(step)
-    moved = kind.hbm_bytes(step, sizes)
-    return moved + sizes.bytes(step.result) if step.accumulates and kind.reads_sum else moved
+    moved_bytes = kind.hbm_bytes(step, sizes)
+    return moved_bytes + sizes.bytes(step.result) if step.accumulates and kind.reads_sum else moved_bytes
 
 
 def op_term(step: Step) -> LocalTerm:
@@ -65,13 +65,13 @@ def model_flops(model: Model, job: Job, *, causal: bool = False) -> float:
     keys = (model.num_layers + len(model.mtp_layers) - num_sliding) * _keys(model, length, None, causal=causal)
     if num_sliding:
         keys += num_sliding * _keys(model, length, model.sliding_window, causal=causal)
-    passes = 3 if job.trains else 1
-    attention = 2 * passes * job.tokens_per_step * keys * model.num_heads * width
+    num_passes = 3 if job.trains else 1
+    score_flops = 2 * num_passes * job.tokens_per_step * keys * model.num_heads * width
     if not job.trains:
         head = model.d_model * model.vocab_size
-        return 2.0 * ((num_matmul_params(model) - head) * job.tokens_per_step + head * job.batch_seqs) + attention
-    needed = token_flops(model) * job.tokens_per_step + attention
-    return needed + _encoder_flops(model, job, width) if model.encoder else needed
+        return 2.0 * ((num_matmul_params(model) - head) * job.tokens_per_step + head * job.batch_seqs) + score_flops
+    train_flops = token_flops(model) * job.tokens_per_step + score_flops
+    return train_flops + _encoder_flops(model, job, width) if model.encoder else train_flops
 
 
 def _keys(model: Model, length: float, window: int | None, *, causal: bool) -> float:
@@ -87,21 +87,21 @@ def token_flops(model: Model) -> float:
 
     Frozen weights take 4 in place of 6: they have no gradients. A layer for a second token has an unembedding too.
     """
-    matrices = num_matmul_params(model) + len(model.mtp_layers) * model.d_model * model.vocab_size
-    return float(train_flops_per_param() * matrices - 2 * num_matmul_params(model, frozen=True))
+    num_params_used = num_matmul_params(model) + len(model.mtp_layers) * model.d_model * model.vocab_size
+    return float(train_flops_per_param() * num_params_used - 2 * num_matmul_params(model, frozen=True))
 
 
 def mfu_words(model: Model) -> str:
     """Returns the formula of `model_flops` for a training step, in letters."""
-    products = "4ND of frozen weights, 6ND of others" if has_frozen_matrices(model) else "6ND"
+    products_text = "4ND of frozen weights, 6ND of others" if has_frozen_matrices(model) else "6ND"
     heads = "6 B T N (H + Hv)" if model.latent_attention else "12 B T N H"
     near, layers = len(model.sliding_layers), "(L + 1)" if model.mtp_layers else "L"
     scores = f"{heads.replace('T', 'T^2')} {layers}"
     if near:
         scores = f"{heads} ({model.num_layers - near} T + {near} W), W the window of {model.sliding_window:,} or T"
-    chosen = "of chosen experts, " * bool(model.num_experts)
-    additions = ", the encoder" * bool(model.encoder) + ", with both unembeddings" * bool(model.mtp_layers)
-    return f"{products} + {scores}, N {chosen}without the look-up{additions}, no causal discount"
+    experts_text = "of chosen experts, " * bool(model.num_experts)
+    suffix = ", the encoder" * bool(model.encoder) + ", with both unembeddings" * bool(model.mtp_layers)
+    return f"{products_text} + {scores}, N {experts_text}without the look-up{suffix}, no causal discount"
 
 
 def _encoder_flops(model: Model, job: Job, width: int) -> float:
@@ -109,11 +109,11 @@ def _encoder_flops(model: Model, job: Job, width: int) -> float:
     its positions in place of the decoder's; and the scores of its layers and of cross-attention."""
     assert model.encoder is not None
     length = model.encoder.length
-    crossed = ("layers.cross_wk", "layers.cross_wv")
-    rows = (row for row in weight_table(model) if row.name.startswith("encoder.") or row.name in crossed)
-    extra = sum(row.num_active_params for row in rows if row.kind == "matrix") * (length - job.seq_len)
-    scores = length * length * model.encoder.num_layers + job.seq_len * length * model.num_layers
-    return 6.0 * job.batch_seqs * (extra + scores * model.num_heads * width)
+    cross_names = ("layers.cross_wk", "layers.cross_wv")
+    rows = (row for row in weight_table(model) if row.name.startswith("encoder.") or row.name in cross_names)
+    added_params = sum(row.num_active_params for row in rows if row.kind == "matrix") * (length - job.seq_len)
+    num_scores = length * length * model.encoder.num_layers + job.seq_len * length * model.num_layers
+    return 6.0 * job.batch_seqs * (added_params + num_scores * model.num_heads * width)
 
 
 def num_matmul_params(model: Model, *, frozen: bool = False) -> int:

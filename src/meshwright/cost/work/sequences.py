@@ -24,11 +24,11 @@ class LikeSequences(msgspec.Struct, frozen=True):
     def pairs(self, window: int | None) -> Number:
         """Returns the pairs of a row and a position that it sees: those up to it, at most the window."""
         rows, before = self.rows, self.before
-        every = rows * (before + (rows + 1) / 2)
+        pairs_each = rows * (before + (rows + 1) / 2)
         if window is not None:
-            inside = np.clip(window - before, 0, rows)  # rows that see all positions
-            every = inside * (before + (inside + 1) / 2) + (rows - inside) * window
-        return self.count * every
+            unclipped_rows = np.clip(window - before, 0, rows)  # rows that see all positions
+            pairs_each = unclipped_rows * (before + (unclipped_rows + 1) / 2) + (rows - unclipped_rows) * window
+        return self.count * pairs_each
 
     @property
     def fresh_pairs(self) -> Number:
@@ -42,5 +42,5 @@ class LikeSequences(msgspec.Struct, frozen=True):
 
     def positions(self, window: int | None) -> Number:
         """Returns the positions of the cache that rows see."""
-        seen = self.rows + self.before
-        return self.count * (seen if window is None else np.minimum(seen, window - 1 + self.rows))
+        seen_each = self.rows + self.before
+        return self.count * (seen_each if window is None else np.minimum(seen_each, window - 1 + self.rows))

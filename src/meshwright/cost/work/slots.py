@@ -74,10 +74,10 @@ def places_of_token(sizes: SlotSizes, num_places: Number) -> Number:
 
     The groups of experts that a token may choose from are in few places; within them it chooses evenly.
     """
-    places, (groups, chosen) = np.asarray(num_places, float), sizes.groups
-    if groups:
-        in_a_place = np.maximum(groups / places, 1.0)
-        places = np.maximum(places * (1 - (1 - chosen / groups) ** in_a_place), 1.0)
+    places, (num_groups, num_chosen) = np.asarray(num_places, float), sizes.groups
+    if num_groups:
+        groups_per_place = np.maximum(num_groups / places, 1.0)
+        places = np.maximum(places * (1 - (1 - num_chosen / num_groups) ** groups_per_place), 1.0)
     return places * (1 - (1 - 1 / places) ** sizes.dims["Ea"])
 
 
@@ -86,10 +86,10 @@ def slot_sizes(step: Step, sizes: SlotSizes) -> SlotSizes:
     slots = _slots(step)
     if slots is None or np.all(np.asarray(sizes.spare_slots) == 1):
         return sizes
-    few = _few(slots, sizes)
-    dims = {**sizes.dims, "C": sizes.dims["C"] * np.where(few, sizes.spare_slots, 1.0)}
+    is_few = _few(slots, sizes)
+    dims = {**sizes.dims, "C": sizes.dims["C"] * np.where(is_few, sizes.spare_slots, 1.0)}
     return msgspec.structs.replace(
-        sizes, dims=dims, load=np.where(few, 1.0, sizes.load), room=np.where(few, 1.0, sizes.room), cache={}
+        sizes, dims=dims, load=np.where(is_few, 1.0, sizes.load), room=np.where(is_few, 1.0, sizes.room), cache={}
     )
 
 
@@ -104,18 +104,18 @@ def computed_share(step: Step, sizes: SlotSizes) -> Number:
     slots = _slots(step)
     if slots is None or not kind_of(step).is_einsum:
         return 1.0
-    filled, at_once = _filled(slots, sizes), _at_once(slots, sizes)
+    num_filled, at_once = _filled(slots, sizes), _at_once(slots, sizes)
     half_blocks = sizes.local(slots)["E"] * BLOCK_ROWS / 2
-    rows = np.minimum(filled + half_blocks, filled * sizes.spare_slots) + half_blocks * (at_once - 1)
-    rows = np.where(has_kernel(step, sizes), filled + sizes.local(slots)["E"] * GROUP_TILE, rows)
-    return np.where(_few(slots, sizes), sizes.spare_slots, rows / filled)
+    num_rows = np.minimum(num_filled + half_blocks, num_filled * sizes.spare_slots) + half_blocks * (at_once - 1)
+    num_rows = np.where(has_kernel(step, sizes), num_filled + sizes.local(slots)["E"] * GROUP_TILE, num_rows)
+    return np.where(_few(slots, sizes), sizes.spare_slots, num_rows / num_filled)
 
 
 def has_kernel(step: Step, sizes: SlotSizes) -> Number:
     """True where a kernel takes a product of packed tokens: on chips that have one, for widths of whole tiles."""
-    local, factors = sizes.local(*step.inputs), step.inputs[:2]
-    narrow = (local[dim] % GROUP_TILE for array in factors for dim in array.dims if dim not in ("E", "C"))
-    return sizes.grouped & (sum(narrow) == 0)
+    size_of, operands = sizes.local(*step.inputs), step.inputs[:2]
+    rests = (size_of[dim] % GROUP_TILE for array in operands for dim in array.dims if dim not in ("E", "C"))
+    return sizes.grouped & (sum(rests) == 0)
 
 
 def num_slot_products(step: Step, sizes: SlotSizes) -> Number:
@@ -123,17 +123,17 @@ def num_slot_products(step: Step, sizes: SlotSizes) -> Number:
     slots = _slots(step)
     if slots is None:
         return 1.0
-    rows = _filled(slots, sizes) * computed_share(step, sizes)
+    num_rows = _filled(slots, sizes) * computed_share(step, sizes)
     return np.where(
-        _few(slots, sizes) | has_kernel(step, sizes), 1.0, np.ceil(rows / BLOCK_ROWS / _at_once(slots, sizes))
+        _few(slots, sizes) | has_kernel(step, sizes), 1.0, np.ceil(num_rows / BLOCK_ROWS / _at_once(slots, sizes))
     )
 
 
 def num_slot_calls(step: Step, sizes: SlotSizes) -> Number:
     """Returns the kernel calls of a step's product: each block is read, multiplied, merged with the result so far, and
     written back; one call if it is not cut."""
-    products = num_slot_products(step, sizes)
-    return np.where(products > 1, CALLS_A_PRODUCT * products, 1.0)
+    num_products = num_slot_products(step, sizes)
+    return np.where(num_products > 1, CALLS_A_PRODUCT * num_products, 1.0)
 
 
 def block_bytes(step: Step, sizes: SlotSizes) -> Number:
@@ -147,15 +147,15 @@ def block_bytes(step: Step, sizes: SlotSizes) -> Number:
     if slots is None or not kind_of(step).is_einsum:
         return 0.0
     if "C" in step.result.dims:
-        moved = 2 * sizes.bytes(step.result)
+        moved_bytes = 2 * sizes.bytes(step.result)
     else:
-        sums = DTYPE_BYTES["fp32"] * sizes.elements(step.result) / sizes.local(slots)["E"]
-        moved = 4 * num_slot_products(step, sizes) * sums
-    rows = sizes.total(*(array for array in (*step.inputs, step.result) if "C" in array.dims))
-    gathered = np.where(_at_once(slots, sizes) > 1, 2 * rows, 0.0)
-    by_kernel = moved if "C" in step.result.dims else 0.0
-    in_blocks = np.where(has_kernel(step, sizes), by_kernel, moved + gathered)
-    return np.where(_few(slots, sizes), 0.0, in_blocks)
+        sum_bytes = DTYPE_BYTES["fp32"] * sizes.elements(step.result) / sizes.local(slots)["E"]
+        moved_bytes = 4 * num_slot_products(step, sizes) * sum_bytes
+    row_bytes = sizes.total(*(array for array in (*step.inputs, step.result) if "C" in array.dims))
+    gathered_bytes = np.where(_at_once(slots, sizes) > 1, 2 * row_bytes, 0.0)
+    kernel_bytes = moved_bytes if "C" in step.result.dims else 0.0
+    bytes_in_blocks = np.where(has_kernel(step, sizes), kernel_bytes, moved_bytes + gathered_bytes)
+    return np.where(_few(slots, sizes), 0.0, bytes_in_blocks)
 
 
 def unread_bytes(step: Step, sizes: SlotSizes) -> Number:
@@ -163,9 +163,9 @@ def unread_bytes(step: Step, sizes: SlotSizes) -> Number:
     if _slots(step) is None or not kind_of(step).is_einsum or "C" not in step.result.dims:
         return 0.0
     weights = [array for array in step.inputs if "E" in array.dims and not has_slots(array)]
-    count, chosen = sizes.dims["E"], sizes.dims["Ea"]
-    read = experts_read(sizes.dims["C"] * count / chosen, num_experts=count, active_experts=chosen)
-    return (1 - read / count) * sizes.total(*weights)
+    count, num_chosen = sizes.dims["E"], sizes.dims["Ea"]
+    num_read = experts_read(sizes.dims["C"] * count / num_chosen, num_experts=count, active_experts=num_chosen)
+    return (1 - num_read / count) * sizes.total(*weights)
 
 
 def _slots(step: Step) -> ShardedArray | None:
@@ -175,8 +175,8 @@ def _slots(step: Step) -> ShardedArray | None:
 
 def _filled(slots: ShardedArray, sizes: SlotSizes) -> Number:
     """Returns the number of filled slots on one device."""
-    local = sizes.local(slots)
-    return local["E"] * local["C"]
+    size_of = sizes.local(slots)
+    return size_of["E"] * size_of["C"]
 
 
 def _at_once(slots: ShardedArray, sizes: SlotSizes) -> Number:

@@ -77,8 +77,8 @@ class AttentionCall:
     def in_order(self, q: Array, k: Array) -> bool:
         """True if queries and keys are the same rows, one after the other, as is known while tracing."""
         rows = np.arange(q.shape[1])
-        same = (isinstance(x, np.ndarray) and np.array_equal(x, rows) for x in (self.q_idx, self.kv_idx))
-        return q.shape[1] == k.shape[1] and all(same)
+        are_in_order = (isinstance(x, np.ndarray) and np.array_equal(x, rows) for x in (self.q_idx, self.kv_idx))
+        return q.shape[1] == k.shape[1] and all(are_in_order)
 
     @property
     def _first(self) -> Any:
@@ -88,8 +88,8 @@ class AttentionCall:
     @property
     def is_known(self) -> bool:
         """True if the blocks of the mask are known while tracing."""
-        read = [*(self.mask.arrays if self.mask else ()), self.q_idx, self.kv_idx, self._first]
-        return not any(isinstance(x, jax.core.Tracer) for x in read)
+        values_read = [*(self.mask.arrays if self.mask else ()), self.q_idx, self.kv_idx, self._first]
+        return not any(isinstance(x, jax.core.Tracer) for x in values_read)
 
     def bounds(self, batch: int, heads: int, q_block: int, kv_block: int) -> BlockTable | None:
         """Returns a table that has all blocks of the mask and is known while tracing, None if there is none; a block
@@ -99,10 +99,10 @@ class AttentionCall:
         if self.is_known:
             return self.blocks(batch, heads, q_block, kv_block)
         terms = {name: values for name, values in self.terms.items() if name in _WITHOUT_DATA}
-        bound = replace(self, mask=Mod(partial(_all_of, terms), (), terms), table=None)
-        if not terms or not bound.is_known:
+        bound_call = replace(self, mask=Mod(partial(_all_of, terms), (), terms), table=None)
+        if not terms or not bound_call.is_known:
             return None
-        table = bound.blocks(1, 1, q_block, kv_block)
+        table = bound_call.blocks(1, 1, q_block, kv_block)
         # what these terms see whole, the terms that read arrays may still hide
         return replace(table, kinds=np.minimum(table.kinds, PARTIAL))
 
@@ -125,8 +125,8 @@ class AttentionCall:
         assert self.kv_idx is not None
         if self.table is not None:
             return self.table.resized(q_block, kv_block)
-        inner, first = self.mask or mods.noop(), self._first
-        mask: Mask = lambda b, h, q_idx, kv_idx: inner(b, h + first, q_idx, kv_idx)  # noqa: E731
+        inner, first_head = self.mask or mods.noop(), self._first
+        mask: Mask = lambda b, h, q_idx, kv_idx: inner(b, h + first_head, q_idx, kv_idx)  # noqa: E731
         sizes: dict[str, Any] = {"batch": batch, "heads": heads, "block": (q_block, kv_block)}
         if self.is_known:
             # a mask that calls jax.numpy would become part of the program that is being traced
@@ -158,8 +158,8 @@ def _by_points(
         pairs = mask(b, h, row[None, None, :, None], kv_rows.reshape(1, 1, 1, -1))
         pairs = jnp.broadcast_to(pairs, (*pairs.shape[:2], len(row), kv_rows.size))
         pairs = pairs.reshape(*pairs.shape[:3], *kv_rows.shape)
-        every, seen = pairs.all((2, 4)), pairs.any((2, 4))
-        return jnp.where(every, FULL, jnp.where(seen, PARTIAL, NOTHING))
+        all_seen, any_seen = pairs.all((2, 4)), pairs.any((2, 4))
+        return jnp.where(all_seen, FULL, jnp.where(any_seen, PARTIAL, NOTHING))
 
     blocks = jnp.moveaxis(lax.map(kinds, q_rows), 0, 2)
     if len(columns) % block[1]:
@@ -199,10 +199,10 @@ def _within(rule: TileRule, num_keys: int, block: int) -> TileRule:
     """Returns a rule whose mask leaves out the keys that pad the last block."""
     # not Booleans, which kernels do not read, see `TileRule`
     real = padded(jnp.ones((1, 1, num_keys), jnp.int32), block, -1)
-    inner, place = rule.mask, len(rule.columns)
+    inner, index = rule.mask, len(rule.columns)
 
     def mask(tile: Tile) -> Array:
-        seen: Array = tile.columns[place] > 0
+        seen: Array = tile.columns[index] > 0
         return seen if inner is None else seen & inner(tile)
 
     return rule._replace(columns=(*rule.columns, real), mask=mask)
@@ -220,10 +220,10 @@ def counted(rule: TileRule, call: AttentionCall, sizes: tuple[int, int]) -> Tile
 
 def _indexed(rule: TileRule, name: str, side: str, index: Array) -> TileRule:
     """Returns a rule that reads an index of a tile from one more of its rows, or columns."""
-    mask, score, place = rule.mask, rule.score, len(getattr(rule, side))
+    mask, score, position = rule.mask, rule.score, len(getattr(rule, side))
 
     def moved(tile: Tile) -> Tile:
-        return tile._replace(**{name: getattr(tile, side)[place]})
+        return tile._replace(**{name: getattr(tile, side)[position]})
 
     rule = rule._replace(
         mask=mask and (lambda tile: mask(moved(tile))), score=score and (lambda s, tile: score(s, moved(tile)))

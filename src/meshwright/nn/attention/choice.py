@@ -48,8 +48,8 @@ class Fused:
         if call.learns:
             return False
         rule, table = prepared(call, q, k, self._blocks(q, k))
-        fits = getattr(self.kernel, "fits", None)
-        return not rule.tables and (fits is None or fits(_lists(table, "queries")))
+        fits_lists = getattr(self.kernel, "fits", None)
+        return not rule.tables and (fits_lists is None or fits_lists(_lists(table, "queries")))
 
     def forward(self, call: AttentionCall, q: Array, k: Array, v: Array, **options: Any) -> AttentionResult:
         """Returns the result and the log-sum-exp in float32."""
@@ -76,10 +76,10 @@ class Fused:
         return counted(rule, call, blocks), table, blocks
 
     def _blocks(self, q: Array, k: Array) -> tuple[int, int]:
-        most = self.kernel.BLOCKS
+        blocks = self.kernel.BLOCKS
         rows, columns = (
             # a block that divides the rows pads nothing, and the smallest pads least
-            next((size for size in (most[n], most[n] // 2) if size >= LEAST and x.shape[1] % size == 0), LEAST)
+            next((size for size in (blocks[n], blocks[n] // 2) if size >= LEAST and x.shape[1] % size == 0), LEAST)
             for n, x in enumerate((q, k))
         )
         return rows, columns
@@ -102,12 +102,12 @@ def kernel_of(call: AttentionCall, q: Array, k: Array, v: Array) -> Any:
     case = call.case(q, k, v)
     takers = (name for name, takes in TAKES.items() if takes(case))
     # lazy: to ask a fused kernel makes the table of blocks, so that none is asked beyond the first that fits
-    fit = (n for n in takers if not isinstance(KERNELS[n], Fused) or KERNELS[n].fits(call, q, k))
+    fitting = (n for n in takers if not isinstance(KERNELS[n], Fused) or KERNELS[n].fits(call, q, k))
     if not call.kernel:
-        return KERNELS[next(fit)]
-    able = [*fit]
-    if call.kernel not in able:
-        raise InputError(f"attention by {call.kernel!r} on {call.platform}: use {' or '.join(able)}, or leave it out.")
+        return KERNELS[next(fitting)]
+    names = [*fitting]
+    if call.kernel not in names:
+        raise InputError(f"attention by {call.kernel!r} on {call.platform}: use {' or '.join(names)}, or leave it out.")
     return KERNELS[call.kernel]
 
 

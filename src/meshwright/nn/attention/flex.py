@@ -62,7 +62,7 @@ def flex_attention(
         mask_mod = block_table.mask if mask_mod is None else mask_mod
     score = None if score_mod is None else _hoisted(score_mod, has_score=True)
     # an array that is known while tracing is a constant, and has no gradient
-    learned = (x for x in (score.arrays if score else ()) if isinstance(x, jax.core.Tracer))
+    learned_arrays = (x for x in (score.arrays if score else ()) if isinstance(x, jax.core.Tracer))
     call = AttentionCall(
         scale=q.shape[3] ** -0.5 if scale is None else scale,
         mask=None if mask_mod is None else _hoisted(mask_mod, has_score=False),
@@ -70,7 +70,7 @@ def flex_attention(
         table=block_table,
         kernel=kernel,
         platform=default_platform(),
-        learns=any(jnp.issubdtype(x.dtype, jnp.floating) for x in learned),
+        learns=any(jnp.issubdtype(x.dtype, jnp.floating) for x in learned_arrays),
     )
     if block_table is not None:
         _check_table(block_table, mask_mod, q, k)
@@ -82,15 +82,15 @@ def _check_table(table: BlockTable, mask_mod: Mask | None, q: Array, k: Array) -
     """Raises InputError unless a table is of these queries and keys, and of all heads and sequences that a mask tells
     apart."""
     sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
-    held = *table.kinds.shape[:2], table.q_len, table.kv_len
-    one_for_all = [False] * 4
+    dims = *table.kinds.shape[:2], table.q_len, table.kv_len
+    is_shared = [False] * 4
     if mask_mod is not None:
         jaxpr = jax.make_jaxpr(mask_mod)(*[jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.int32)] * 4).jaxpr
-        read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
-        one_for_all[:2] = [id(x) not in read for x in jaxpr.invars[:2]]
-    if any(n != size and not (n == 1 and shared) for n, size, shared in zip(held, sizes, one_for_all, strict=True)):
+        read_ids = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
+        is_shared[:2] = [id(x) not in read_ids for x in jaxpr.invars[:2]]
+    if any(n != size and not (n == 1 and shared) for n, size, shared in zip(dims, sizes, is_shared, strict=True)):
         raise InputError(
-            f"block_table is of {held[2]} queries, {held[3]} keys, batch={held[0]} and heads={held[1]}. Make it with "
+            f"block_table is of {dims[2]} queries, {dims[3]} keys, batch={dims[0]} and heads={dims[1]}. Make it with "
             f"q_len={sizes[2]}, kv_len={sizes[3]}, batch={sizes[0]} and heads={sizes[1]}, or 1 for all."
         )
 
@@ -124,23 +124,23 @@ def _hoisted(mod: Callable[..., Any], *, has_score: bool) -> Mod:
         return jax.make_jaxpr(mod)(*at)
 
     index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (), (2, 1), (1, 2))]
-    name, kind = ("score_mod", jnp.floating) if has_score else ("mask_mod", jnp.bool)
+    name, dtype_kind = ("score_mod", jnp.floating) if has_score else ("mask_mod", jnp.bool)
     try:
-        first = traced(*[jax.ShapeDtypeStruct((2, 2), jnp.float32)] * has_score, *index)
-        if len(first.out_avals) != 1:
-            raise InputError(f"it returns {len(first.out_avals)} arrays, not one.")
-        result = first.out_avals[0]
+        first_jaxpr = traced(*[jax.ShapeDtypeStruct((2, 2), jnp.float32)] * has_score, *index)
+        if len(first_jaxpr.out_avals) != 1:
+            raise InputError(f"it returns {len(first_jaxpr.out_avals)} arrays, not one.")
+        result = first_jaxpr.out_avals[0]
         shape = jnp.broadcast_shapes(result.shape, (2, 2))
     except Exception as error:
         hint = " Capture jnp.asarray(x) in place of NumPy's x." if "Tracer" in type(error).__name__ else ""
         raise InputError(f"{name} fails: {type(error).__name__}: {first_line(error)}{hint}") from error
-    if shape != (2, 2) or not jnp.issubdtype(result.dtype, kind):
-        wanted = "scores in float32" if has_score else "Booleans"
-        raise InputError(f"{name} returns {result.dtype} of shape {result.shape} for 2 x 2 pairs. Return {wanted}.")
+    if shape != (2, 2) or not jnp.issubdtype(result.dtype, dtype_kind):
+        phrase = "scores in float32" if has_score else "Booleans"
+        raise InputError(f"{name} returns {result.dtype} of shape {result.shape} for 2 x 2 pairs. Return {phrase}.")
     if result.ndim < 2:
-        mod, first = _spread(mod), jax.make_jaxpr(_spread(mod))(*first.in_avals)
-    consts = first.consts
-    arrays = [number for number, x in enumerate(consts) if isinstance(x, jax.Array)]
+        mod, first_jaxpr = _spread(mod), jax.make_jaxpr(_spread(mod))(*first_jaxpr.in_avals)
+    consts = first_jaxpr.consts
+    const_numbers = [number for number, x in enumerate(consts) if isinstance(x, jax.Array)]
 
     def make(*given: Any) -> Callable[..., Any]:
         def function(*at: Any) -> Any:
@@ -149,14 +149,14 @@ def _hoisted(mod: Callable[..., Any], *, has_score: bool) -> Mod:
                     raise NoRangesError("the function captures arrays.")
                 return mod(*at)
             closed = traced(*at)
-            held = list(closed.consts)
-            for number, value in zip(arrays, given, strict=True):
-                held[number] = value
-            return jax.core.eval_jaxpr(closed.jaxpr, held, *at)[0]
+            all_consts = list(closed.consts)
+            for number, value in zip(const_numbers, given, strict=True):
+                all_consts[number] = value
+            return jax.core.eval_jaxpr(closed.jaxpr, all_consts, *at)[0]
 
         return function
 
-    return Mod(make, tuple(consts[number] for number in arrays))
+    return Mod(make, tuple(consts[number] for number in const_numbers))
 
 
 jax.tree_util.register_dataclass(
@@ -185,10 +185,10 @@ def _flex_backward(call: AttentionCall, held: Any, cotangents: Any) -> Any:
     dout, dlse = cotangents
     dout = jnp.zeros_like(o) if isinstance(dout, SymbolicZero) else dout
     inputs = dout, o, lse, *([] if isinstance(dlse, SymbolicZero) else [dlse])
-    dq, dk, dv, *rest = attention_backward(_with(call, sinks, mask, score), inputs, *qkv)
-    dsinks = None if sinks is None else rest.pop(0)
+    dq, dk, dv, *other_cotangents = attention_backward(_with(call, sinks, mask, score), inputs, *qkv)
+    dsinks = None if sinks is None else other_cotangents.pop(0)
     # None: what a mask reads has no gradient
-    return (dq, dk, dv), dsinks, None, tuple(rest) or None
+    return (dq, dk, dv), dsinks, None, tuple(other_cotangents) or None
 
 
 # symbolic zeros say whether the log-sum-exp has a cotangent; if so XLA's kernel runs the backward pass

@@ -128,15 +128,15 @@ def ragged_attention(
         out += (jnp.full((rows, heads), NOTHING_SEEN, jnp.float32), jnp.ones((rows, heads), jnp.float32))
     mixed = PagedValues(values, value_scale)
     on_cpu = call.platform == "cpu"
-    most = max(8, CPU_ROWS * values.shape[2] // heads) if on_cpu else QUERY_BLOCK
+    max_block = max(8, CPU_ROWS * values.shape[2] // heads) if on_cpu else QUERY_BLOCK
     # sequences of one query have blocks of their own, else most rows of their blocks would be empty
-    for block in (1,) if call.longest == 1 else (1, min(call.longest, most)):
+    for block in (1,) if call.longest == 1 else (1, min(call.longest, max_block)):
         tiles = _tiles(call, block, rows, values.shape[1])
         if on_cpu:
             out = _by_turns(call, tiles, parts, mixed, out)
             continue
-        run = _by_kernel if _kernel_takes(call, tiles, heads) else _by_lanes
-        results = run(call, tiles, parts, mixed)
+        attend_blocks = _by_kernel if _kernel_takes(call, tiles, heads) else _by_lanes
+        results = attend_blocks(call, tiles, parts, mixed)
         out = _with_blocks(call, tiles, jnp.arange(len(tiles.starts)), results, out)
     return out
 
@@ -170,26 +170,26 @@ class _Tiles(NamedTuple):
 
 def _tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> _Tiles:
     """Lists the tiles of sequences with one query for a block of 1, and of those with several for others."""
-    num_seqs, table = call.pages.shape
-    least = CPU_TILE_SLOTS[block > 1] if call.platform == "cpu" else TILE_SLOTS
-    num_pages = min(table, -(-least // page_len))
+    num_seqs, pages_per_seq = call.pages.shape
+    min_slots = CPU_TILE_SLOTS[block > 1] if call.platform == "cpu" else TILE_SLOTS
+    num_pages = min(pages_per_seq, -(-min_slots // page_len))
     span = call.spread.page_len if call.spread else page_len
-    positions = num_pages * span
+    tile_positions = num_pages * span
     counts = jnp.where((call.counts == 1) == (block == 1), call.counts, 0)
-    until = jnp.cumsum(-(-counts // block))
+    block_ends = jnp.cumsum(-(-counts // block))
     numbers = jnp.arange(num_rows // block + (min(num_seqs, num_rows) if block > 1 else 0), dtype=jnp.int32)
     numbers = numbers[: num_seqs * (1 if block == 1 else -(-call.longest // block))]
-    exists = numbers < until[-1]
-    sequence = jnp.minimum(jnp.searchsorted(until, numbers, side="right").astype(jnp.int32), num_seqs - 1)
-    row = block * (numbers - (until - (-(-counts // block)))[sequence])
+    exists = numbers < block_ends[-1]
+    sequence = jnp.minimum(jnp.searchsorted(block_ends, numbers, side="right").astype(jnp.int32), num_seqs - 1)
+    row = block * (numbers - (block_ends - (-(-counts // block)))[sequence])
     length = call.lengths[sequence]
     query = length - counts[sequence] + row
-    last = (jnp.minimum(query + block, length) if call.known is None else call.known[sequence]) - 1
-    seen = jnp.zeros_like(query) if call.window is None else jnp.maximum(query - call.window + 1, 0)
-    chunk, chunks = seen // positions, last // positions + 1
-    ends = jnp.cumsum(jnp.where(exists, chunks - chunk, 0))
+    last_position = (jnp.minimum(query + block, length) if call.known is None else call.known[sequence]) - 1
+    first_seen = jnp.zeros_like(query) if call.window is None else jnp.maximum(query - call.window + 1, 0)
+    first_chunk, end_chunk = first_seen // tile_positions, last_position // tile_positions + 1
+    ends = jnp.cumsum(jnp.where(exists, end_chunk - first_chunk, 0))
     starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
-    return _Tiles(sequence, row, chunk, starts, ends, exists, block, num_pages, page_len, span)
+    return _Tiles(sequence, row, first_chunk, starts, ends, exists, block, num_pages, page_len, span)
 
 
 def _first_positions(call: RaggedCall, tiles: _Tiles, index: Array) -> Array:
@@ -204,19 +204,19 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
     """
     num_blocks, (kv_heads, width), block = len(tiles.starts), mixed.values.shape[2:], tiles.block
     lanes, group = min(LANES, num_blocks) if block > 1 else LANES, parts[0].queries.shape[1] // kv_heads
-    latent, order = mixed.values is parts[0].keys, partial(_in_memory, call.platform)
-    parts = [part._replace(**jax.tree.map(order, {"keys": part.keys, "scale": part.scale})) for part in parts]
-    mixed = jax.tree.map(order, mixed)
+    is_latent, to_memory = mixed.values is parts[0].keys, partial(_in_memory, call.platform)
+    parts = [part._replace(**jax.tree.map(to_memory, {"keys": part.keys, "scale": part.scale})) for part in parts]
+    mixed = jax.tree.map(to_memory, mixed)
     # the same array again, so that `_attend` reads the latents of a tile once
-    mixed = mixed._replace(values=parts[0].keys) if latent else mixed
+    mixed = mixed._replace(values=parts[0].keys) if is_latent else mixed
     # each lane has a run of this many tiles
     per_lane = -(-tiles.ends[-1] // lanes)
     lane = jnp.arange(lanes, dtype=jnp.int32)
-    rows = (kv_heads, block * group)
+    state_rows = (kv_heads, block * group)
 
     def begin(count: int) -> RunningSoftmax:
-        zeros = jnp.zeros((count, *rows), jnp.float32)
-        return RunningSoftmax(zeros + LOWEST, zeros, jnp.zeros((count, *rows, width), jnp.float32))
+        zeros = jnp.zeros((count, *state_rows), jnp.float32)
+        return RunningSoftmax(zeros + LOWEST, zeros, jnp.zeros((count, *state_rows, width), jnp.float32))
 
     def block_of(tile: Array) -> Array:
         return jnp.minimum(jnp.searchsorted(tiles.ends, tile, side="right"), num_blocks - 1).astype(jnp.int32)
@@ -225,23 +225,23 @@ def _by_lanes(call: RaggedCall, tiles: _Tiles, parts: Sequence[PagedPart], mixed
         state, by_block = carry
         tile = lane * per_lane + number
         blocks = block_of(tile)
-        fresh = (number == 0) | (tile == tiles.starts[blocks])
-        state = jax.vmap(lambda new, *states: jax.tree.map(partial(jnp.where, new), *states))(
-            fresh, begin(lanes), state
+        is_first_tile = (number == 0) | (tile == tiles.starts[blocks])
+        state = jax.vmap(lambda is_new, *states: jax.tree.map(partial(jnp.where, is_new), *states))(
+            is_first_tile, begin(lanes), state
         )
         state = _attend(call, tiles, (blocks, tile), parts, mixed, state)
         # a block that another lane begins has a row of its own for each further lane
-        place = jnp.where(tiles.starts[blocks] < lane * per_lane, num_blocks + lane, blocks)
-        place = jnp.where(tile < tiles.ends[-1], place, num_blocks + lanes)
-        return state, jax.tree.map(lambda old, new: old.at[place].set(new, mode="drop"), by_block, state)
+        entry = jnp.where(tiles.starts[blocks] < lane * per_lane, num_blocks + lane, blocks)
+        entry = jnp.where(tile < tiles.ends[-1], entry, num_blocks + lanes)
+        return state, jax.tree.map(lambda old, new: old.at[entry].set(new, mode="drop"), by_block, state)
 
     _, by_block = lax.fori_loop(0, per_lane, step, (begin(lanes), begin(num_blocks + lanes)))
     peak, total, sums = _merged(by_block, block_of(lane * per_lane), num_blocks)
     if call.sinks is not None:
         sinks = jnp.tile(call.sinks.astype(jnp.float32).reshape(kv_heads, group), (1, block))[None]
-        top = jnp.maximum(peak, sinks)
-        sums = sums * jnp.exp(peak - top)[..., None]
-        total, peak = total * jnp.exp(peak - top) + jnp.exp(sinks - top), top
+        peak_with_sinks = jnp.maximum(peak, sinks)
+        sums = sums * jnp.exp(peak - peak_with_sinks)[..., None]
+        total, peak = total * jnp.exp(peak - peak_with_sinks) + jnp.exp(sinks - peak_with_sinks), peak_with_sinks
     result = sums / jnp.where(total > 0, total, 1.0)[..., None]
     statistics = (peak, total) if call.spread else ()
     return tuple(_of_heads(x, block) for x in (result, *statistics))
@@ -274,9 +274,9 @@ def _attend(
     kv_heads, slots = state.peak.shape[1], tiles.num_pages * tiles.page_len
     group = parts[0].queries.shape[1] // kv_heads
     sequence, index = tiles.sequence[blocks], tiles.chunk[blocks] + tile - tiles.starts[blocks]
-    number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
+    page_number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
     # pages past the end of the table are clipped: their slots are later than every query
-    page = call.pages.at[sequence[:, None], number].get(mode="clip")
+    page = call.pages.at[sequence[:, None], page_number].get(mode="clip")
 
     def read(pool: Array) -> Array:
         """Returns [lanes, K, slots, width]."""
@@ -301,24 +301,24 @@ def _attend(
         products = jnp.einsum("WKRH,WKCH->WKRC", queries, keys, preferred_element_type=jnp.float32)
         return scaled(products, part.scale)
 
-    first, *rest = map(product, parts, read_keys)
-    scores = capped(call.scale * sum(rest, start=first), call.softcap)
+    first_product, *other_products = map(product, parts, read_keys)
+    scores = capped(call.scale * sum(other_products, start=first_product), call.softcap)
     # positions of slots, and of queries
     slot = _first_positions(call, tiles, index)[:, None] + tiles.offsets[None]
     position = row + (call.lengths - call.counts - call.first)[sequence][:, None]
-    back = position[:, :, None] - slot[:, None]
-    seen = back >= 0 if call.known is None else (slot < call.known[sequence][:, None])[:, None]
-    seen = seen & (exists & (tile < tiles.ends[-1])[:, None])[:, :, None]
-    seen = seen if call.window is None else seen & (back < call.window)
+    distance = position[:, :, None] - slot[:, None]
+    is_seen = distance >= 0 if call.known is None else (slot < call.known[sequence][:, None])[:, None]
+    is_seen = is_seen & (exists & (tile < tiles.ends[-1])[:, None])[:, :, None]
+    is_seen = is_seen if call.window is None else is_seen & (distance < call.window)
     if call.rule:
         scores = _ruled(call.rule, scores, sequence, position, slot)
-    scores = jnp.where(jnp.repeat(seen, group, axis=1)[:, None], scores, -jnp.inf)
+    scores = jnp.where(jnp.repeat(is_seen, group, axis=1)[:, None], scores, -jnp.inf)
     peak = jnp.maximum(state.peak, scores.max(axis=-1))
     weights, fade = jnp.exp(scores - peak[..., None]), jnp.exp(state.peak - peak)
     total = state.total * fade + weights.sum(axis=-1)
-    tiled = read_keys[0] if values is parts[0].keys else operand(values)
+    tile_values = read_keys[0] if values is parts[0].keys else operand(values)
     weights = scaled(weights, value_scale).astype(dtype)
-    sums = jnp.einsum("WKRC,WKCH->WKRH", weights, tiled, preferred_element_type=jnp.float32)
+    sums = jnp.einsum("WKRC,WKCH->WKRH", weights, tile_values, preferred_element_type=jnp.float32)
     return RunningSoftmax(peak, total, state.mixed * fade[..., None] + sums)
 
 
@@ -360,9 +360,9 @@ def _merged(kept: RunningSoftmax, began: Array, num_blocks: int) -> RunningSoftm
     blocks = jax.tree.map(lambda x: x[:num_blocks], kept)
     lanes = jax.tree.map(lambda x: x[num_blocks:], kept)
     peak = blocks.peak.at[began].max(lanes.peak)
-    fade, further = jnp.exp(blocks.peak - peak), jnp.exp(lanes.peak - peak[began])
-    total = (blocks.total * fade).at[began].add(lanes.total * further)
-    mixed = (blocks.mixed * fade[..., None]).at[began].add(lanes.mixed * further[..., None])
+    fade, lane_fade = jnp.exp(blocks.peak - peak), jnp.exp(lanes.peak - peak[began])
+    total = (blocks.total * fade).at[began].add(lanes.total * lane_fade)
+    mixed = (blocks.mixed * fade[..., None]).at[began].add(lanes.mixed * lane_fade[..., None])
     return RunningSoftmax(peak, total, mixed)
 
 
@@ -381,22 +381,22 @@ def _by_turns(
     num_blocks, (kv_heads, width), block = len(tiles.starts), mixed.values.shape[2:], tiles.block
     group, dtype, slots = out[0].shape[1] // kv_heads, parts[0].queries.dtype, tiles.num_pages * tiles.page_len
     lanes = 1 if block > 1 else max(1, min(CPU_SLOTS // slots, max(2, num_blocks)))
-    latent = mixed.values is parts[0].keys
+    is_latent = mixed.values is parts[0].keys
     # what an iteration needs to know of its tiles is the same in all layers, which then share it
-    most = -(-num_blocks * -(-call.pages.shape[1] // tiles.num_pages) // lanes) * lanes
-    tile = jnp.arange(most, dtype=jnp.int32)
-    place = jnp.searchsorted(tiles.ends, tile, side="right").astype(jnp.int32)
-    owner = jnp.minimum(place, num_blocks - 1)
+    max_tiles = -(-num_blocks * -(-call.pages.shape[1] // tiles.num_pages) // lanes) * lanes
+    tile = jnp.arange(max_tiles, dtype=jnp.int32)
+    block_of_tile = jnp.searchsorted(tiles.ends, tile, side="right").astype(jnp.int32)
+    owner = jnp.minimum(block_of_tile, num_blocks - 1)
     sequence, index = tiles.sequence[owner], tiles.chunk[owner] + tile - tiles.starts[owner]
-    row, first = (call.lengths - call.counts)[sequence] + tiles.row[owner], _first_positions(call, tiles, index)
-    ahead = ((row if call.known is None else call.known[sequence] - 1) - first)[:, None]
-    number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
-    page = jnp.clip(call.pages.at[sequence[:, None], number].get(mode="clip"), 0, len(mixed.values) - 1)
-    known: tuple[Array, ...] = place, ahead, page
+    row, first_pos = (call.lengths - call.counts)[sequence] + tiles.row[owner], _first_positions(call, tiles, index)
+    last_seen = ((row if call.known is None else call.known[sequence] - 1) - first_pos)[:, None]
+    page_number = index[:, None] * tiles.num_pages + jnp.arange(tiles.num_pages)[None]
+    page = jnp.clip(call.pages.at[sequence[:, None], page_number].get(mode="clip"), 0, len(mixed.values) - 1)
+    per_tile: tuple[Array, ...] = block_of_tile, last_seen, page
     if call.rule:
-        known += sequence, row, first
+        per_tile += sequence, row, first_pos
     query = np.arange(block * group, dtype=np.int32) // group * (call.known is None)
-    back = (query[:, None] - tiles.offsets.astype(np.int32)[None])[None]
+    distance_in_tile = (query[:, None] - tiles.offsets.astype(np.int32)[None])[None]
 
     def read(pool: Array, page: Array) -> Array:
         """Returns [lanes, K, slots, width] of whole pages, which are copied as such before they are transposed."""
@@ -416,34 +416,34 @@ def _by_turns(
         return array if scale is None else array * jnp.swapaxes(read(scale, page), 2, 3)
 
     def step(blocks: Array, queries: list[Array], tile: Array, state: RunningSoftmax) -> RunningSoftmax:
-        place, ahead, page, *of_rule = (lax.dynamic_slice_in_dim(array, tile, lanes) for array in known)
-        place = place - blocks[0]
-        of = jnp.minimum(place, len(blocks) - 1)
+        local_block, last_seen, page, *rule_args = (lax.dynamic_slice_in_dim(array, tile, lanes) for array in per_tile)
+        local_block = local_block - blocks[0]
+        block_row = jnp.minimum(local_block, len(blocks) - 1)
         keys = [operand(part.keys, page) for part in parts]
         products = [
-            scaled(jnp.einsum("WKRH,WKCH->WKRC", q[of], k, preferred_element_type=jnp.float32), part.scale, page)
+            scaled(jnp.einsum("WKRH,WKCH->WKRC", q[block_row], k, preferred_element_type=jnp.float32), part.scale, page)
             for q, k, part in zip(queries, keys, parts, strict=True)
         ]
         scores = capped(call.scale * sum(products[1:], start=products[0]), call.softcap)
-        distance = ahead[:, None] + back
-        seen = distance >= 0
+        distance = last_seen[:, None] + distance_in_tile
+        is_seen = distance >= 0
         if call.rule:
-            sequence, row, first = of_rule
-            slot = first[:, None] + tiles.offsets[None]
+            sequence, row, first_pos = rule_args
+            slot = first_pos[:, None] + tiles.offsets[None]
             scores = _ruled(call.rule, scores, sequence, row[:, None] + np.arange(block)[None], slot)
-        seen = seen if call.window is None else seen & (distance < call.window)
-        scores = jnp.where(seen[:, None], scores, -jnp.inf)
-        own_peak = jnp.maximum(jnp.ceil(scores.max(axis=-1) / LN2), NO_PEAK)
-        weights = jnp.exp(scores - own_peak[..., None] * LN2)
-        values = keys[0] if latent else operand(mixed.values, page)
+        is_seen = is_seen if call.window is None else is_seen & (distance < call.window)
+        scores = jnp.where(is_seen[:, None], scores, -jnp.inf)
+        tile_peak = jnp.maximum(jnp.ceil(scores.max(axis=-1) / LN2), NO_PEAK)
+        weights = jnp.exp(scores - tile_peak[..., None] * LN2)
+        values = keys[0] if is_latent else operand(mixed.values, page)
         # by halves: XLA's own sums depend on what else is in the iteration
-        own_total, weights = sum_of_halves(weights)[..., 0], scaled(weights, mixed.scale, page).astype(dtype)
+        tile_total, weights = sum_of_halves(weights)[..., 0], scaled(weights, mixed.scale, page).astype(dtype)
         sums = jnp.einsum("WKRC,WKCH->WKRH", weights, values, preferred_element_type=jnp.float32)
         # tiles of no block here have a place past the last one, which is dropped
-        peak = state.peak.at[place].max(own_peak, mode="drop")
-        fade, rise = _two_to(state.peak - peak), _two_to(own_peak - peak[of])
-        total = (state.total * fade).at[place].add(own_total * rise, mode="drop")
-        sums = (state.mixed * fade[..., None]).at[place].add(sums * rise[..., None], mode="drop")
+        peak = state.peak.at[local_block].max(tile_peak, mode="drop")
+        fade, rise = _two_to(state.peak - peak), _two_to(tile_peak - peak[block_row])
+        total = (state.total * fade).at[local_block].add(tile_total * rise, mode="drop")
+        sums = (state.mixed * fade[..., None]).at[local_block].add(sums * rise[..., None], mode="drop")
         return RunningSoftmax(peak, total, sums)
 
     def attend(blocks: Array, first: Array | int, num_tiles: Array, out: RaggedRows) -> RaggedRows:
@@ -490,9 +490,9 @@ SCALAR_BYTES = 2**18
 
 def _kernel_takes(call: RaggedCall, tiles: _Tiles, num_heads: int) -> bool:
     """True on TPUs for few rows, pages that are not tiny and tables that fit scalar memory."""
-    small = tiles.block * num_heads <= MOST_ROWS and tiles.num_pages <= MOST_PAGES
-    scalars = call.pages.size + len(tiles.starts) * -(-call.pages.shape[1] // tiles.num_pages)
-    return call.platform == "tpu" and call.rule is None and small and 4 * scalars <= SCALAR_BYTES
+    is_small = tiles.block * num_heads <= MOST_ROWS and tiles.num_pages <= MOST_PAGES
+    num_scalars = call.pages.size + len(tiles.starts) * -(-call.pages.shape[1] // tiles.num_pages)
+    return call.platform == "tpu" and call.rule is None and is_small and 4 * num_scalars <= SCALAR_BYTES
 
 
 def _by_kernel(
@@ -507,8 +507,8 @@ def _by_kernel(
     num_pages, num_blocks = tiles.num_pages, len(tiles.starts)
     heads, dtype = parts[0].queries.shape[1], parts[0].queries.dtype
     rows = tiles.block * heads
-    most = num_blocks * -(-call.pages.shape[1] // num_pages)
-    owner = jnp.minimum(jnp.searchsorted(tiles.ends, jnp.arange(most), side="right"), num_blocks - 1)
+    max_tiles = num_blocks * -(-call.pages.shape[1] // num_pages)
+    owner = jnp.minimum(jnp.searchsorted(tiles.ends, jnp.arange(max_tiles), side="right"), num_blocks - 1)
     # a tile's last pages may be beyond the table, and entries without a page may be any number
     table = jnp.clip(call.pages, 0, len(mixed.values) - 1)
     position = (call.lengths - call.counts)[tiles.sequence] + tiles.row
@@ -533,30 +533,30 @@ def _by_kernel(
     query = query * (call.known is None)
     heads_first = _heads_first("tpu", mixed.values, kv_heads)
     grid = np.indices((num_pages, kv_heads, page_len))
-    number, key_head, slot = (grid if heads_first else np.swapaxes(grid, 2, 3)).reshape(3, -1)
-    slot += number * tiles.span
+    page_number, key_head, slot = (grid if heads_first else np.swapaxes(grid, 2, 3)).reshape(3, -1)
+    slot += page_number * tiles.span
     # all heads are multiplied with the keys of all key heads, and see those of their own
     back = np.where((head // (heads // kv_heads))[:, None] == key_head, query[:, None] - slot, UNSEEN).astype(np.int32)
     sinks = jnp.full(heads, LOWEST) if call.sinks is None else call.sinks.astype(jnp.float32)
-    begin = jnp.broadcast_to(jnp.tile(jnp.maximum(sinks, LOWEST), tiles.block)[:, None], (rows, LANE))
-    index, _ = _rows(call, tiles, jnp.arange(num_blocks))
-    queries = [part.queries.at[index].get(mode="clip").reshape(num_blocks, rows, -1) for part in parts]
-    latent = mixed.values is parts[0].keys
+    start_peak = jnp.broadcast_to(jnp.tile(jnp.maximum(sinks, LOWEST), tiles.block)[:, None], (rows, LANE))
+    row_index, _ = _rows(call, tiles, jnp.arange(num_blocks))
+    queries = [part.queries.at[row_index].get(mode="clip").reshape(num_blocks, rows, -1) for part in parts]
+    is_latent = mixed.values is parts[0].keys
 
     def of_tiles(scale: Array) -> Array:
         """Returns [tiles, 1, columns], gathered by XLA: a page of scales is not a whole number of registers."""
-        number = (tiles.chunk[owner] + jnp.arange(most) - tiles.starts[owner])[:, None] * num_pages
-        number = jnp.minimum(number + jnp.arange(num_pages)[None], table.shape[1] - 1)
-        factors = _in_memory("tpu", scale)[table[tiles.sequence[owner][:, None], number]]
-        return (factors if kv_heads == 1 or heads_first else jnp.swapaxes(factors, 2, 3)).reshape(most, 1, -1)
+        page_number = (tiles.chunk[owner] + jnp.arange(max_tiles) - tiles.starts[owner])[:, None] * num_pages
+        page_number = jnp.minimum(page_number + jnp.arange(num_pages)[None], table.shape[1] - 1)
+        factors = _in_memory("tpu", scale)[table[tiles.sequence[owner][:, None], page_number]]
+        return (factors if kv_heads == 1 or heads_first else jnp.swapaxes(factors, 2, 3)).reshape(max_tiles, 1, -1)
 
-    scaled, scales = mixed.scale is not None, [*(part.scale for part in parts), mixed.scale]
+    has_scales, scales = mixed.scale is not None, [*(part.scale for part in parts), mixed.scale]
     gathered = [of_tiles(scale) for scale in scales if scale is not None]
-    pools = [part.keys for part in parts] + ([] if latent else [mixed.values])
+    pools = [part.keys for part in parts] + ([] if is_latent else [mixed.values])
     pools = [_in_memory("tpu", pool).reshape(len(pool), page_len * kv_heads, -1) for pool in pools]
     # what all heads share beside latents is narrow and has its slots in the lanes, see `nn.cache.cache_layout`
-    turned = [latent and number > 0 and pool.shape[-1] < LANE for number, pool in enumerate(pools)]
-    pools = [jnp.swapaxes(pool, 1, 2) if turn else pool for pool, turn in zip(pools, turned, strict=True)]
+    is_turned = [is_latent and number > 0 and pool.shape[-1] < LANE for number, pool in enumerate(pools)]
+    pools = [jnp.swapaxes(pool, 1, 2) if turn else pool for pool, turn in zip(pools, is_turned, strict=True)]
 
     def kernel(*refs: Any) -> None:
         owner, starts, chunk, position, _, _, begin_ref, back_ref, *arrays = refs
@@ -577,25 +577,25 @@ def _by_kernel(
             pages = [ref[0] for ref in page_refs[pool * num_pages : (pool + 1) * num_pages]]
             # TPUs have casts of bytes to float32 alone
             pages = [x.astype(jnp.float32) if x.dtype.itemsize == 1 else x for x in pages]
-            return jnp.concatenate(pages, axis=int(turned[pool])).astype(dtype)
+            return jnp.concatenate(pages, axis=int(is_turned[pool])).astype(dtype)
 
         keys = [read(number) for number in range(len(parts))]
         products = (
             lax.dot_general(ref[0], key, (((1,), (int(not turn),)), ((), ())), preferred_element_type=jnp.float32)
-            for ref, key, turn in zip(query_refs, keys, turned, strict=False)
+            for ref, key, turn in zip(query_refs, keys, is_turned, strict=False)
         )
-        if scaled:
+        if has_scales:
             products = (product * ref[0] for product, ref in zip(products, scale_refs, strict=False))
         scores = capped(call.scale * sum(products, start=jnp.zeros(back.shape, jnp.float32)), call.softcap)
         distance = back_ref[...] + (position[block] - (chunk[block] + tile - starts[block]) * tiles.positions)
-        seen = distance >= 0 if call.window is None else (distance >= 0) & (distance < call.window)
-        scores = jnp.where(seen, scores, -jnp.inf)
-        before = peak_ref[:, :1]
-        peak = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-        weights, fade = jnp.exp(scores - peak), jnp.exp(before - peak)
+        is_seen = distance >= 0 if call.window is None else (distance >= 0) & (distance < call.window)
+        scores = jnp.where(is_seen, scores, -jnp.inf)
+        old_peak = peak_ref[:, :1]
+        peak = jnp.maximum(old_peak, jnp.max(scores, axis=1, keepdims=True))
+        weights, fade = jnp.exp(scores - peak), jnp.exp(old_peak - peak)
         total = total_ref[:, :1] * fade + jnp.sum(weights, axis=1, keepdims=True)
-        values = keys[0] if latent else read(len(parts))
-        weights = weights * scale_refs[-1][0] if scaled else weights
+        values = keys[0] if is_latent else read(len(parts))
+        weights = weights * scale_refs[-1][0] if has_scales else weights
         sums = sums_ref[...] * fade + jnp.dot(weights.astype(dtype), values, preferred_element_type=jnp.float32)
         peak_ref[...] = jnp.broadcast_to(peak, (rows, LANE))
         total_ref[...] = jnp.broadcast_to(total, (rows, LANE))
@@ -606,24 +606,24 @@ def _by_kernel(
             ref[0] = jnp.broadcast_to(statistic, (rows, LANE))
 
     widths = (width, LANE, LANE) if call.spread else (width,)
-    running = [pltpu.VMEM((rows, size), jnp.float32) for size in (LANE, LANE, width)]
+    scratch = [pltpu.VMEM((rows, size), jnp.float32) for size in (LANE, LANE, width)]
     results = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(jnp.maximum(tiles.ends[-1], 1),),
             in_specs=[
-                *(pl.BlockSpec(array.shape, lambda *_: (0, 0)) for array in (begin, back)),
+                *(pl.BlockSpec(array.shape, lambda *_: (0, 0)) for array in (start_peak, back)),
                 *(pl.BlockSpec((1, *array.shape[1:]), of_block) for array in queries),
                 *(pl.BlockSpec((1, *array.shape[1:]), lambda tile, *_: (tile, 0, 0)) for array in gathered),
                 # pages of a tile lie anywhere in a pool, so that each is an operand of its own
                 *(pl.BlockSpec((1, *pool.shape[1:]), page(number)) for pool in pools for number in range(num_pages)),
             ],
             out_specs=[pl.BlockSpec((1, rows, size), of_block) for size in widths],
-            scratch_shapes=running,
+            scratch_shapes=scratch,
         ),
         out_shape=[jax.ShapeDtypeStruct((num_blocks, rows, size), jnp.float32) for size in widths],
         interpret=interpret,
-    )(*scalars, begin, jnp.asarray(back), *queries, *gathered, *(pool for pool in pools for _ in range(num_pages)))
+    )(*scalars, start_peak, jnp.asarray(back), *queries, *gathered, *(pool for pool in pools for _ in range(num_pages)))
     out, *statistics = (array.reshape(num_blocks, tiles.block, heads, -1) for array in results)
     return out, *(array[..., 0] for array in statistics)

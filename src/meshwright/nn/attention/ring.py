@@ -44,8 +44,8 @@ class KeyRing(Ring):
 
     def send(self, block: Pair, by: int = 1) -> Pair:
         """Returns the pair of arrays of the device ``by`` ranks before this one."""
-        first, second = (self.shift(x, by) for x in block)
-        return first, second
+        k_block, v_block = (self.shift(x, by) for x in block)
+        return k_block, v_block
 
     def moves(self, call: AttentionCall, length: int) -> int:
         """Returns how many times keys are sent on: to every other rank, or as far as a causal window reaches.
@@ -61,8 +61,8 @@ class KeyRing(Ring):
 
         Positions rise along the rows of a zigzag too, but not by one.
         """
-        known = {"causal"} if self.order.zigzag_ranks else {"causal", "window"}
-        if call.terms.keys() <= known and call.ignores_places:
+        known_masks = {"causal"} if self.order.zigzag_ranks else {"causal", "window"}
+        if call.terms.keys() <= known_masks and call.ignores_places:
             return replace(call, q_idx=None, kv_idx=None)
         index = self.order.of_rank(self.rank, length, self.size)
         return replace(call, q_idx=index, kv_idx=index)
@@ -106,17 +106,17 @@ def ring_attention_backward(
 ) -> tuple[Array, ...]:
     """Returns (dq, dk, dv) of this rank's queries, keys and values; of its queries alone, with sinks dsinks, and the
     cotangents of what the score rule learns."""
-    dq, dk, dv, *further = attention_backward(ring.own(call, q.shape[1]), given, q, k, v)
+    dq, dk, dv, *other_cotangents = attention_backward(ring.own(call, q.shape[1]), given, q, k, v)
     moves = ring.moves(call, q.shape[1])
     if moves:
         passed, collected = _collected(ring, moves, (k, v), partial(_passing_back, call, ring, given, q))
         # Cotangents start on the first device that the keys reach, so the own part is added here.
-        home = ring.send(collected, -moves)
-        dq, dk, dv = dq.astype(jnp.float32) + passed[0], dk + home[0], dv + home[1]
+        home_cotangents = ring.send(collected, -moves)
+        dq, dk, dv = dq.astype(jnp.float32) + passed[0], dk + home_cotangents[0], dv + home_cotangents[1]
         # the own part begins with the cotangents of sinks, which passing keys do not have
-        first = len(further) - len(passed) + 1
-        further[first:] = jax.tree.map(jnp.add, further[first:], passed[1:])
-    return dq.astype(q.dtype), dk, dv, *further
+        first_learned = len(other_cotangents) - len(passed) + 1
+        other_cotangents[first_learned:] = jax.tree.map(jnp.add, other_cotangents[first_learned:], passed[1:])
+    return dq.astype(q.dtype), dk, dv, *other_cotangents
 
 
 def _around(
@@ -173,16 +173,16 @@ def _on_passing(
     batch, length, heads = q.shape[:3]
     if call.terms.keys() != {"causal"} or not call.ignores_places:
         source = (ring.rank - step) % ring.size
-        here, there = (ring.order.of_rank(rank, length, ring.size) for rank in (ring.rank, source))
+        q_positions, kv_positions = (ring.order.of_rank(rank, length, ring.size) for rank in (ring.rank, source))
         # sinks count once, with a rank's own keys
-        passing = replace(call, sinks=None, q_idx=here, kv_idx=there)
-        blocks = passing.blocks(batch, heads, *[-(-length // COARSE_BLOCKS)] * 2)
+        passing_call = replace(call, sinks=None, q_idx=q_positions, kv_idx=kv_positions)
+        blocks = passing_call.blocks(batch, heads, *[-(-length // COARSE_BLOCKS)] * 2)
         sees_any = jnp.any(jnp.asarray(blocks.kinds) != NOTHING)
-        return lax.cond(sees_any, lambda: part(passing, 0, length), lambda: part(passing, length, 0))
-    whole = replace(call, sinks=None, q_idx=None, kv_idx=None, mask=None)
+        return lax.cond(sees_any, lambda: part(passing_call, 0, length), lambda: part(passing_call, length, 0))
+    unmasked = replace(call, sinks=None, q_idx=None, kv_idx=None, mask=None)
     half = length // 2
     earlier, later = ((0, half), (half, length)) if ring.order.zigzag_ranks else ((0, length), (length, 0))
-    return lax.cond(ring.rank >= step, lambda: part(whole, *earlier), lambda: part(whole, *later))
+    return lax.cond(ring.rank >= step, lambda: part(unmasked, *earlier), lambda: part(unmasked, *later))
 
 
 def _passing(call: AttentionCall, ring: KeyRing, step: Array, q: Array, keys: Pair) -> Pair:
@@ -193,8 +193,8 @@ def _passing(call: AttentionCall, ring: KeyRing, step: Array, q: Array, keys: Pa
         if end == 0:
             return jnp.zeros((*q.shape[:3], v.shape[-1]), q.dtype), jnp.full(q.shape[:3], -jnp.inf, jnp.float32)
         o, lse = attention(call, q[:, first:], k[:, :end], v[:, :end])
-        unseen = ((0, 0), (first, 0), (0, 0))
-        return jnp.pad(o, (*unseen, (0, 0))), jnp.pad(lse, unseen, constant_values=-jnp.inf)
+        padding = ((0, 0), (first, 0), (0, 0))
+        return jnp.pad(o, (*padding, (0, 0))), jnp.pad(lse, padding, constant_values=-jnp.inf)
 
     return _on_passing(call, ring, step, q, part)
 
@@ -209,12 +209,12 @@ def _passing_back(
     def part(call: AttentionCall, first: int, end: int) -> tuple[list[Array], Pair]:
         if end == 0:
             learned = call.score.arrays if call.learns and call.score else ()
-            none = [jnp.zeros(q.shape, jnp.float32), *(jnp.zeros_like(x) for x in learned)]
-            return none, (jnp.zeros_like(k), jnp.zeros_like(v))
+            zero_grads = [jnp.zeros(q.shape, jnp.float32), *(jnp.zeros_like(x) for x in learned)]
+            return zero_grads, (jnp.zeros_like(k), jnp.zeros_like(v))
         dout, o, lse = (x[:, first:] for x in given)
         dq, *dkeys = attention_backward(call, (dout, o, lse), q[:, first:], k[:, :end], v[:, :end])
-        unseen = ((0, 0), (0, k.shape[1] - end), (0, 0), (0, 0))
-        dk, dv = (jnp.pad(x, unseen) for x in dkeys[:2])
+        padding = ((0, 0), (0, k.shape[1] - end), (0, 0), (0, 0))
+        dk, dv = (jnp.pad(x, padding) for x in dkeys[:2])
         dq = jnp.pad(dq.astype(jnp.float32), ((0, 0), (first, 0), (0, 0), (0, 0)))
         return [dq, *dkeys[2:]], (dk, dv)
 

@@ -70,8 +70,8 @@ class TileRule(NamedTuple):
         """Returns the rule with arrays of 32 bits, the fewest that a scalar or a register of a tile has."""
 
         def words(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-            kinds = (jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32 for x in arrays)
-            return tuple(x.astype(kind) for x, kind in zip(arrays, kinds, strict=True))
+            dtypes = (jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32 for x in arrays)
+            return tuple(x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True))
 
         return self._replace(heads=words(self.heads), rows=words(self.rows), columns=words(self.columns))
 
@@ -161,38 +161,38 @@ class _Graph:
             inputs = tuple(var if isinstance(var, Literal) else env[var] for var in eqn.invars)
             inner = next((eqn.params[name] for name in _CALLED if name in eqn.params), None)
             if eqn.primitive.name in _CALLS and inner is not None:
-                held = [self._constant(value) for value in getattr(inner, "consts", ())]
-                results = self._run(getattr(inner, "jaxpr", inner), held, inputs)
+                inner_consts = [self._constant(value) for value in getattr(inner, "consts", ())]
+                results = self._run(getattr(inner, "jaxpr", inner), inner_consts, inputs)
             else:
                 nodes = [x for x in inputs if isinstance(x, int)]
                 deps = frozenset().union(*(self.deps[x] for x in nodes))
                 heavy = eqn.primitive.name in HEAVY or any(self.heavy[x] for x in nodes)
-                outs = enumerate(eqn.outvars)
-                results = [self._add((eqn, n, inputs), deps, var.aval, heavy=heavy) for n, var in outs]
+                numbered_vars = enumerate(eqn.outvars)
+                results = [self._add((eqn, n, inputs), deps, var.aval, heavy=heavy) for n, var in numbered_vars]
             env.update(zip(eqn.outvars, results, strict=True))
         return [var if isinstance(var, Literal) else env[var] for var in jaxpr.outvars]
 
     def parts(self) -> tuple[list[int], list[int]]:
         """Returns what is computed before the kernel (heavy, of one side, and read by what is not), and the arrays that
         are looked up within it."""
-        before: set[int] = set()
+        before_kernel: set[int] = set()
         tables: set[int] = set()
-        seen: set[int] = set()
-        left = [self.out]
-        while left:
-            node = left.pop()
-            if not isinstance(node, int) or node in seen:
+        visited: set[int] = set()
+        pending = [self.out]
+        while pending:
+            node = pending.pop()
+            if not isinstance(node, int) or node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             deps, made_by = self.deps[node], self.made_by[node]
             if made_by is None:
                 if "a" in deps:
-                    (tables if self.avals[node].ndim else before).add(node)
+                    (tables if self.avals[node].ndim else before_kernel).add(node)
             elif deps and self.heavy[node] and "s" not in deps and not {"q", "k"} <= deps:
-                before.add(self._before_layout(node))
+                before_kernel.add(self._before_layout(node))
             else:
-                left += made_by[2]
-        return sorted(before), sorted(tables)
+                pending += made_by[2]
+        return sorted(before_kernel), sorted(tables)
 
     def _before_layout(self, node: int) -> int:
         """Returns the operation whose result a node only reshapes."""
@@ -220,13 +220,13 @@ class _Graph:
             made_by = self.made_by[wanted]
             if made_by is None:
                 return self.consts[wanted]
-            eqn, number, inputs = made_by
+            eqn, out_index, inputs = made_by
             pairs = zip(eqn.invars, inputs, strict=True)
             values = {var: self.evaluate(x, env) for var, x in pairs if not isinstance(var, Literal)}
-            alone = self.jaxpr.replace(
+            one_eqn = self.jaxpr.replace(
                 constvars=(), invars=list(values), outvars=eqn.outvars, eqns=[eqn], debug_info=self.debug_info
             )
-            env[wanted] = jax.core.eval_jaxpr(alone, (), *values.values())[number]
+            env[wanted] = jax.core.eval_jaxpr(one_eqn, (), *values.values())[out_index]
         return env[wanted]
 
 
@@ -235,29 +235,29 @@ class _Part:
 
     def __init__(self, mod: Mod, *, has_score: bool) -> None:
         self.mod, self.has_score = mod, has_score
-        small = self._graph((2, 1), (1, 2))
-        nodes, tables = small.parts()
-        self.sides = [next((side for side in ("q", "k") if side in small.deps[node]), "") for node in nodes]
-        self.apart = [small.deps[node] for node in nodes]
-        self.tables = [small.leaves.index(node) for node in tables if node in small.leaves]
+        small_graph = self._graph((2, 1), (1, 2))
+        nodes, tables = small_graph.parts()
+        self.sides = [next((side for side in ("q", "k") if side in small_graph.deps[node]), "") for node in nodes]
+        self.apart = [small_graph.deps[node] for node in nodes]
+        self.tables = [small_graph.leaves.index(node) for node in tables if node in small_graph.leaves]
 
     def _graph(self, rows: tuple[int, ...], columns: tuple[int, ...]) -> _Graph:
         number = jax.ShapeDtypeStruct((), jnp.int32)
-        places = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (rows, columns)]
+        index_shapes = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (rows, columns)]
         shape = jnp.broadcast_shapes(rows, columns)
         score = [jax.ShapeDtypeStruct(shape, jnp.float32)] if self.has_score else []
-        arrays, count = [jax.typeof(jnp.asarray(x)) for x in self.mod.arrays], len(self.mod.arrays)
+        arrays, num_arrays = [jax.typeof(jnp.asarray(x)) for x in self.mod.arrays], len(self.mod.arrays)
 
         def function(*given: Any) -> Any:
-            return self.mod.make(*given[:count])(*given[count:])
+            return self.mod.make(*given[:num_arrays])(*given[num_arrays:])
 
-        names = ["a"] * count + ["s"] * self.has_score + ["b", "h", "q", "k"]
-        return _Graph(function, [*arrays, *score, number, number, *places], names)
+        names = ["a"] * num_arrays + ["s"] * self.has_score + ["b", "h", "q", "k"]
+        return _Graph(function, [*arrays, *score, number, number, *index_shapes], names)
 
     def before(self, arrays: Sequence[Array], q_idx: Array, kv_idx: Array, places: tuple[Array, Array]) -> list[Array]:
         """Returns what is computed before the kernel: [B | 1, N | 1], with T for queries, S for keys."""
-        pair = jnp.zeros(2, jnp.int32)
-        index = {"q": (q_idx, pair), "k": (pair, kv_idx), "": (pair, pair)}
+        two_indices = jnp.zeros(2, jnp.int32)
+        index = {"q": (q_idx, two_indices), "k": (two_indices, kv_idx), "": (two_indices, two_indices)}
         graphs = {side: self._graph((len(q), 1), (1, len(k))) for side, (q, k) in index.items() if side in self.sides}
         computed = []
         for number, (side, apart) in enumerate(zip(self.sides, self.apart, strict=True)):
@@ -304,20 +304,20 @@ def tile_rule(
 ) -> TileRule:
     """Returns a rule for queries and keys of these indices; its heads are ``first_head`` and the next ones."""
     places = jnp.arange(batch, dtype=jnp.int32), first_head + jnp.arange(heads, dtype=jnp.int32)
-    by_side: dict[str, list[Array]] = {"": [], "q": [], "k": []}
+    values_by_side: dict[str, list[Array]] = {"": [], "q": [], "k": []}
     tables: list[Array] = []
     functions: list[Any] = [None, None]
     for index, mod in enumerate((mask, score)):
         if mod is None:
             continue
         part = _Part(mod, has_score=index == 1)
-        first = {side: len(values) for side, values in by_side.items()}
+        first_of = {side: len(values) for side, values in values_by_side.items()}
         arrays = [jnp.asarray(x) for x in mod.arrays]
         for side, value in zip(part.sides, part.before(arrays, q_idx, kv_idx, places), strict=True):
-            by_side[side].append(value)
-        functions[index] = _function(part, first, len(tables))
+            values_by_side[side].append(value)
+        functions[index] = _function(part, first_of, len(tables))
         tables += [arrays[number] for number in part.tables]
-    by_head, rows, columns = (tuple(values) for values in by_side.values())
+    by_head, rows, columns = (tuple(values) for values in values_by_side.values())
     return TileRule(by_head, rows, columns, functions[0], functions[1], tuple(tables))
 
 
@@ -326,8 +326,8 @@ def _function(part: _Part, first: dict[str, int], first_table: int) -> Callable[
 
     def function(*given: Any) -> Array:
         *score, tile = given
-        left = {side: iter(values[first[side] :]) for side, values in zip(first, tile[2:5], strict=True)}
-        values = [next(left[side]) for side in part.sides]
+        iter_of = {side: iter(values[first[side] :]) for side, values in zip(first, tile[2:5], strict=True)}
+        values = [next(iter_of[side]) for side in part.sides]
         narrowed = tile._replace(tables=tile.tables[first_table : first_table + len(part.tables)])
         return part.on_tile(values, narrowed, *score)
 

@@ -30,14 +30,14 @@ def routing_counts(scores: RouterScores, chosen: Chosen, *, capacity: int) -> Ro
     """Returns ``routing`` of one device's tokens."""
     shares, log_total = _softmax(scores)
     experts = expert_numbers(chosen, capacity=capacity)
-    number = jnp.arange(scores.shape[-1])[None, None]
+    numbers = jnp.arange(scores.shape[-1])[None, None]
     load = placed = jnp.zeros(scores.shape, jnp.float32)
     for choice in range(chosen.shape[-1]):
-        here = (experts[..., choice, None] == number).astype(jnp.float32)
-        load = load + here
-        placed = placed + here * (chosen[..., choice, None] >= 0)
-    rows = {"load": load, "kept": placed, "importance": shares, "z": shares * log_total**2}
-    return jnp.stack([jnp.sum(rows[name], axis=(0, 1)) for name in ROUTING_ROWS])
+        is_choice = (experts[..., choice, None] == numbers).astype(jnp.float32)
+        load = load + is_choice
+        placed = placed + is_choice * (chosen[..., choice, None] >= 0)
+    row_of = {"load": load, "kept": placed, "importance": shares, "z": shares * log_total**2}
+    return jnp.stack([jnp.sum(row_of[name], axis=(0, 1)) for name in ROUTING_ROWS])
 
 
 def balance_backward(
@@ -98,9 +98,9 @@ def without_counts(derived: Derived, grads: Params, model: Model) -> tuple[Param
     The counts are [layers, Er, E] of each kind, under the names of `counts_of`; without any both results are {}.
     """
     counts = {name: grads[name] for name in sorted(grads.keys() - derived.shards.keys())}
-    of_weights = {name: grads[name] for name in derived.shards}
+    weight_grads = {name: grads[name] for name in derived.shards}
     if not counts:
-        return of_weights, ({}, {})
+        return weight_grads, ({}, {})
     metrics = routing_metrics(jnp.concatenate(list(counts.values())), experts_per_token=model.experts_per_token)
     moves = {
         op.inputs[1]: float(rate) * correction_move(counts[name])
@@ -109,4 +109,4 @@ def without_counts(derived: Derived, grads: Params, model: Model) -> tuple[Param
         for op in steps.block.ops
         if (rate := dict(op.attributes).get("correction_rate"))
     }
-    return of_weights, (metrics, moves)
+    return weight_grads, (metrics, moves)

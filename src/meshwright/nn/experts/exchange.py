@@ -45,8 +45,8 @@ def move_packed(step: Step, slots: Ragged) -> Ragged:
     if step.op == "all_gather":
         rows, sizes = (lax.all_gather(array, step.axes, tiled=True) for array in (slots.rows, slots.sizes))
         return replace(slots, rows=rows, sizes=sizes)
-    pieces = slots.sizes.shape[0] // lax.axis_size(step.axes)
-    sizes = lax.dynamic_slice_in_dim(slots.sizes, lax.axis_index(step.axes) * pieces, pieces)
+    num_pieces = slots.sizes.shape[0] // lax.axis_size(step.axes)
+    sizes = lax.dynamic_slice_in_dim(slots.sizes, lax.axis_index(step.axes) * num_pieces, num_pieces)
     return replace(slots, rows=scatter_sum(step, slots.rows, dim=0), sizes=sizes)
 
 
@@ -54,19 +54,19 @@ def to_experts(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
     """Sends a device's own rows to the devices of their experts along ``axes``, and returns the rows it receives."""
     route, me = slots.route, lax.axis_index(axes)
     assert route is not None
-    here, there, number = route.places()
-    mine = _of_device(number, me)
-    rows = _sent(slots.rows, (here[me], number[me], there[me], mine.reshape(-1)), route.room, axes)
-    return Ragged(rows, jnp.sum(mine, axis=0, dtype=jnp.int32)[None], route)
+    own_first, expert_first, num_rows = route.places()
+    own_counts = _of_device(num_rows, me)
+    rows = _sent(slots.rows, (own_first[me], num_rows[me], expert_first[me], own_counts.reshape(-1)), route.room, axes)
+    return Ragged(rows, jnp.sum(own_counts, axis=0, dtype=jnp.int32)[None], route)
 
 
 def to_owners(slots: Ragged, axes: tuple[str, ...]) -> Ragged:
     """Sends the rows of a device's experts back along ``axes``; of its own rows those of other rounds are zero."""
     route, me = slots.route, lax.axis_index(axes)
     assert route is not None
-    here, there, number = route.places()
-    to, offsets, sizes = (_of_device(array, me).reshape(-1) for array in (here, there, number))
-    rows = _sent(slots.rows, (offsets, sizes, to, number[me]), route.num_own, axes)
+    own_first, expert_first, num_rows = route.places()
+    owner_offsets, offsets, sizes = (_of_device(array, me).reshape(-1) for array in (own_first, expert_first, num_rows))
+    rows = _sent(slots.rows, (offsets, sizes, owner_offsets, num_rows[me]), route.num_own, axes)
     return Ragged(rows, lax.dynamic_slice_in_dim(route.counts, me, 1), route)
 
 
@@ -80,20 +80,20 @@ def _sent(rows: SlotRows, slices: tuple[Array, ...], num_received: int, axes: tu
     """Runs `jax.lax.ragged_all_to_all` with the offsets and sizes of slices, in its order, and returns the rows that
     a device receives; on CPUs, which lack it, every device gathers all rows and takes its own."""
     received = zeros_after((num_received, *rows.shape[1:]), rows.dtype, rows)
-    offsets, sizes, to, expected = (array.astype(jnp.int32) for array in slices)
+    offsets, sizes, recv_offsets, recv_sizes = (array.astype(jnp.int32) for array in slices)
     if default_platform() != "cpu":
-        return lax.ragged_all_to_all(rows, received, offsets, sizes, to, expected, axis_name=axes)
-    everyone = lax.all_gather(rows, axes, tiled=True)
-    num_devices, me = lax.axis_size(axes), lax.axis_index(axes)
+        return lax.ragged_all_to_all(rows, received, offsets, sizes, recv_offsets, recv_sizes, axis_name=axes)
+    all_rows = lax.all_gather(rows, axes, tiled=True)
+    num_devices, rank = lax.axis_size(axes), lax.axis_index(axes)
 
     def sent_here(array: Array) -> Array:
         by_device = lax.all_gather(array, axes).reshape(num_devices, num_devices, -1)
-        return lax.dynamic_index_in_dim(by_device, me, 1, keepdims=False)
+        return lax.dynamic_index_in_dim(by_device, rank, 1, keepdims=False)
 
     first = jnp.arange(num_devices, dtype=jnp.int32)[:, None] * rows.shape[0] + sent_here(offsets)
-    first, start, number = (array.reshape(-1) for array in (first, sent_here(to), sent_here(sizes)))
-    within = jnp.arange(received.shape[0], dtype=jnp.int32)[:, None] - start[None]
-    inside = (within >= 0) & (within < number[None])
-    source = jnp.sum(jnp.where(inside, first[None] + within, 0), axis=1)
-    there = jnp.any(inside, axis=1).reshape(-1, *(1 for _ in rows.shape[1:]))
-    return jnp.where(there, everyone[source], received)
+    first, recv_start, num_rows = (array.reshape(-1) for array in (first, sent_here(recv_offsets), sent_here(sizes)))
+    offset = jnp.arange(received.shape[0], dtype=jnp.int32)[:, None] - recv_start[None]
+    is_inside = (offset >= 0) & (offset < num_rows[None])
+    source = jnp.sum(jnp.where(is_inside, first[None] + offset, 0), axis=1)
+    is_received = jnp.any(is_inside, axis=1).reshape(-1, *(1 for _ in rows.shape[1:]))
+    return jnp.where(is_received, all_rows[source], received)

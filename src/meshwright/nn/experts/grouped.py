@@ -35,9 +35,9 @@ _Sizes = Int[Array, " E"]
 def takes(slots: Ragged, *arrays: Array) -> bool:
     """True if the platform has kernels for packed rows and factors of these widths: of 16 bits, in whole tiles."""
     arrays = (slots.rows, *arrays)
-    whole = all(array.dtype.itemsize == 2 and not any(n % TILE for n in array.shape[1:]) for array in arrays)
+    is_tiled = all(array.dtype.itemsize == 2 and not any(n % TILE for n in array.shape[1:]) for array in arrays)
     in_tiles = len(slots.rows) // len(slots.sizes) % TILE == 0
-    return whole and (compute_capability() == HOPPER or (default_platform() == "tpu" and in_tiles))
+    return is_tiled and (compute_capability() == HOPPER or (default_platform() == "tpu" and in_tiles))
 
 
 def product(slots: Ragged, weights: Float[Array, "E _ _"], *, transposed: bool) -> _Rows:
@@ -59,8 +59,8 @@ def weight_gradient(left: Ragged, right: Ragged) -> Float[Array, "E _ _"]:
 
 
 def _of_pieces(run: Callable[..., Array], slots: Ragged, *rows: _Rows) -> list[Any]:
-    split = zip(*(jnp.split(array, len(slots.sizes)) for array in rows), slots.sizes, strict=True)
-    return [run(*piece) for piece in split]
+    pieces = zip(*(jnp.split(array, len(slots.sizes)) for array in rows), slots.sizes, strict=True)
+    return [run(*piece) for piece in pieces]
 
 
 def _tpu_product(rows: _Rows, weights: Array, sizes: _Sizes, transposed: bool) -> _Rows:

@@ -71,28 +71,28 @@ def _filled(slots: Float[Array, "E C D"], block_rows: int) -> tuple[Array, Array
     filled = jnp.any(slots != 0, axis=-1)
     padded = jnp.pad(filled, ((0, 0), (0, num_blocks * rows - capacity)))
     filled_block = jnp.any(padded.reshape(num_experts, num_blocks, rows), axis=-1)
-    first = jnp.arange(num_experts, dtype=jnp.int32)[:, None] * capacity
-    starts = first + jnp.arange(num_blocks, dtype=jnp.int32)[None] * rows
-    return _in_front(starts, jnp.broadcast_to(first + capacity, starts.shape), filled_block)
+    first_rows = jnp.arange(num_experts, dtype=jnp.int32)[:, None] * capacity
+    starts = first_rows + jnp.arange(num_blocks, dtype=jnp.int32)[None] * rows
+    return _in_front(starts, jnp.broadcast_to(first_rows + capacity, starts.shape), filled_block)
 
 
 def _grouped(slots: Ragged, block_rows: int) -> tuple[Array, Array, Array]:
-    (pieces, num_experts), length = slots.sizes.shape, slots.rows.shape[0] // slots.sizes.shape[0]
+    (num_pieces, num_experts), length = slots.sizes.shape, slots.rows.shape[0] // slots.sizes.shape[0]
     rows = min(block_rows, length)
-    ends = jnp.arange(pieces, dtype=jnp.int32)[:, None] * length + jnp.cumsum(slots.sizes, axis=1)
+    ends = jnp.arange(num_pieces, dtype=jnp.int32)[:, None] * length + jnp.cumsum(slots.sizes, axis=1)
     steps = jnp.arange(-(-length // rows), dtype=jnp.int32)[None, None] * rows
     starts = (ends - slots.sizes)[..., None] + steps
-    every = (starts, jnp.broadcast_to(ends[..., None], starts.shape), steps < slots.sizes[..., None])
-    starts, ends, filled = (jnp.moveaxis(array, 1, 0).reshape(num_experts, -1) for array in every)
-    if pieces == 1:  # the filled ones come first
+    all_blocks = (starts, jnp.broadcast_to(ends[..., None], starts.shape), steps < slots.sizes[..., None])
+    starts, ends, filled = (jnp.moveaxis(array, 1, 0).reshape(num_experts, -1) for array in all_blocks)
+    if num_pieces == 1:  # the filled ones come first
         return starts, jnp.sum(filled, axis=-1, dtype=jnp.int32), ends
     return _in_front(starts, ends, filled)
 
 
 def _in_front(starts: Array, ends: Array, filled: Array) -> tuple[Array, Array, Array]:
     """Returns the blocks with the filled ones first, and their number."""
-    order = jnp.argsort(~filled, axis=-1, stable=True)
-    starts, ends = (jnp.take_along_axis(array, order, axis=-1) for array in (starts, ends))
+    filled_first = jnp.argsort(~filled, axis=-1, stable=True)
+    starts, ends = (jnp.take_along_axis(array, filled_first, axis=-1) for array in (starts, ends))
     return starts, jnp.sum(filled, axis=-1, dtype=jnp.int32), ends
 
 
@@ -134,8 +134,8 @@ def slot_weight_gradient(left: ExpertSlots, right: ExpertSlots, blocks: ExpertBl
     zeros = jnp.zeros((lhs.shape[1], rhs.shape[1]), jnp.float32)
 
     def add(turn: _RowsAtOnce, total: Array) -> Array:
-        mine = jnp.where(turn.inside[:, None], turn.read(lhs), jnp.zeros((), lhs.dtype))
-        return total + _dot(mine, turn.read(rhs), (0, 0), wide=True)
+        own_rows = jnp.where(turn.inside[:, None], turn.read(lhs), jnp.zeros((), lhs.dtype))
+        return total + _dot(own_rows, turn.read(rhs), (0, 0), wide=True)
 
     def of_expert(expert: Array) -> Array:
         return _over_products(blocks, expert, lhs.shape[0], add, zeros).astype(lhs.dtype)
@@ -156,17 +156,17 @@ def _over_products(
 ) -> Array:
     """Runs ``body`` for each ``at_once`` blocks of an expert, with the result of the run before; returns the last."""
     size = min(blocks.rows, num_rows)
-    turn = _one_block if blocks.at_once == 1 else _several_blocks
+    make_turn = _one_block if blocks.at_once == 1 else _several_blocks
     num_turns = (blocks.num[expert] + blocks.at_once - 1) // blocks.at_once
-    return jax.lax.fori_loop(0, num_turns, lambda n, x: body(turn(blocks, expert, n, size, num_rows), x), start)
+    return jax.lax.fori_loop(0, num_turns, lambda n, x: body(make_turn(blocks, expert, n, size, num_rows), x), start)
 
 
 def _one_block(blocks: ExpertBlocks, expert: Array, number: Array, size: int, num_rows: int) -> _RowsAtOnce:
     """Reads ``size`` rows even where the array or the expert has fewer left; ``inside`` masks the rest."""
-    first = blocks.starts[expert, number]
-    start = jnp.minimum(first, num_rows - size)
+    first_row = blocks.starts[expert, number]
+    start = jnp.minimum(first_row, num_rows - size)
     row = start + jnp.arange(size, dtype=jnp.int32)
-    inside = (row >= first) & (row < jnp.minimum(first + size, blocks.ends[expert, number]))
+    inside = (row >= first_row) & (row < jnp.minimum(first_row + size, blocks.ends[expert, number]))
 
     def read(rows: SlotRows) -> SlotRows:
         return jax.lax.dynamic_slice_in_dim(rows, start, size)
@@ -180,17 +180,17 @@ def _one_block(blocks: ExpertBlocks, expert: Array, number: Array, size: int, nu
 def _several_blocks(blocks: ExpertBlocks, expert: Array, turn: Array, size: int, num_rows: int) -> _RowsAtOnce:
     """Gathers several blocks; ``inside`` masks rows past the expert's last and blocks that it lacks."""
     numbers = turn * blocks.at_once + jnp.arange(blocks.at_once, dtype=jnp.int32)
-    known = jnp.minimum(numbers, blocks.starts.shape[1] - 1)
-    first, ends = blocks.starts[expert, known], blocks.ends[expert, known]
-    rows = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    clipped = jnp.minimum(numbers, blocks.starts.shape[1] - 1)
+    first_rows, ends = blocks.starts[expert, clipped], blocks.ends[expert, clipped]
+    rows = first_rows[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     inside = ((rows < ends[:, None]) & (numbers < blocks.num[expert])[:, None]).reshape(-1)
-    row = jnp.minimum(rows, num_rows - 1).reshape(-1)
+    row_index = jnp.minimum(rows, num_rows - 1).reshape(-1)
 
     def put(out: SlotRows, made: SlotRows) -> SlotRows:
-        past_the_end = num_rows + jnp.arange(row.size, dtype=jnp.int32)
-        return out.at[jnp.where(inside, row, past_the_end)].set(made, mode="drop", unique_indices=True)
+        past_the_end = num_rows + jnp.arange(row_index.size, dtype=jnp.int32)
+        return out.at[jnp.where(inside, row_index, past_the_end)].set(made, mode="drop", unique_indices=True)
 
-    return _RowsAtOnce(inside, lambda rows: rows[row], put)
+    return _RowsAtOnce(inside, lambda rows: rows[row_index], put)
 
 
 def _dot(left: Array, right: Array, contracted: tuple[int, int], *, wide: bool = False) -> Array:

@@ -49,19 +49,19 @@ class Delivery:
         """Returns the place of each device's rows for each expert in this round: the first among the device's own
         rows, the first at the expert's device, and their number."""
         size, num_experts = self.counts.shape
-        here = jnp.cumsum(self.counts, axis=1) - self.counts
+        own_first = jnp.cumsum(self.counts, axis=1) - self.counts
         # in the order of rounds: all rows to one device, those of the first device first
         grouped = self.counts.reshape(size, size, num_experts // size)
         to_device = jnp.sum(grouped, axis=-1)
         earlier = (jnp.cumsum(to_device, axis=0) - to_device)[..., None] + jnp.cumsum(grouped, axis=-1) - grouped
-        first = earlier.reshape(size, num_experts) - self.taken
-        skipped = jnp.clip(-first, 0, self.counts)
-        number = jnp.clip(self.room - first, 0, self.counts) - skipped
+        first_place = earlier.reshape(size, num_experts) - self.taken
+        skipped = jnp.clip(-first_place, 0, self.counts)
+        num_rows = jnp.clip(self.room - first_place, 0, self.counts) - skipped
         # at the expert's device: by expert, then by device
-        of_expert = jnp.sum(number, axis=0).reshape(size, -1)
-        start = (jnp.cumsum(of_expert, axis=-1) - of_expert).reshape(-1)
-        there = start[None] + jnp.cumsum(number, axis=0) - number
-        return here + skipped, there, number
+        rows_of_expert = jnp.sum(num_rows, axis=0).reshape(size, -1)
+        start = (jnp.cumsum(rows_of_expert, axis=-1) - rows_of_expert).reshape(-1)
+        expert_first = start[None] + jnp.cumsum(num_rows, axis=0) - num_rows
+        return own_first + skipped, expert_first, num_rows
 
 
 @jax.tree_util.register_dataclass
@@ -100,8 +100,8 @@ def with_rows(slots: ExpertSlots, rows: SlotRows) -> ExpertSlots:
 
 def experts_of_rows(slots: Ragged) -> Int[Array, " R"]:
     """Returns the expert of each row of packed tokens; of spare rows, any."""
-    pieces, num_experts = slots.sizes.shape
-    numbers, length = jnp.arange(num_experts, dtype=jnp.int32), slots.rows.shape[0] // pieces
+    num_pieces, num_experts = slots.sizes.shape
+    numbers, length = jnp.arange(num_experts, dtype=jnp.int32), slots.rows.shape[0] // num_pieces
     return jax.vmap(lambda sizes: jnp.repeat(numbers, sizes, total_repeat_length=length))(slots.sizes).reshape(-1)
 
 
@@ -124,12 +124,12 @@ def expert_capacity(model: Model, num_tokens: int, capacity_factor: float = 0.0)
 def assign_slots(experts: Chosen, *, num_experts: int, capacity: int) -> Chosen:
     """Returns ``chosen`` from the indices of each token's experts; tokens get slots in their order."""
     flat = experts.reshape(-1, experts.shape[-1])
-    number = jnp.arange(num_experts)[None]
+    numbers = jnp.arange(num_experts)[None]
     choices = jnp.zeros((flat.shape[0], num_experts), jnp.int32)
     for choice in range(flat.shape[-1]):
-        choices += flat[:, choice, None] == number
-    before = jnp.cumsum(choices, axis=0) - 1
-    slot = jnp.take_along_axis(before, flat, axis=-1).reshape(experts.shape)
+        choices += flat[:, choice, None] == numbers
+    slot_of = jnp.cumsum(choices, axis=0) - 1
+    slot = jnp.take_along_axis(slot_of, flat, axis=-1).reshape(experts.shape)
     return jnp.where(slot < capacity, experts * capacity + slot, -1 - experts).astype(jnp.int32)
 
 
@@ -156,8 +156,8 @@ def _places(slots: ExpertSlots, chosen: Chosen) -> Chosen:
     if not isinstance(slots, Ragged):
         return chosen
     sizes, capacity = slots.sizes[0], chosen.shape[0] * chosen.shape[1]
-    first = jnp.cumsum(sizes) - sizes
-    return (first[chosen // capacity] + chosen % capacity).astype(jnp.int32)
+    first_row = jnp.cumsum(sizes) - sizes
+    return (first_row[chosen // capacity] + chosen % capacity).astype(jnp.int32)
 
 
 def dispatch(h: ResidualStream, chosen: Chosen, like: ExpertSlots) -> ExpertSlots:
@@ -179,19 +179,19 @@ def dispatch_gates(gates: Gates, chosen: Chosen, like: ExpertSlots) -> ExpertSlo
 
 def combine(slots: ExpertSlots, chosen: Chosen) -> ResidualStream:
     """Sums the rows in each token's slots, in float32, one choice at a time; a dropped choice adds nothing."""
-    rows, places = rows_of(slots), _places(slots, chosen)
-    total = jnp.zeros((*places.shape[:-1], rows.shape[-1]), jnp.float32)
-    for choice in range(places.shape[-1]):
-        place = places[..., choice]
-        row = rows[jnp.maximum(place, 0)].astype(jnp.float32)
-        total += row * (place >= 0).astype(jnp.float32)[..., None]
+    rows, row_indices = rows_of(slots), _places(slots, chosen)
+    total = jnp.zeros((*row_indices.shape[:-1], rows.shape[-1]), jnp.float32)
+    for choice in range(row_indices.shape[-1]):
+        row_index = row_indices[..., choice]
+        row = rows[jnp.maximum(row_index, 0)].astype(jnp.float32)
+        total += row * (row_index >= 0).astype(jnp.float32)[..., None]
     return total.astype(rows.dtype)
 
 
 def gates_backward(dslots: ExpertSlots, chosen: Chosen) -> Gates:
     """Returns the cotangent of each weight, zero for dropped choices."""
-    rows, places = rows_of(dslots), _places(dslots, chosen)
-    return jnp.where(places >= 0, rows[jnp.maximum(places, 0)], jnp.zeros((), rows.dtype))
+    rows, row_indices = rows_of(dslots), _places(dslots, chosen)
+    return jnp.where(row_indices >= 0, rows[jnp.maximum(row_indices, 0)], jnp.zeros((), rows.dtype))
 
 
 def _source_of_rows(like: ExpertSlots, chosen: Chosen) -> tuple[Int[Array, " R"], Int[Array, " R"]]:

@@ -40,13 +40,13 @@ def is_adapter(folder: Path) -> bool:
 def base_folder(folder: Path) -> Path:
     """Returns the folder of an adapter's base weights; a relative path starts at the adapter's folder or else, as PEFT
     reads it, at the current one."""
-    named = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.").get("base_model_name_or_path") or ""
-    path = Path(str(named)).expanduser()
+    base_id = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.").get("base_model_name_or_path") or ""
+    path = Path(str(base_id)).expanduser()
     for base in map(as_folder, (folder / path, path)):
-        if named and base.is_dir():
+        if base_id and base.is_dir():
             return base
     raise InputError(
-        f"{folder / ADAPTER_CONFIG} names the base model {named!r}, which is a folder neither from {folder} nor from "
+        f"{folder / ADAPTER_CONFIG} names the base model {base_id!r}, which is a folder neither from {folder} nor from "
         f"here. Write the folder of the base as base_model_name_or_path."
     )
 
@@ -74,43 +74,43 @@ def model_with_adapters(model: Model, folders: Sequence[Path]) -> Model:
 def _lora(model: Model, folder: Path) -> Lora:
     keys = read_json(folder / ADAPTER_CONFIG, "Give the folder of an adapter.")
     settings = {name: keys.get(name, value) for name, value in _PLAIN.items()}
-    wrong = [f"{name}={settings[name]!r}" for name, value in _PLAIN.items() if settings[name] != value]
-    wrong += [f"{name}={keys[name]!r}" for name in _ABSENT if keys.get(name)]
-    if keys.get("peft_type", "LORA") != "LORA" or wrong:
-        raise CannotRunError(f"{folder / ADAPTER_CONFIG} has {', '.join(wrong) or 'another peft_type than LORA'}, "
+    faults = [f"{name}={settings[name]!r}" for name, value in _PLAIN.items() if settings[name] != value]
+    faults += [f"{name}={keys[name]!r}" for name in _ABSENT if keys.get(name)]
+    if keys.get("peft_type", "LORA") != "LORA" or faults:
+        raise CannotRunError(f"{folder / ADAPTER_CONFIG} has {', '.join(faults) or 'another peft_type than LORA'}, "
                              f"which this version does not read. Merge the adapter with PEFT.")  # fmt: skip
-    lora = {"rank": keys.get("r"), "alpha": keys.get("lora_alpha"), "targets": _targets(model, keys, folder)}
+    fields = {"rank": keys.get("r"), "alpha": keys.get("lora_alpha"), "targets": _targets(model, keys, folder)}
     try:
-        read = msgspec.convert(lora, Lora)
+        parsed = msgspec.convert(fields, Lora)
     except msgspec.ValidationError as error:
         raise InputError(f"{folder / ADAPTER_CONFIG}: {error}. Mend the file.") from None
     # rank-stabilised (Kalajdzievski 2023): products are scaled by alpha over the root of the rank
-    return replace(read, alpha=read.alpha * math.sqrt(read.rank)) if keys.get("use_rslora") is True else read
+    return replace(parsed, alpha=parsed.alpha * math.sqrt(parsed.rank)) if keys.get("use_rslora") is True else parsed
 
 
 def _targets(model: Model, keys: Mapping[str, Any], folder: Path) -> tuple[str, ...]:
     """Returns the names of the target weights in `LORA_TARGETS`. PEFT's config lists modules, by their whole names or
     last words, or has a regular expression."""
-    targets, where = keys.get("target_modules") or (), folder / ADAPTER_CONFIG
-    templates = {name: _module(model, weight) for name, weight in LORA_TARGETS.items()}
-    modules = {n: [t.format(layer=layer) for layer in range(model.num_layers)] for n, t in templates.items() if t}
+    targets, path = keys.get("target_modules") or (), folder / ADAPTER_CONFIG
+    template_of = {name: _module(model, weight) for name, weight in LORA_TARGETS.items()}
+    modules_of = {n: [t.format(layer=layer) for layer in range(model.num_layers)] for n, t in template_of.items() if t}
 
     def is_meant(module: str) -> bool:
         if isinstance(targets, str):
             return targets == "all-linear" or re.fullmatch(targets, module) is not None
         return any(module == target or module.endswith(f".{target}") for target in targets)
 
-    meant = {name: list(map(is_meant, names)) for name, names in modules.items()}
-    every = [module for names in modules.values() for module in names]
-    listed = () if isinstance(targets, str) else targets
-    unknown = [t for t in listed if not any(module == t or module.endswith(f".{t}") for module in every)]
-    unknown += [f"{name} in some layers alone" for name, layers in meant.items() if any(layers) and not all(layers)]
-    if unknown or not any(any(layers) for layers in meant.values()):
+    flags_of = {name: list(map(is_meant, names)) for name, names in modules_of.items()}
+    all_modules = [module for names in modules_of.values() for module in names]
+    target_names = () if isinstance(targets, str) else targets
+    unknown = [t for t in target_names if not any(module == t or module.endswith(f".{t}") for module in all_modules)]
+    unknown += [f"{name} in some layers alone" for name, layers in flags_of.items() if any(layers) and not all(layers)]
+    if unknown or not any(any(layers) for layers in flags_of.values()):
         raise CannotRunError(
-            f"{where} targets {', '.join(unknown) or targets}: this version has adapters of {', '.join(modules)}, in "
+            f"{path} targets {', '.join(unknown) or targets}: this version has adapters of {', '.join(modules_of)}, in "
             f"every layer. Merge the adapter with PEFT."
         )
-    return tuple(name for name, layers in meant.items() if all(layers))
+    return tuple(name for name, layers in flags_of.items() if all(layers))
 
 
 def _module(model: Model, weight: str) -> str:
@@ -128,8 +128,8 @@ def open_tensors(model: Model, folder: Path, adapters: Sequence[Path] = ()) -> I
             require_intact(place := as_folder(place))
             return with_floats(stack.enter_context(open_files(place)), *_quantisation(model, place))
 
-        places = [base_folder(folder), folder] if model.lora and is_adapter(folder) else [folder]
-        tensors = {name: tensor for place in places for name, tensor in opened(place).items()}
+        folders = [base_folder(folder), folder] if model.lora and is_adapter(folder) else [folder]
+        tensors = {name: tensor for path in folders for name, tensor in opened(path).items()}
         if adapters:
             tensors |= _side_by_side(model, [(adapter, opened(adapter)) for adapter in adapters], tensors)
         yield tensors
@@ -140,8 +140,8 @@ def _quantisation(model: Model, folder: Path) -> tuple[Quantisation | None, np.d
     file = folder / CONFIG
     keys = read_json(file, "Give the folder of a model.") if file.is_file() else {}
     dtype = str(keys.get("dtype") or keys.get("torch_dtype") or keys.get("text_config", {}).get("dtype"))
-    named = {"float32": DTYPES["fp32"], "float16": DTYPES["fp16"]}.get(dtype, DTYPES["bf16"])
-    return quantisation_of(keys, family=model.family, what=str(file)), named
+    float_dtype = {"float32": DTYPES["fp32"], "float16": DTYPES["fp16"]}.get(dtype, DTYPES["bf16"])
+    return quantisation_of(keys, family=model.family, what=str(file)), float_dtype
 
 
 def _side_by_side(model: Model, adapters: Sequence[tuple[Path, Tensors]], base: Tensors) -> dict[str, np.ndarray]:
@@ -149,24 +149,24 @@ def _side_by_side(model: Model, adapters: Sequence[tuple[Path, Tensors]], base: 
 
     What an adapter does not have is zeros. Raises InputError for an adapter of another base.
     """
-    whole = {name: np.zeros(shape, np.float32) for name, shape in _shapes(model, base).items()}
+    joined = {name: np.zeros(shape, np.float32) for name, shape in _shapes(model, base).items()}
     loras = [_lora(frozen_base(model), folder) for folder, _ in adapters]
-    width = max(lora.rank for lora in loras)
+    rank = max(lora.rank for lora in loras)
     for number, (lora, (folder, tensors)) in enumerate(zip(loras, adapters, strict=True)):
-        needed, columns = _shapes(replace(model, lora=lora), base), slice(number * width, number * width + lora.rank)
-        for name in sorted(needed.keys() | tensors.keys()):
-            shape, wanted = tuple(tensors[name].shape) if name in tensors else (), needed.get(name, ())
-            if shape != wanted:
+        shape_of, columns = _shapes(replace(model, lora=lora), base), slice(number * rank, number * rank + lora.rank)
+        for name in sorted(shape_of.keys() | tensors.keys()):
+            shape, expected = tuple(tensors[name].shape) if name in tensors else (), shape_of.get(name, ())
+            if shape != expected:
                 raise InputError(
-                    f"{folder}: {name} is {shape or 'not there'}; {model.name} needs {wanted or 'no such tensor'}. "
+                    f"{folder}: {name} is {shape or 'not there'}; {model.name} needs {expected or 'no such tensor'}. "
                     f"Give an adapter of this base."
                 )
             value = tensors[name][tuple(map(slice, shape))]
             if name.endswith(".lora_A.weight"):
-                whole[name][columns] = value
+                joined[name][columns] = value
             else:
-                whole[name][:, columns] = lora.scale * value.astype(np.float32)
-    return whole
+                joined[name][:, columns] = lora.scale * value.astype(np.float32)
+    return joined
 
 
 def _shapes(model: Model, base: Tensors) -> dict[str, tuple[int, ...]]:

@@ -29,8 +29,8 @@ FILES = (
 
 def files_beside(folder: Path) -> list[Path]:
     """Returns the files of a folder that are no weights and no config, and say how its texts begin, go on and end."""
-    named = [folder / name for name in FILES if (folder / name).is_file()]
-    return named + sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    paths = [folder / name for name in FILES if (folder / name).is_file()]
+    return paths + sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
 
 
 def copy_beside(source: Path, folder: Path) -> list[Path]:
@@ -52,8 +52,8 @@ def keep_beside(source: Path, run: Path, tokenizer: Tokenizer) -> None:
     copy_beside(source, run)
     chats = read_chat_templates(source)
     turn_end = tokenizer.token_to_id(chats.turn_end) if chats else None
-    ends = (*end_tokens(source, tokenizer), end_token(tokenizer, special_tokens(source).get("eos_token")), turn_end)
-    named = list(dict.fromkeys(end for end in ends if end is not None))
+    end_ids = (*end_tokens(source, tokenizer), end_token(tokenizer, special_tokens(source).get("eos_token")), turn_end)
+    eos_ids = list(dict.fromkeys(end for end in end_ids if end is not None))
     config = token_numbers(source) if (source / CONFIG).is_file() else {}
     config |= read_table(run / GENERATION, remedy="remove it")
-    write_json_whole(run / GENERATION, config | {"eos_token_id": named})
+    write_json_whole(run / GENERATION, config | {"eos_token_id": eos_ids})

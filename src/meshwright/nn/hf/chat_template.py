@@ -83,14 +83,14 @@ def read_chat_templates(folder: Path) -> ChatTemplates | None:
     """
     stored: Any = read_table(folder / TOKENIZER_CONFIG, remedy="remove it").get("chat_template")
     stored = stored or read_table(folder / PROCESSOR_TEMPLATE, remedy="remove it").get("chat_template")
-    listed = stored if isinstance(stored, list) else [{"name": "default", "template": stored}]
-    pairs = ((item.get("name"), item.get("template")) for item in listed if isinstance(item, dict))
+    entries = stored if isinstance(stored, list) else [{"name": "default", "template": stored}]
+    pairs = ((item.get("name"), item.get("template")) for item in entries if isinstance(item, dict))
     sources = {str(name): source for name, source in pairs if isinstance(source, str)}
     files = {file.stem: file for file in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))}
     files |= {"default": folder / TEMPLATE} if (folder / TEMPLATE).is_file() else {}
     if files:
-        default = {name: source for name, source in sources.items() if name == "default"}
-        sources = default | {name: read_text(file, "Mend it.") for name, file in files.items()}
+        default_source = {name: source for name, source in sources.items() if name == "default"}
+        sources = default_source | {name: read_text(file, "Mend it.") for name, file in files.items()}
     if "default" not in sources:
         return None
     try:
@@ -131,9 +131,9 @@ def _forms(messages: list[Message]) -> Iterator[list[Message]]:
 def _calls(message: Message) -> list[Message]:
     """Returns the functions that a message calls; none if one of its calls is of another kind."""
     calls = message.get("tool_calls")
-    listed = calls if isinstance(calls, list) else []
-    functions: list[Any] = [call.get("function") for call in listed if isinstance(call, dict)]
-    return functions if len(functions) == len(listed) and all(isinstance(x, dict) for x in functions) else []
+    call_list = calls if isinstance(calls, list) else []
+    functions: list[Any] = [call.get("function") for call in call_list if isinstance(call, dict)]
+    return functions if len(functions) == len(call_list) and all(isinstance(x, dict) for x in functions) else []
 
 
 def _parts(message: Message) -> list[str] | None:
@@ -182,7 +182,7 @@ def _says_all(text: str, messages: list[Message]) -> bool:
         if not all(str(call.get("name")) in text for call in calls):
             return False
         texts = [arguments for call in calls if isinstance(arguments := call.get("arguments"), str)]
-        if any(json.dumps(arguments, ensure_ascii=code) in text for arguments in texts for code in (True, False)):
+        if any(json.dumps(arguments, ensure_ascii=escaped) in text for arguments in texts for escaped in (True, False)):
             return False
     return True
 

@@ -63,8 +63,8 @@ class StoredTensor:
     @property
     def dtype(self) -> np.dtype:
         code = self.file().get_slice(self.name).get_dtype()
-        known = _NARROW | {name: dtype for dtype, name in _CODES.items()}
-        return known[code] if code in known else self[tuple(slice(0, min(1, size)) for size in self.shape)].dtype
+        dtype_of = _NARROW | {name: dtype for dtype, name in _CODES.items()}
+        return dtype_of[code] if code in dtype_of else self[tuple(slice(0, min(1, size)) for size in self.shape)].dtype
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
         stored = self.file().get_slice(self.name)
@@ -76,11 +76,11 @@ class StoredTensor:
 
 def _mapped(path: Path, name: str, dtype: np.dtype) -> np.ndarray:
     with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        row = json.loads(file.read(size))[name]
-    first, last = row["data_offsets"]
-    bytes_ = np.memmap(path, np.uint8, "r", 8 + size + first, (last - first,))
-    return bytes_.view(dtype).reshape(row["shape"])
+        (header_len,) = struct.unpack("<Q", file.read(8))
+        entry = json.loads(file.read(header_len))[name]
+    start, end = entry["data_offsets"]
+    bytes_ = np.memmap(path, np.uint8, "r", 8 + header_len + start, (end - start,))
+    return bytes_.view(dtype).reshape(entry["shape"])
 
 
 @contextmanager
@@ -117,26 +117,26 @@ def _files(folder: Path) -> dict[str, Path]:
     Raises InputError for a file that is missing, cut short, or without a tensor that the index places in it, and for
     two files with the same tensor.
     """
-    safe = sorted(folder.glob("*.safetensors"))
+    safe_paths = sorted(folder.glob("*.safetensors"))
     # Some folders hold the same weights again under other names; transformers reads these files.
-    index_name, single_name = (INDEX, SINGLE) if safe or (folder / INDEX).is_file() else (PICKLED_INDEX, PICKLED)
+    index_name, single_name = (INDEX, SINGLE) if safe_paths or (folder / INDEX).is_file() else (PICKLED_INDEX, PICKLED)
     index, single = folder / index_name, folder / single_name
-    placed = _indexed(folder, index) if index.is_file() else {}
-    paths = sorted({*placed.values()}) or ([single] if single.is_file() else safe)
+    indexed = _indexed(folder, index) if index.is_file() else {}
+    paths = sorted({*indexed.values()}) or ([single] if single.is_file() else safe_paths)
     if not paths:
         raise InputError(
             f"{folder} has neither *.safetensors nor {PICKLED}. Give the folder of a model or of a finished run."
         )
-    named: dict[str, Path] = {}
+    source: dict[str, Path] = {}
     for path in paths:
         for tensor in _names(path):
-            if tensor in named:
-                raise InputError(f"{named[tensor]} and {path} both have the tensor {tensor}. Remove one of the files.")
-            named[tensor] = path
-    for tensor, path in placed.items():
-        if named.get(tensor) != path:
+            if tensor in source:
+                raise InputError(f"{source[tensor]} and {path} both have the tensor {tensor}. Remove one of the files.")
+            source[tensor] = path
+    for tensor, path in indexed.items():
+        if source.get(tensor) != path:
             raise InputError(f"{path} has no tensor {tensor}, which its index places there. Fetch both again.")
-    return named
+    return source
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Path]:
@@ -185,14 +185,14 @@ def write_checkpoint(folder: Path, entries: Sequence[Entry], *, max_bytes: int) 
     Removes files of an earlier checkpoint in the folder afterwards.
     """
     parts = shards(entries, max_bytes)
-    number = len(parts)
-    names = [SINGLE] if number == 1 else [f"model-{i + 1:05}-of-{number:05}.safetensors" for i in range(number)]
+    count = len(parts)
+    names = [SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     for name, part in zip(names, parts, strict=True):
         write_file(folder / name, part)
-    if number > 1:
+    if count > 1:
         weight_map = {entry.name: name for name, part in zip(names, parts, strict=True) for entry in part}
-        total = sum(entry.num_bytes for entry in entries)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        total_bytes = sum(entry.num_bytes for entry in entries)
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         write_text_whole(folder / INDEX, json.dumps(index, indent=1) + "\n")
     else:
         (folder / INDEX).unlink(missing_ok=True)
@@ -207,17 +207,17 @@ def write_file(path: Path, entries: Sequence[Entry]) -> None:
     It has the length of the header in 8 bytes, the header as JSON padded to 8 bytes, then the tensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
+    offset = 0
     for entry in entries:
-        offsets = [start, start + entry.num_bytes]
+        offsets = [offset, offset + entry.num_bytes]
         header[entry.name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
-        start += entry.num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+        offset += entry.num_bytes
+    header_bytes = json.dumps(header, separators=(",", ":")).encode()
+    header_bytes += b" " * (-len(header_bytes) % 8)
 
     def write(path: Path) -> None:
         with path.open("wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
+            file.write(struct.pack("<Q", len(header_bytes)) + header_bytes)
             for entry in entries:
                 # The bytes of a transposed view are in the order of its base.
                 value = np.ascontiguousarray(entry.make(), dtype=entry.dtype)

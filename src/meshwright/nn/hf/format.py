@@ -53,29 +53,29 @@ class StoredPart(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the shape of the stored tensor."""
-        return tuple(math.prod(along.size for along in axis) for axis in self.axes)
+        return tuple(math.prod(dim.size for dim in axis) for axis in self.axes)
 
     def read(self, tensors: Tensors, box: Box) -> np.ndarray:
         """Reads a box of the weight; minor dims that are merged into another are read whole, then sliced."""
         stored = tensors[self.tensor][tuple(_narrowed(axis, box) for axis in self.axes)]
-        fine = [along for axis in self.axes for along in axis]
-        first = {axis[0].dim for axis in self.axes if axis}
-        parts = [a.stored(box[a.dim]) for a in fine]
-        sizes = [part.stop - part.start if a.dim in first else a.size for a, part in zip(fine, parts, strict=True)]
-        steps = [slice(None, None, a.step) if a.dim in first else part for a, part in zip(fine, parts, strict=True)]
-        return stored.reshape(sizes)[tuple(steps)].transpose(np.argsort([a.dim for a in fine]))
+        dims = [dim for axis in self.axes for dim in axis]
+        majors = {axis[0].dim for axis in self.axes if axis}
+        slices = [a.stored(box[a.dim]) for a in dims]
+        sizes = [part.stop - part.start if a.dim in majors else a.size for a, part in zip(dims, slices, strict=True)]
+        steps = [slice(None, None, a.step) if a.dim in majors else part for a, part in zip(dims, slices, strict=True)]
+        return stored.reshape(sizes)[tuple(steps)].transpose(np.argsort([a.dim for a in dims]))
 
     def put(self, stored: np.ndarray, value: np.ndarray) -> None:
         """Writes the weight into its part of a stored tensor."""
-        fine = [along for axis in self.axes for along in axis]
-        parts = tuple(a.stored(slice(0, value.shape[a.dim])) for a in fine)
-        stored.reshape([a.size for a in fine])[parts] = value.transpose([a.dim for a in fine])
+        dims = [dim for axis in self.axes for dim in axis]
+        slices = tuple(a.stored(slice(0, value.shape[a.dim])) for a in dims)
+        stored.reshape([a.size for a in dims])[slices] = value.transpose([a.dim for a in dims])
 
 
 def _narrowed(axis: tuple[StoredDim, ...], box: Box) -> slice:
     if not axis:
         return slice(0, 1)
-    inner = math.prod(along.size for along in axis[1:])
+    inner = math.prod(dim.size for dim in axis[1:])
     major = axis[0].stored(box[axis[0].dim])
     return slice(major.start * inner, major.stop * inner)
 
@@ -94,16 +94,16 @@ def stored_parts(model: Model, names: Collection[str] = ()) -> Iterator[StoredPa
     published one, which is also the one written.
     """
     name_of = _naming(model, names)
-    joined: dict[str, list[Weight]] = {}
+    weights_by_name: dict[str, list[Weight]] = {}
     for weight in weight_table(model):
         if not weight.tied_to:
-            joined.setdefault(name_of(weight), []).append(weight)
+            weights_by_name.setdefault(name_of(weight), []).append(weight)
     for variable, weight in rows(model).items():
         pattern = name_of(weight)
-        one_by_one = "{expert}" in pattern
-        axes = _axes(model, weight, joined[pattern], one_by_one=one_by_one)
-        counts = ([len(weight.layers)] if weight.layers else []) + ([weight.shape[0]] if one_by_one else [])
-        for leading in np.ndindex(*counts):
+        is_one_by_one = "{expert}" in pattern
+        axes = _axes(model, weight, weights_by_name[pattern], one_by_one=is_one_by_one)
+        leading_sizes = ([len(weight.layers)] if weight.layers else []) + ([weight.shape[0]] if is_one_by_one else [])
+        for leading in np.ndindex(*leading_sizes):
             numbers = {"layer": weight.layers[leading[0]], "expert": leading[-1]} if leading else {}
             yield StoredPart(variable, leading, pattern.format(**numbers), axes)
 
@@ -114,16 +114,16 @@ def _naming(model: Model, names: Collection[str]) -> Callable[[Weight], str]:
     Checkpoints differ in the prefix of names. Some stack experts that are published one by one, as transformers 5 does
     in memory.
     """
-    default = model.weights_prefix
-    embed = rows(model)["embed"].hf_name.removeprefix(default)
-    prefix = next((p for p in (default, *PREFIXES) if p + embed in names), default)
-    stacked = any(name.endswith(".experts.gate_up_proj") for name in names)
+    own_prefix = model.weights_prefix
+    embed = rows(model)["embed"].hf_name.removeprefix(own_prefix)
+    prefix = next((p for p in (own_prefix, *PREFIXES) if p + embed in names), own_prefix)
+    is_stacked = any(name.endswith(".experts.gate_up_proj") for name in names)
 
     def name_of(weight: Weight) -> str:
-        name = weight.hf_name.replace(".block_sparse_moe.", ".mlp.") if stacked else weight.hf_name
-        if stacked and "{expert}" in name:
+        name = weight.hf_name.replace(".block_sparse_moe.", ".mlp.") if is_stacked else weight.hf_name
+        if is_stacked and "{expert}" in name:
             name = name.partition(".experts.")[0] + ".experts." + _STACKED[weight.name.rpartition(".")[2]]
-        return prefix + name.removeprefix(default) if name.startswith(default) else name
+        return prefix + name.removeprefix(own_prefix) if name.startswith(own_prefix) else name
 
     return name_of
 
@@ -133,17 +133,17 @@ def _axes(model: Model, weight: Weight, joined: list[Weight], *, one_by_one: boo
 
     Weights of one tensor are concatenated along a dim; gpt-oss interleaves gate and up.
     """
-    of_experts = weight.part == "experts"
-    first = 1 if of_experts and one_by_one else 0
-    along = [StoredDim(number, size) for number, size in enumerate(weight.shape[first:])]
+    has_experts = weight.part == "experts"
+    first_dim = 1 if has_experts and one_by_one else 0
+    stored_dims = [StoredDim(number, size) for number, size in enumerate(weight.shape[first_dim:])]
     if len(joined) > 1:
-        shared = -2 if local_name(weight).removesuffix("_lora_b") in _HEADS else -1
-        sizes = [part.shape[shared] for part in joined]
-        number = [part.name for part in joined].index(weight.name)
-        start, step = (number, len(sizes)) if model.family == "gpt_oss" else (sum(sizes[:number]), 1)
-        along[shared] = StoredDim(along[shared].dim, sum(sizes), start, step)
-    experts = [(along.pop(0),)] if of_experts and not one_by_one else []
-    return (*experts, *_stored_order(model, weight, along, weight.dims[1:] if of_experts else weight.dims))
+        shared_dim = -2 if local_name(weight).removesuffix("_lora_b") in _HEADS else -1
+        sizes = [part.shape[shared_dim] for part in joined]
+        position = [part.name for part in joined].index(weight.name)
+        start, step = (position, len(sizes)) if model.family == "gpt_oss" else (sum(sizes[:position]), 1)
+        stored_dims[shared_dim] = StoredDim(stored_dims[shared_dim].dim, sum(sizes), start, step)
+    experts = [(stored_dims.pop(0),)] if has_experts and not one_by_one else []
+    return (*experts, *_stored_order(model, weight, stored_dims, weight.dims[1:] if has_experts else weight.dims))
 
 
 def _stored_order(
@@ -159,28 +159,28 @@ def _stored_order(
     # The last dims are outputs. A product that reads heads has two input dims.
     num_in = 2 if dims[0] == "N" else 1
     inputs, outputs = tuple(along[:num_in]), tuple(along[num_in:])
-    as_written = (model.family == "gpt2" and bool(weight.layers) and weight.part != "adapter") or (
+    inputs_first = (model.family == "gpt2" and bool(weight.layers) and weight.part != "adapter") or (
         model.family == "gpt_oss" and weight.part == "experts"
     )
-    return (inputs, outputs) if as_written else (outputs, inputs)
+    return (inputs, outputs) if inputs_first else (outputs, inputs)
 
 
 def checked_parts(model: Model, tensors: Tensors) -> dict[str, dict[tuple[int, ...], StoredPart]]:
     """Returns the stored parts by variable and leading indices; raises InputError as `load_params` does."""
     parts: dict[str, dict[tuple[int, ...], StoredPart]] = {}
-    for place in stored_parts(model, tensors):
-        if place.tensor not in tensors:
-            forms = ("_blocks", "_scale_inv", ".qweight", ".SCB")
-            if quantised := next((name for name in tensors if name.endswith(forms)), ""):
-                raise InputError(f"the checkpoint is quantised (it has {quantised}), and no quantization_config of its "
+    for part in stored_parts(model, tensors):
+        if part.tensor not in tensors:
+            suffixes = ("_blocks", "_scale_inv", ".qweight", ".SCB")
+            if example := next((name for name in tensors if name.endswith(suffixes)), ""):
+                raise InputError(f"the checkpoint is quantised (it has {example}), and no quantization_config of its "
                                  f"config.json says how. Add it, or give one in bf16, fp16 or fp32.")  # fmt: skip
-            raise InputError(f"the checkpoint lacks {place.tensor} ({place.variable}). Give one made for this model.")
-        shape = tuple(tensors[place.tensor].shape)
-        if shape != place.shape:
-            needed = f"{model.name} needs {place.shape}. Give the config of these weights."
-            raise InputError(f"{place.tensor} has shape {shape}; {needed}")
-        parts.setdefault(place.variable, {})[place.leading] = place
-    _require_all_used(model, tensors, {place.tensor for places in parts.values() for place in places.values()})
+            raise InputError(f"the checkpoint lacks {part.tensor} ({part.variable}). Give one made for this model.")
+        shape = tuple(tensors[part.tensor].shape)
+        if shape != part.shape:
+            needs_text = f"{model.name} needs {part.shape}. Give the config of these weights."
+            raise InputError(f"{part.tensor} has shape {shape}; {needs_text}")
+        parts.setdefault(part.variable, {})[part.leading] = part
+    _require_all_used(model, tensors, {part.tensor for by_leading in parts.values() for part in by_leading.values()})
     return parts
 
 
@@ -197,14 +197,14 @@ IGNORED_OF = {
 def _require_all_used(model: Model, tensors: Tensors, used: set[str]) -> None:
     """Raises InputError for a tensor that the model lacks, or a tied unembedding unlike the embedding."""
     ignored = [form.format(num_layers=model.num_layers) for form in (*IGNORED, *IGNORED_OF.get(model.family, ()))]
-    copies = {name: variable for variable, name in mtp_copies(model).items()}
+    variable_of_copy = {name: variable for variable, name in mtp_copies(model).items()}
     for name in tensors.keys() - used:
         is_tied = name.endswith("lm_head.weight") and model.tied_embeddings
-        if variable := "embed" if is_tied else copies.get(name):
-            source = next(place.tensor for place in stored_parts(model, tensors) if place.variable == variable)
-            if not _equal(tensors[name], tensors[source]):
+        if variable := "embed" if is_tied else variable_of_copy.get(name):
+            source_name = next(part.tensor for part in stored_parts(model, tensors) if part.variable == variable)
+            if not _equal(tensors[name], tensors[source_name]):
                 advice = "Set tie_word_embeddings to false" if is_tied else "Leave mtp_weight out, or that layer"
-                raise InputError(f"{name} differs from {source}, to which the config ties it. {advice}.")
+                raise InputError(f"{name} differs from {source_name}, to which the config ties it. {advice}.")
             continue
         box = tuple(slice(0, size) for size in tensors[name].shape)
         is_zero = name.endswith(".bias") and not tensors[name][box].any()  # AutoGPTQ writes such beside every matrix

@@ -52,14 +52,14 @@ class GgufTensor:
             return replace(self, transposed=False)[box[::-1]].T
         if self.rows is not None and len(box) == 1:  # a bias
             return replace(self, rows=None)[slice(0, len(self.rows)),][self.rows[box]]
-        *lead, last = box
+        *lead, columns = box
         size, num_bytes = _block(self.kind)
-        first, stop = last.start // size, -(-last.stop // size)
-        picked = lead if self.rows is None else [self.rows[lead[0]]]
-        raw = self.data[*picked, slice(first * num_bytes, stop * num_bytes)]
-        wide: np.ndarray = dequantize(np.ascontiguousarray(raw), self.kind)
-        wide = wide[..., last.start - first * size : last.stop - first * size : last.step]
-        return wide + np.float32(self.shift) if self.shift else wide  # -0.0 stays what it is
+        first_block, end_block = columns.start // size, -(-columns.stop // size)
+        row_index = lead if self.rows is None else [self.rows[lead[0]]]
+        raw = self.data[*row_index, slice(first_block * num_bytes, end_block * num_bytes)]
+        floats: np.ndarray = dequantize(np.ascontiguousarray(raw), self.kind)
+        floats = floats[..., columns.start - first_block * size : columns.stop - first_block * size : columns.step]
+        return floats + np.float32(self.shift) if self.shift else floats  # -0.0 stays what it is
 
 
 def _block(kind: Any) -> tuple[int, int]:
@@ -91,25 +91,25 @@ def gguf_tensors(files: list[Path], model: Model) -> dict[str, Tensor]:
     adds 1 to the norms of a gemma, transposes the linear layers of GPT-2 and stacks experts.
     """
     stored, names = read_gguf(files).tensors, gguf_names()
-    embed = stored.get("token_embd.weight")
-    dtype = {0: DTYPES["fp32"], 1: DTYPES["fp16"]}.get(embed.kind if embed else 0, DTYPES["bf16"])
-    rest = {name: _blocks(name, tensor, dtype) for name, tensor in stored.items() if not name.startswith("rope_f")}
+    embed_blocks = stored.get("token_embd.weight")
+    dtype = {0: DTYPES["fp32"], 1: DTYPES["fp16"]}.get(embed_blocks.kind if embed_blocks else 0, DTYPES["bf16"])
+    remaining = {name: _blocks(name, tensor, dtype) for name, tensor in stored.items() if not name.startswith("rope_f")}
     tensors: dict[str, Tensor] = {}
-    sharing = Counter((weight.hf_name, weight.layers) for weight in weight_table(model) if not weight.tied_to)
+    num_sharing = Counter((weight.hf_name, weight.layers) for weight in weight_table(model) if not weight.tied_to)
     for weight in weight_table(model):
-        table = names["weights"] | (names["joined"] if sharing[weight.hf_name, weight.layers] > 1 else {})
-        leaf = table.get(weight.name.removeprefix("layers."), "")
+        gguf_name_of = names["weights"] | (names["joined"] if num_sharing[weight.hf_name, weight.layers] > 1 else {})
+        leaf = gguf_name_of.get(weight.name.removeprefix("layers."), "")
         for layer in weight.layers or (0,):
             name = f"blk.{layer}.{leaf}" if weight.layers else leaf
-            if name not in rest:  # a part of a tensor that is found; others are refused where weights are read
+            if name not in remaining:  # a part of a tensor that is found; others are refused where weights are read
                 continue
-            tensor = _published(model, weight, rest.pop(name))
+            tensor = _published(model, weight, remaining.pop(name))
             if "{expert}" in weight.hf_name:
                 for expert, data in enumerate(tensor.data):
                     tensors[weight.hf_name.format(layer=layer, expert=expert)] = replace(tensor, data=data)
             else:
                 tensors[weight.hf_name.format(layer=layer)] = tensor
-    return {**rest, **tensors}
+    return {**remaining, **tensors}
 
 
 def _published(model: Model, weight: Weight, stored: GgufTensor) -> GgufTensor:
@@ -146,14 +146,14 @@ def _blocks(name: str, tensor: StoredBlocks, dtype: np.dtype) -> GgufTensor:
             f"{file}: {name} is of type {tensor.kind}, which the installed package gguf does not widen. Quantise the "
             f"model as another type, or install a newer gguf."
         ) from None
-    needed, there = math.prod(shape) // size * num_bytes, file.stat().st_size - tensor.start
-    if not shape or shape[-1] % size or not 0 < needed <= there:
+    needed_bytes, present_bytes = math.prod(shape) // size * num_bytes, file.stat().st_size - tensor.start
+    if not shape or shape[-1] % size or not 0 < needed_bytes <= present_bytes:
         raise InputError(
             f"{file} is cut short or damaged: {name}, {' x '.join(map(str, shape))} in blocks of {size}, needs "
-            f"{needed:,} bytes and has {max(there, 0):,}. Fetch it again."
+            f"{needed_bytes:,} bytes and has {max(present_bytes, 0):,}. Fetch it again."
         )
-    stored = (*shape[:-1], shape[-1] // size * num_bytes)
-    return GgufTensor(np.memmap(file, np.uint8, "r", tensor.start, stored), kind, dtype)
+    stored_shape = (*shape[:-1], shape[-1] // size * num_bytes)
+    return GgufTensor(np.memmap(file, np.uint8, "r", tensor.start, stored_shape), kind, dtype)
 
 
 # -- a folder -----------------------------------------------------------------------------------------
@@ -191,9 +191,9 @@ def as_folder(path: Path) -> Path:
         if not (folder / TOKENIZER_CONFIG).exists():
             write_json_whole(folder / TOKENIZER_CONFIG, converted.config)
         if not (folder / GENERATION).exists():
-            chats, ends = read_chat_templates(folder), converted.generation.get("eos_token_id", [])
+            chats, end_ids = read_chat_templates(folder), converted.generation.get("eos_token_id", [])
             turn_end = converted.tokenizer.token_to_id(chats.turn_end) if chats else None  # files need not name it
-            ends += [] if turn_end is None or turn_end in ends else [turn_end]
-            write_json_whole(folder / GENERATION, converted.generation | ({"eos_token_id": ends} if ends else {}))
+            end_ids += [] if turn_end is None or turn_end in end_ids else [turn_end]
+            write_json_whole(folder / GENERATION, converted.generation | ({"eos_token_id": end_ids} if end_ids else {}))
     write_json_whole(folder / CONFIG, config)
     return folder

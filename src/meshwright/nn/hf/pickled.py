@@ -72,7 +72,7 @@ def _read(path: Path) -> Any:
             raise InputError(f"{path}: its pickle has more than {MOST_PICKLE_BYTES >> 20} MiB. Give safetensors.")
         if "byteorder" in entries and archive.read(entries["byteorder"]) != b"little":
             raise InputError(f"{path} is not little-endian. Convert it to safetensors.")
-        text = archive.read(entries["data.pkl"])
+        pickle_bytes = archive.read(entries["data.pkl"])
 
     def storage(key: str, dtype: np.dtype, size: int) -> np.ndarray:
         entry = entries[f"data/{key}"]
@@ -85,7 +85,7 @@ def _read(path: Path) -> Any:
         mapped = np.memmap(path, np.uint8, "r", start, (size * dtype.itemsize,)) if size else np.empty(0, np.uint8)
         return mapped.view(dtype)
 
-    return _Reader(BytesIO(text), path, storage).load()
+    return _Reader(BytesIO(pickle_bytes), path, storage).load()
 
 
 class _Reader(pickle.Unpickler):
@@ -102,7 +102,7 @@ class _Reader(pickle.Unpickler):
             return _Storage(np.dtype(_STORAGES[name]))
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_parameter"):
             # a new function each time, since a pickle may set attributes of what it gets
-            return (lambda *given: _tensor(*given)) if name == "_rebuild_tensor_v2" else (lambda tensor, *_: tensor)
+            return (lambda *args: _tensor(*args)) if name == "_rebuild_tensor_v2" else (lambda tensor, *_: tensor)
         raise InputError(f"{self._path} names {module}.{name}, which is not read or run. Give safetensors.")
 
     def persistent_load(self, given: Any) -> np.ndarray:
@@ -114,9 +114,9 @@ class _Reader(pickle.Unpickler):
 
 def _tensor(storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> np.ndarray:
     """Returns a part of a storage as an array; the strides count elements."""
-    steps = list(zip(shape, strides, strict=True))
-    last = offset + sum((size - 1) * step for size, step in steps)
-    if min((offset, *shape, *strides)) < 0 or (all(shape) and last >= len(storage)):
+    dims = list(zip(shape, strides, strict=True))
+    last_index = offset + sum((size - 1) * step for size, step in dims)
+    if min((offset, *shape, *strides)) < 0 or (all(shape) and last_index >= len(storage)):
         raise ValueError("a tensor reaches beyond its storage")
     width = storage.itemsize
     return np.lib.stride_tricks.as_strided(storage[offset:], shape, [step * width for step in strides], writeable=False)

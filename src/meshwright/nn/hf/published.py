@@ -51,14 +51,14 @@ class Packing(NamedTuple):
 
     def read(self, words: Tensor, box: tuple[slice, ...]) -> np.ndarray:
         """Reads a box of the unpacked matrix, as unsigned numbers."""
-        along, per_word = box[self.axis], 8 * words.dtype.itemsize // self.bits
-        whole = slice(along.start // per_word, -(-along.stop // per_word))
-        packed = np.moveaxis(words[(*box[: self.axis], whole, *box[self.axis + 1 :])], self.axis, 1)
+        span, per_word = box[self.axis], 8 * words.dtype.itemsize // self.bits
+        word_span = slice(span.start // per_word, -(-span.stop // per_word))
+        packed = np.moveaxis(words[(*box[: self.axis], word_span, *box[self.axis + 1 :])], self.axis, 1)
         unsigned = np.dtype(f"u{packed.dtype.itemsize}")
         shifts = np.asarray(self.order or range(per_word), unsigned) * unsigned.type(self.bits)
         values = ((packed.view(unsigned)[..., None] >> shifts) & unsigned.type(2**self.bits - 1)).astype(np.uint8)
-        first = along.start - whole.start * per_word
-        return np.moveaxis(values.reshape(len(packed), -1)[:, first : first + along.stop - along.start], 1, self.axis)
+        offset = span.start - word_span.start * per_word
+        return np.moveaxis(values.reshape(len(packed), -1)[:, offset : offset + span.stop - span.start], 1, self.axis)
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class PublishedMatrix:
         sizes = list(self.stored.shape)
         if self.packing:
             sizes[self.packing.axis] *= 8 * self.stored.dtype.itemsize // self.packing.bits
-        if (stated := self.part(".weight_shape")) is not None:  # the last word may not be full
-            sizes = [int(size) for size in stated[(slice(0, 2),)]]
+        if (stated_shape := self.part(".weight_shape")) is not None:  # the last word may not be full
+            sizes = [int(size) for size in stated_shape[(slice(0, 2),)]]
         return tuple(sizes[::-1] if self.transposed else sizes)
 
     @property
@@ -126,25 +126,25 @@ class PublishedMatrix:
 
     def __getitem__(self, box: tuple[slice, ...]) -> np.ndarray:
         rows, columns = (slice(*part.indices(size)[:2]) for part, size in zip(box, self.shape, strict=True))
-        zero, scale, along = self.zero_points(), self.scales(), self.groups(columns)
-        if self.reads != "floats" and np.any(zero != self.middle):
+        zeros, scales, groups = self.zero_points(), self.scales(), self.groups(columns)
+        if self.reads != "floats" and np.any(zeros != self.middle):
             raise InputError(f"{self.name} has zero points, and quantization_config says that it is symmetric. Give "
                              f"the config of these weights.")  # fmt: skip
         codes_dtype = np.dtype(np.int8) if self.packing else self.stored.dtype
         dtype = {"floats": self.dtype, "values": codes_dtype, "scales": np.dtype(np.float32)}[self.reads]
         values = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
-        step = max(8, AT_ONCE // max(values.shape[1], 1))
-        for start in range(rows.start, rows.stop, step):
-            part = slice(start, min(start + step, rows.stop))
-            index = np.ix_(np.arange(part.start, part.stop) // self.group[0], along)
-            into = values[start - rows.start : part.stop - rows.start]
+        rows_at_once = max(8, AT_ONCE // max(values.shape[1], 1))
+        for start in range(rows.start, rows.stop, rows_at_once):
+            row_span = slice(start, min(start + rows_at_once, rows.stop))
+            index = np.ix_(np.arange(row_span.start, row_span.stop) // self.group[0], groups)
+            out = values[start - rows.start : row_span.stop - rows.start]
             if self.reads == "scales":
-                into[:] = scale[index]
+                out[:] = scales[index]
             elif self.reads == "floats":
-                into[:] = (self.codes(part, columns) - np.broadcast_to(zero, scale.shape)[index]) * scale[index]
+                out[:] = (self.codes(row_span, columns) - np.broadcast_to(zeros, scales.shape)[index]) * scales[index]
             else:
-                codes = self.codes(part, columns)
-                into[:] = (codes - np.uint8(self.middle)).view(np.int8) if self.packing else codes
+                codes = self.codes(row_span, columns)
+                out[:] = (codes - np.uint8(self.middle)).view(np.int8) if self.packing else codes
         return values
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
@@ -156,27 +156,27 @@ class PublishedMatrix:
 
     def groups(self, columns: slice) -> np.ndarray:
         """Returns the group of each input."""
-        along, listed = np.arange(columns.start, columns.stop) // self.group[1], self.part(*_GROUPS)
-        if listed is None:
-            return along
-        table = _whole(listed).astype(np.int64)
-        groups, inputs = table[columns], self.num_groups[1]
-        if not np.isin(table, range(inputs)).all() or (self.reads != "floats" and not np.array_equal(groups, along)):
+        regular, tensor = np.arange(columns.start, columns.stop) // self.group[1], self.part(*_GROUPS)
+        if tensor is None:
+            return regular
+        numbers = _whole(tensor).astype(np.int64)
+        groups, count = numbers[columns], self.num_groups[1]
+        if not np.isin(numbers, range(count)).all() or (self.reads != "floats" and not np.array_equal(groups, regular)):
             raise InputError(f"{self.name}: the list of the groups of its {self.shape[1]} inputs has others than 0 to "
-                             f"{inputs - 1}, or than its config says. Fetch both again.")  # fmt: skip
+                             f"{count - 1}, or than its config says. Fetch both again.")  # fmt: skip
         return groups
 
     def scales(self) -> np.ndarray:
         """Reads the scales [groups of outputs, groups of inputs] in float32."""
-        tensor, overall = self.part(*SCALES), self.part(".weight_global_scale")
+        tensor, global_scale = self.part(*SCALES), self.part(".weight_global_scale")
         assert tensor is not None
         scale = _whole(tensor)
-        exponents = scale.dtype == np.uint8
-        wide = np.ldexp(np.float32(1), scale.astype(np.int32) - _SCALE_BIAS) if exponents else scale.astype(np.float32)
-        wide = wide / _whole(overall).astype(np.float32).reshape(()) if overall is not None else wide
-        if not np.isfinite(wide).all():
+        is_exp = scale.dtype == np.uint8
+        floats = np.ldexp(np.float32(1), scale.astype(np.int32) - _SCALE_BIAS) if is_exp else scale.astype(np.float32)
+        floats = floats / _whole(global_scale).astype(np.float32).reshape(()) if global_scale is not None else floats
+        if not np.isfinite(floats).all():
             raise InputError(f"{self.name} has scales that are not finite numbers. Fetch its files again.")
-        return (wide.T if self.transposed else wide).reshape(self.num_groups)
+        return (floats.T if self.transposed else floats).reshape(self.num_groups)
 
     def zero_points(self) -> np.ndarray:
         """Reads the zero points of the values as `codes` has them: one for each scale, or one number for all."""
@@ -192,17 +192,17 @@ class PublishedMatrix:
 
     def require_whole(self) -> None:
         """Raises InputError if a part is missing, or has another shape or dtype than the scheme says."""
-        scale, zeros, listed = self.part(*SCALES), self.part(*_ZEROS), self.part(*_GROUPS)
-        exponents = scale is not None and scale.dtype == np.uint8
-        overall = exponents or ".weight_global_scale" in self.tensors
-        lacks = {
+        scale, zeros, group_list = self.part(*SCALES), self.part(*_ZEROS), self.part(*_GROUPS)
+        is_exp = scale is not None and scale.dtype == np.uint8
+        has_global_scale = is_exp or ".weight_global_scale" in self.tensors
+        is_missing = {
             "values": self.part(*_VALUES) is None,
             "scales": scale is None,
-            "global scale": self.scheme.dtype == "fp4" and not overall,
+            "global scale": self.scheme.dtype == "fp4" and not has_global_scale,
             "zero points": not self.scheme.symmetric and zeros is None,
-            "list of its groups": not self.scheme.in_order and listed is None,
+            "list of its groups": not self.scheme.in_order and group_list is None,
         }
-        if missing := [what for what, lacking in lacks.items() if lacking]:
+        if missing := [part_name for part_name, lacking in is_missing.items() if lacking]:
             raise InputError(f"{self.name}: the checkpoint has no {missing[0]} of it. Fetch it and its config again.")
         stated, advice = self.part(".weight_shape"), "Give the config of these weights."
         if len(sizes := tuple(self.stored.shape)) != 2 or (stated is not None and tuple(stated.shape) != (2,)):
@@ -211,19 +211,19 @@ class PublishedMatrix:
         groups, per_word = self.num_groups, 1
         if self.packing and zeros is not None:
             per_word = 8 * zeros.dtype.itemsize // self.packing.bits
-        needed = {"scales": (scale, groups), "zero points": (zeros, (-(-groups[0] // per_word), groups[1]))}
+        part_of = {"scales": (scale, groups), "zero points": (zeros, (-(-groups[0] // per_word), groups[1]))}
         if self.packing and stated is not None:
             words = -(-self.shape[1] * self.packing.bits // (8 * self.stored.dtype.itemsize))
-            needed["values"] = self.stored, (self.shape[0], words)
-        for what, (tensor, shape) in (needed | {"list of groups": (listed, self.shape[1:])}).items():
+            part_of["values"] = self.stored, (self.shape[0], words)
+        for part_name, (tensor, shape) in (part_of | {"list of groups": (group_list, self.shape[1:])}).items():
             shape = shape[::-1] if self.transposed else shape
             if tensor is not None and [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:
                 raise InputError(
-                    f"{self.name}: {what} of shape {tuple(tensor.shape)}; by quantization_config {self.shape} in "
+                    f"{self.name}: {part_name} of shape {tuple(tensor.shape)}; by quantization_config {self.shape} in "
                     f"{self.scheme.dtype}, groups of {self.group[0]} outputs x {self.group[1]} inputs, needs {shape}. "
                     f"{advice}"
                 )
-        if scale.dtype.kind in "iub" and not exponents:
+        if scale.dtype.kind in "iub" and not is_exp:
             raise InputError(f"{self.name}: scales in {scale.dtype.name} are not floats. {advice}")
 
 
@@ -248,11 +248,11 @@ class KeptPart(NamedTuple):
     def read(self, tensors: Tensors, box: Box) -> np.ndarray:
         """Reads a box of the array."""
         slices = iter(box)
-        whole = (slice(0, 1) if s == 0 else slice((b := next(slices)).start * s, b.stop * s) for s in self.steps)
+        full_box = (slice(0, 1) if s == 0 else slice((b := next(slices)).start * s, b.stop * s) for s in self.steps)
         matrix = tensors[self.part.tensor]
         assert isinstance(matrix, PublishedMatrix)
         entries = replace(matrix, reads="scales" if self.scales else "values")
-        values = self.part.read({self.part.tensor: entries}, tuple(whole))
+        values = self.part.read({self.part.tensor: entries}, tuple(full_box))
         if self.scales:
             return values[tuple(slice(None, None, s) if s else 0 for s in self.steps)]
         if not self.group:
@@ -283,9 +283,9 @@ class PublishedExperts:
         blocks = slice(inputs.start // MX_BLOCK, -(-inputs.stop // MX_BLOCK))
         packed = self.blocks[experts, outputs, blocks, slice(0, MX_BLOCK // 2)]
         scales = self.scales[experts, outputs, blocks]
-        first = inputs.start - blocks.start * MX_BLOCK
-        wide = unpack(packed, scales)[..., first : first + inputs.stop - inputs.start]
-        return wide.transpose(0, 2, 1)
+        offset = inputs.start - blocks.start * MX_BLOCK
+        floats = unpack(packed, scales)[..., offset : offset + inputs.stop - inputs.start]
+        return floats.transpose(0, 2, 1)
 
 
 def unpack(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -298,26 +298,26 @@ def unpack(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def with_floats(tensors: Tensors, quantisation: Quantisation | None, dtype: np.dtype) -> Tensors:
     """Returns the tensors with those of each quantised matrix as one, ``X.weight``. Raises InputError for a part that
     is missing or misshapen, and for narrow matrices of which the config does not say how they are scaled."""
-    experts = [stem for name in tensors if (stem := name.removesuffix(MX_BLOCKS)) + MX_SCALES in tensors]
-    packed = {s: PublishedExperts(tensors[s + MX_BLOCKS], tensors[s + MX_SCALES]) for s in experts}
+    expert_stems = [stem for name in tensors if (stem := name.removesuffix(MX_BLOCKS)) + MX_SCALES in tensors]
+    packed = {s: PublishedExperts(tensors[s + MX_BLOCKS], tensors[s + MX_SCALES]) for s in expert_stems}
     for stem, pair in packed.items():
         blocks, scales = tuple(pair.blocks.shape), tuple(pair.scales.shape)
         if len(blocks) != 4 or blocks != (*scales, MX_BLOCK // 2):
             raise InputError(f"{stem}: blocks of shape {blocks} and scales of shape {scales}; each {MX_BLOCK // 2} "
                              f"bytes need a scale. Fetch its files again.")  # fmt: skip
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith((MX_BLOCKS, MX_SCALES))} | packed
-    modules: dict[str, dict[str, Tensor]] = {}
+    parts_of_module: dict[str, dict[str, Tensor]] = {}
     for name in sorted(tensors) if quantisation else ():
         for end in _ENDS:
             if name.endswith(end):
-                modules.setdefault(name.removesuffix(end), {})[end] = tensors[name]
+                parts_of_module.setdefault(name.removesuffix(end), {})[end] = tensors[name]
     joined = {
         name: tensor for name, tensor in tensors.items() if not (quantisation and name.endswith((*_ENDS, *_UNUSED)))
     }
-    for module, parts in modules.items():
+    for module, parts in parts_of_module.items():
         assert quantisation is not None
-        if (plain := joined.pop(f"{module}.weight", None)) is not None:
-            parts[".weight"] = plain
+        if (plain_weight := joined.pop(f"{module}.weight", None)) is not None:
+            parts[".weight"] = plain_weight
         if (scheme := quantisation.scheme(module)) is None:
             raise InputError(f"{module} is quantised, and no group of quantization_config names it. Give the config of "
                              f"these weights.")  # fmt: skip

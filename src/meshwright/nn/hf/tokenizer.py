@@ -48,16 +48,16 @@ def special_tokens(folder: Path) -> dict[str, str]:
     config = read_table(folder / TOKENIZER_CONFIG, remedy="remove it")
     if "added_tokens_decoder" not in config:
         config |= read_table(folder / SPECIAL_TOKENS, remedy="remove it")
-    named = {name: token for name, token in config.items() if name.endswith("_token")}
+    token_of = {name: token for name, token in config.items() if name.endswith("_token")}
     for name in ("extra_special_tokens", "model_specific_special_tokens"):
-        named |= extra if isinstance(extra := config.get(name), dict) else {}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+        token_of |= extra if isinstance(extra := config.get(name), dict) else {}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in token_of.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str) and text}
 
 
 def end_token(tokenizer: Tokenizer, name: str | None) -> int | None:
     """Returns the number of the end-of-text token: ``name``, else the first of `END_NAMES` that exists; else None."""
-    numbers = (tokenizer.token_to_id(known) for known in ((name,) if name else END_NAMES))
+    numbers = (tokenizer.token_to_id(end_name) for end_name in ((name,) if name else END_NAMES))
     return next((number for number in numbers if number is not None), None)
 
 
@@ -66,11 +66,11 @@ def end_tokens(folder: Path, tokenizer: Tokenizer | None) -> list[int]:
     for file in (folder / GENERATION, folder / CONFIG):
         table = read_table(file, remedy="fetch it again")
         nested = table.get("text_config")
-        ends = table.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
-        if ends is not None:
-            tokens = ends if isinstance(ends, list) else [ends]
+        eos_ids = table.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
+        if eos_ids is not None:
+            tokens = eos_ids if isinstance(eos_ids, list) else [eos_ids]
             if not all(isinstance(token, int) for token in tokens):
-                raise InputError(f"{file}: eos_token_id is {ends!r}. Write the number of a token, or a list.")
+                raise InputError(f"{file}: eos_token_id is {eos_ids!r}. Write the number of a token, or a list.")
             return tokens
-    end = end_token(tokenizer, special_tokens(folder).get("eos_token")) if tokenizer else None
-    return [] if end is None else [end]
+    end_id = end_token(tokenizer, special_tokens(folder).get("eos_token")) if tokenizer else None
+    return [] if end_id is None else [end_id]

@@ -75,23 +75,23 @@ def read_params(
     model: Model, tensors: Tensors, shardings: Mapping[str, Any] | None = None, dtype: Any = None
 ) -> Params:
     """Loads weights as `load_params` does, from tensors of any kind: files, or a state dict of NumPy arrays."""
-    table = checked_parts(model, tensors)
+    parts_of = checked_parts(model, tensors)
     if dtype is not None:
-        wide = {name: matrix for name, matrix in tensors.items() if isinstance(matrix, PublishedMatrix)}
-        tensors = {**tensors, **{name: dataclasses.replace(x, dtype=np.dtype(dtype)) for name, x in wide.items()}}
+        matrices = {name: matrix for name, matrix in tensors.items() if isinstance(matrix, PublishedMatrix)}
+        tensors = {**tensors, **{name: dataclasses.replace(x, dtype=np.dtype(dtype)) for name, x in matrices.items()}}
     one_device = SingleDeviceSharding(jax.devices()[0])
     quantised = quantised_weights(model, "")
     shapes = quantisation.param_shapes(model, param_shapes(model), "")
     params: dict[str, Any] = {}
     for variable, weight in rows(model).items():
-        arrays: dict[str, Mapping[tuple[int, ...], Any]] = {variable: table[variable]}
-        target = STORED_DTYPES.get(weight.dtype, dtype) if dtype is not None else None
+        arrays: dict[str, Mapping[tuple[int, ...], Any]] = {variable: parts_of[variable]}
+        target_dtype = STORED_DTYPES.get(weight.dtype, dtype) if dtype is not None else None
         if variable in quantised:
-            arrays = _kept_parts(model, weight, quantised[variable], table[variable])
+            arrays = _kept_parts(model, weight, quantised[variable], parts_of[variable])
         for name, parts in arrays.items():
             sharding = shardings[name] if shardings else one_device
-            stored = shapes[name].dtype if variable in quantised else target
-            array = _array(shapes[name].shape, parts, tensors, sharding, stored)
+            array_dtype = shapes[name].dtype if variable in quantised else target_dtype
+            array = _array(shapes[name].shape, parts, tensors, sharding, array_dtype)
             params[name] = (array,) if isinstance(sharding, OutputsFirst) else array
     return params
 
@@ -102,14 +102,14 @@ def _kept_parts(
     """Returns the parts of the values and of the scales of a weight that is kept as it is stored."""
     values, scale = pair
     dims = weight.dims[len(next(iter(parts))) - bool(weight.layers) :]
-    sizes = {dim: model.dims[dim] // model.dims[f"{dim}g"] for dim in dims if f"{dim}g" in scale.dims}
-    packs = values.dtype == "int4"
-    steps = tuple(2 if packs and dim in sizes else 1 for dim in dims)
-    of_scales = tuple(1 if dim in scale.dims else sizes.get(dim, 0) for dim in dims)
-    group = next(iter(sizes.values())) if packs else 0
+    group_size_of = {dim: model.dims[dim] // model.dims[f"{dim}g"] for dim in dims if f"{dim}g" in scale.dims}
+    is_packed = values.dtype == "int4"
+    steps = tuple(2 if is_packed and dim in group_size_of else 1 for dim in dims)
+    scale_steps = tuple(1 if dim in scale.dims else group_size_of.get(dim, 0) for dim in dims)
+    group_size = next(iter(group_size_of.values())) if is_packed else 0
     return {
-        values.name: {index: KeptPart(part, steps, False, group) for index, part in parts.items()},
-        scale.name: {index: KeptPart(part, of_scales, True) for index, part in parts.items()},
+        values.name: {index: KeptPart(part, steps, False, group_size) for index, part in parts.items()},
+        scale.name: {index: KeptPart(part, scale_steps, True) for index, part in parts.items()},
     }
 
 
@@ -122,36 +122,36 @@ def _array(
         layers = ({index[1:]: part for index, part in table.items() if index[0] == n} for n in range(len(sharding)))
         by_layer = zip(layers, sharding, strict=True)
         return tuple(_array(shape[1:], parts, tensors, layer_sharding, dtype) for parts, layer_sharding in by_layer)
-    turned = sharding if isinstance(sharding, OutputsFirst) else None
-    placement = turned.given if turned else sharding
+    outputs_first = sharding if isinstance(sharding, OutputsFirst) else None
+    placement = outputs_first.given if outputs_first else sharding
     devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in placement.addressable_devices_indices_map(shape).items():
         region = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
         devices_of.setdefault(region, []).append(device)
     arrays = []
     for region, devices in devices_of.items():
-        block = _block(table, tensors, tuple(slice(*ends) for ends in region), dtype)
-        if turned:
-            block = np.ascontiguousarray(block.reshape(math.prod(block.shape[: turned.inputs]), -1).T)
+        block = _block(table, tensors, tuple(slice(*bounds) for bounds in region), dtype)
+        if outputs_first:
+            block = np.ascontiguousarray(block.reshape(math.prod(block.shape[: outputs_first.inputs]), -1).T)
         arrays += [jax.device_put(block, device) for device in devices]
         jax.block_until_ready(arrays[-1])  # the host's copy is free before the next one is made
-    if turned:
-        num_inputs = math.prod(shape[: turned.inputs])
+    if outputs_first:
+        num_inputs = math.prod(shape[: outputs_first.inputs])
         shape = math.prod(shape) // num_inputs, num_inputs
-    return jax.make_array_from_single_device_arrays(shape, turned.own if turned else sharding, arrays)
+    return jax.make_array_from_single_device_arrays(shape, outputs_first.own if outputs_first else sharding, arrays)
 
 
 def _block(table: Mapping[tuple[int, ...], Any], tensors: Tensors, region: Box, dtype: Any) -> np.ndarray:
     """Reads a region of a variable's array; each layer and expert of its leading dims is a stored part."""
-    leading = len(next(iter(table)))
-    box = region[leading:]
+    num_leading = len(next(iter(table)))
+    box = region[num_leading:]
     block: np.ndarray | None = None
-    for index in np.ndindex(*(part.stop - part.start for part in region[:leading])):
-        place = table[tuple(i + part.start for i, part in zip(index, region, strict=False))]
-        part = place.read(tensors, box)
+    for index in np.ndindex(*(part.stop - part.start for part in region[:num_leading])):
+        stored_part = table[tuple(i + part.start for i, part in zip(index, region, strict=False))]
+        values = stored_part.read(tensors, box)
         if block is None:
-            block = np.empty([s.stop - s.start for s in region], dtype or part.dtype)
-        block[index] = part
+            block = np.empty([s.stop - s.start for s in region], dtype or values.dtype)
+        block[index] = values
     if block is None:
         raise AssertionError("a shard without any layer")
     return block
@@ -221,8 +221,8 @@ def write_hf(
     """
     model = text_model(model)
     if dtype:
-        fixed = {name for name, weight in rows(model).items() if weight.dtype}
-        dtypes = {name: stored if name in fixed else DTYPES[dtype] for name, stored in dtypes.items()}
+        with_own_dtype = {name for name, weight in rows(model).items() if weight.dtype}
+        dtypes = {name: stored if name in with_own_dtype else DTYPES[dtype] for name, stored in dtypes.items()}
     entries = list(hf_entries(model, fetch, dtypes))
     if jax.process_index() != 0:
         for entry in entries:
@@ -240,8 +240,8 @@ def save_adapter(
 ) -> list[Path]:
     """Writes the adapter of a model as PEFT does and returns its file; ``base`` is the folder of the frozen weights,
     which ``fetch`` need not have."""
-    adapter = {name: row for name, row in rows(model).items() if row.part == "adapter"}
-    entries = list(hf_entries(model, fetch, {name: DTYPES[dtype] if dtype else dtypes[name] for name in adapter}))
+    adapter_rows = {name: row for name, row in rows(model).items() if row.part == "adapter"}
+    entries = list(hf_entries(model, fetch, {name: DTYPES[dtype] if dtype else dtypes[name] for name in adapter_rows}))
     if jax.process_index() != 0:
         for entry in entries:
             entry.make()
@@ -257,14 +257,14 @@ def merged(model: Model, fetch: Fetch) -> Fetch:
     """Returns a source of layers W + (alpha / rank) A B from a source of W, A and B; sums in float32."""
     if model.lora is None:
         return fetch
-    scale, table, first = model.lora.scale, rows(model), adapted(model)
+    scale, table, a_of = model.lora.scale, rows(model), adapted(model)
 
     def read(name: str, index: tuple[int, ...]) -> np.ndarray:
         value, local = fetch(name, index), local_name(table[name])
-        if local not in first:
+        if local not in a_of:
             return value
         suffix = name.removeprefix(local)
-        a, b = (fetch(f"{factor}{suffix}", index).astype(np.float32) for factor in (first[local], f"{local}_lora_b"))
+        a, b = (fetch(f"{factor}{suffix}", index).astype(np.float32) for factor in (a_of[local], f"{local}_lora_b"))
         return (value + scale * np.tensordot(a, b, 1)).astype(value.dtype)
 
     return read
@@ -274,20 +274,20 @@ def hf_entries(model: Model, fetch: Fetch, dtypes: Mapping[str, np.dtype]) -> It
     """Yields every tensor of the published layout whose variables are in ``dtypes``; values are made when written."""
     parts: dict[str, list[StoredPart]] = {}
     copies = mtp_copies(model)
-    for place in stored_parts(model):
-        if place.variable in dtypes:
-            parts.setdefault(place.tensor, []).append(place)
-            if place.variable in copies:
-                parts[copies[place.variable]] = [place]
-    for name, places in parts.items():
-        dtype = dtypes[places[0].variable]
-        yield Entry(name, places[0].shape, dtype, partial(_made, places, fetch, dtype))
+    for part in stored_parts(model):
+        if part.variable in dtypes:
+            parts.setdefault(part.tensor, []).append(part)
+            if part.variable in copies:
+                parts[copies[part.variable]] = [part]
+    for name, tensor_parts in parts.items():
+        dtype = dtypes[tensor_parts[0].variable]
+        yield Entry(name, tensor_parts[0].shape, dtype, partial(_made, tensor_parts, fetch, dtype))
 
 
 def _made(found: Sequence[StoredPart], fetch: Fetch, dtype: np.dtype) -> np.ndarray:
     stored = np.empty(found[0].shape, dtype)
-    for place in found:
-        place.put(stored, fetch(place.variable, place.leading))
+    for part in found:
+        part.put(stored, fetch(part.variable, part.leading))
     return stored
 
 
@@ -304,9 +304,9 @@ def convert_hf(
 
 def with_stored_mtp(model: Model, folder: Path) -> Model:
     """Returns the model with its layer for the token after the next, of any weight, if the folder has all of it."""
-    whole = replace(model, mtp_weight=1.0) if model.num_mtp_layers == 1 else model
+    with_mtp = replace(model, mtp_weight=1.0) if model.num_mtp_layers == 1 else model
     with open_tensors(model, folder) as tensors:
-        return whole if all(place.tensor in tensors for place in stored_parts(whole)) else model
+        return with_mtp if all(part.tensor in tensors for part in stored_parts(with_mtp)) else model
 
 
 @contextmanager
@@ -314,10 +314,10 @@ def open_source(model: Model, folder: Path) -> Iterator[tuple[Fetch, dict[str, n
     """Opens the weights of a folder: a function that reads one layer, and the dtypes of the weights."""
     with open_tensors(model, folder) as tensors:
         table = checked_parts(model, tensors)
-        whole = {name: tuple(slice(0, size) for size in stacked_shape(weight)) for name, weight in rows(model).items()}
+        box_of = {name: tuple(slice(0, size) for size in stacked_shape(weight)) for name, weight in rows(model).items()}
 
         def fetch(variable: str, index: tuple[int, ...]) -> np.ndarray:
-            return table[variable][index].read(tensors, whole[variable][len(index) :])
+            return table[variable][index].read(tensors, box_of[variable][len(index) :])
 
         yield fetch, {name: tensors[next(iter(parts.values())).tensor].dtype for name, parts in table.items()}
 

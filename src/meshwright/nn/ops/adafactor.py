@@ -23,8 +23,8 @@ CLIP_RMS, SMALLEST_SQUARE, SMALLEST_SCALE = 1.0, 1e-30, 1e-3
 def _mean_part(sizes: Sizes, values: Array, of: ShardedArray, over: ShardedArray) -> Array:
     """Returns this device's part of the mean over the dims of ``of`` that ``over`` lacks."""
     axes = tuple(i for i, dim in enumerate(of.dims) if dim not in over.dims)
-    count = math.prod(sizes.get(of.dims[i], values.shape[i] * lax.axis_size(of.axes[i])) for i in axes)
-    return jnp.sum(values, axes) / count
+    num_entries = math.prod(sizes.get(of.dims[i], values.shape[i] * lax.axis_size(of.axes[i])) for i in axes)
+    return jnp.sum(values, axes) / num_entries
 
 
 def sums(sizes: Sizes, step: Step, grad: Array) -> tuple[Array, ...]:
@@ -35,24 +35,24 @@ def sums(sizes: Sizes, step: Step, grad: Array) -> tuple[Array, ...]:
 
 def moments(sizes: Sizes, step: Step, rows: Array, columns: Array, *before_and_decay: Array) -> tuple[Array, ...]:
     """Returns the mean of the rows, and the running means of rows and columns."""
-    *before, decay = before_and_decay
-    after = [decay * old + (1 - decay) * new for old, new in zip(before, (rows, columns), strict=True)]
-    return _mean_part(sizes, after[0], step.more[0], step.result), *after
+    *old_means, decay = before_and_decay
+    new_means = [decay * old + (1 - decay) * new for old, new in zip(old_means, (rows, columns), strict=True)]
+    return _mean_part(sizes, new_means[0], step.more[0], step.result), *new_means
 
 
 def scale(sizes: Sizes, step: Step, grad: Array, rows: Array, columns: Array, level: Array) -> tuple[Array, ...]:
     """Divides the gradient by the factored root of its second moment; also returns the result's mean square."""
-    of_grad, of_rows, of_columns, of_level = step.inputs
-    share = spread(rows / spread(level, of_level.dims, of_rows.dims), of_rows.dims, of_grad.dims)
-    update = grad * lax.rsqrt(share) * lax.rsqrt(spread(columns, of_columns.dims, of_grad.dims))
-    return update, _mean_part(sizes, jnp.square(update), of_grad, step.more[0])
+    grad_array, row_array, column_array, level_array = step.inputs
+    share = spread(rows / spread(level, level_array.dims, row_array.dims), row_array.dims, grad_array.dims)
+    update = grad * lax.rsqrt(share) * lax.rsqrt(spread(columns, column_array.dims, grad_array.dims))
+    return update, _mean_part(sizes, jnp.square(update), grad_array, step.more[0])
 
 
 def vector(sizes: Sizes, step: Step, grad: Array, before: Array, decay: Array) -> tuple[Array, ...]:
     """Divides a vector by the root of its second moment; also returns the result's mean square and the moment."""
-    after = decay * before + (1 - decay) * (jnp.square(grad) + SMALLEST_SQUARE)
-    update = grad * lax.rsqrt(after)
-    return update, _mean_part(sizes, jnp.square(update), step.inputs[0], step.more[0]), after
+    moment = decay * before + (1 - decay) * (jnp.square(grad) + SMALLEST_SQUARE)
+    update = grad * lax.rsqrt(moment)
+    return update, _mean_part(sizes, jnp.square(update), step.inputs[0], step.more[0]), moment
 
 
 def weights(sizes: Sizes, step: Step, values: Array) -> Array:

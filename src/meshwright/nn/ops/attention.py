@@ -68,8 +68,8 @@ def _mask(context: Context, step: Step, data: tuple[Array, ...]) -> Mod:
 
 
 def _joined(rule: Rule, window: int | None, *arrays: Array) -> mods.Mask:
-    count, near = len(rule.data), [] if window is None else [mods.window(window)]
-    return mods.and_masks(rule.make(*arrays[:count]), *near, *map(mods.document, arrays[count:]))
+    num_data, windows = len(rule.data), [] if window is None else [mods.window(window)]
+    return mods.and_masks(rule.make(*arrays[:num_data]), *windows, *map(mods.document, arrays[num_data:]))
 
 
 def _distance_bias(step: Step, table: Any, first_head: Any) -> Mod:
@@ -84,8 +84,8 @@ def score_of(context: Context, step: Step) -> Mod | None:
     if not step.details.score:
         return None if cap is None else Mod(partial(mods.softcap, cap), (), {"softcap": (cap,)})
     rule = score_named(step.details.score)
-    known = {"slopes": mods.alibi_slopes(context.model.num_heads)}
-    return Mod(partial(_scored, rule, cap), tuple(known[name] for name in rule.data), {"": ()})
+    array_of = {"slopes": mods.alibi_slopes(context.model.num_heads)}
+    return Mod(partial(_scored, rule, cap), tuple(array_of[name] for name in rule.data), {"": ()})
 
 
 def _scored(rule: Rule, cap: float | None, *arrays: Array) -> mods.Score:

@@ -28,31 +28,31 @@ def ragged_call(
     ``others`` begin with the first row, rows, positions and pages of each sequence. These count rows and pages through
     all devices; a sequence has the rows of these that are here.
     """
-    first, counts, lengths, pages, *rest = others
-    known = lengths if step.details.mask else None
+    first_rows, counts, lengths, pages, *inputs = others
+    known_lengths = lengths if step.details.mask else None
     num_heads = queries.shape[2]
     num_pages, page_len = cached.page_sizes
-    held = next(array for array in step.inputs if array.dims[1:2] == ("Pl",))
-    data = [x for x in rest if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
+    cache_array = next(array for array in step.inputs if array.dims[1:2] == ("Pl",))
+    data = [x for x in inputs if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.integer)]
     rule = score_rule(context, step, data, num_heads) if step.details.score or step.details.mask else None
-    first, counts, lengths = own_rows(step.inputs[0], len(queries), first, counts, lengths)
-    slots = held.axes[1]
+    first_rows, counts, lengths = own_rows(step.inputs[0], len(queries), first_rows, counts, lengths)
+    slots = cache_array.axes[1]
     spread = SpreadSlots(first_index(slots, page_len), page_len * lax.axis_size(slots)) if slots else None
     call = RaggedCall(
         scale=context.model.attention_scale,
         window=step.details.window,
         softcap=None if rule else step.details.softcap,
         rule=rule,
-        known=known,
-        first=first,
+        known=known_lengths,
+        first=first_rows,
         counts=counts,
         lengths=lengths,
-        pages=cached.in_pool(pages - first_index(held.axes[0], num_pages)),
+        pages=cached.in_pool(pages - first_index(cache_array.axes[0], num_pages)),
         spread=spread,
         longest=context.longest,
         heads_first=cached.heads_first,
     )
-    return call, tuple(rest)
+    return call, tuple(inputs)
 
 
 def own_rows(
@@ -66,26 +66,26 @@ def own_rows(
 
 def rows_from(call: RaggedCall, start: Array, num_rows: int) -> RaggedCall:
     """Returns the call of ``num_rows`` rows from one on."""
-    first, counts, lengths = _within(start, num_rows, call.first, call.counts, call.lengths)
-    return replace(call, first=first, counts=counts, lengths=lengths, longest=min(call.longest, num_rows))
+    first_rows, counts, lengths = _within(start, num_rows, call.first, call.counts, call.lengths)
+    return replace(call, first=first_rows, counts=counts, lengths=lengths, longest=min(call.longest, num_rows))
 
 
 def _within(
     start: Array | int, num_rows: int, first: Array, counts: Array, lengths: Array
 ) -> tuple[Array, Array, Array]:
-    begin = first - start
-    begin, end = (jnp.clip(place, 0, num_rows) for place in (begin, begin + counts))
-    return begin, end - begin, lengths - (first + counts - start - end)
+    begin_row = first - start
+    begin_row, end_row = (jnp.clip(place, 0, num_rows) for place in (begin_row, begin_row + counts))
+    return begin_row, end_row - begin_row, lengths - (first + counts - start - end_row)
 
 
 def score_rule(context: Context, step: Step, data: Sequence[Array], num_heads: int) -> ScoreRule:
     """Returns the rule of the scores of a device's heads and of the mask, which reads ``data`` [Q, positions] or
     [Q]."""
     score, mask = score_of(context, step), mask_named(step.details.mask) if step.details.mask else None
-    first, length = first_index(step.inputs[0].axes_of("N"), num_heads), context.seq_len
+    first_head, length = first_index(step.inputs[0].axes_of("N"), num_heads), context.seq_len
 
     def scored(scores: Array, sequence: Array, head: Array, query: Array, key: Array) -> Array:
-        index = sequence, first + head, query, jnp.clip(key, 0, length - 1)
+        index = sequence, first_head + head, query, jnp.clip(key, 0, length - 1)
         ruled = scores if score is None else score(scores, *index)
         return ruled if mask is None else jnp.where(mask.make(*data)(*index), ruled, -jnp.inf)
 
@@ -115,10 +115,10 @@ def cached_attention(
 
     ``given`` are the places of sequences, see `ragged_call`, then scales, then what a mask reads, then sinks.
     """
-    call, rest = ragged_call(context, step, k, q, given)
-    caches = (value for value in (k, v, *rest) if isinstance(value, LayerCache))
+    call, inputs = ragged_call(context, step, k, q, given)
+    caches = (value for value in (k, v, *inputs) if isinstance(value, LayerCache))
     keys, values, *scales = (cache.pages for cache in caches)
-    sinks = next((x for x in rest if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating)), None)
+    sinks = next((x for x in inputs if not isinstance(x, LayerCache) and jnp.issubdtype(x.dtype, jnp.floating)), None)
     key_scale, value_scale = scales or (None, None)
     if sinks is not None and step.more:
         # sinks count once

@@ -21,9 +21,9 @@ def cached_latent_attention(
     *given: Any,
 ) -> Array | tuple[Array, ...]:
     """Returns weighted latents; scores are absorbed queries ``ql`` x latents + rotated parts of ``q`` x shared keys."""
-    call, rest = ragged_call(context, step, latent, q, given)
+    call, inputs = ragged_call(context, step, latent, q, given)
     # one head: all heads of queries share the latents
-    caches = (latent, shared, *(x for x in rest if isinstance(x, LayerCache)))
+    caches = (latent, shared, *(x for x in inputs if isinstance(x, LayerCache)))
     latents, keys, *scales = (cache.pages[:, :, None] for cache in caches)
     latent_scale, shared_scale = scales or (None, None)
     parts = [

@@ -91,13 +91,13 @@ def all_gather_matmul(
     """
     length, size, rank = block.shape[axis], ring.size, ring.rank
     pieces = ring.pieces(length)
-    wanted = [*products, *([BlockedProduct(apply=lambda x: x, factors=(None,), axis=axis)] if gathers else [])]
+    computed = [*products, *([BlockedProduct(apply=lambda x: x, factors=(None,), axis=axis)] if gathers else [])]
 
     def add_blocks(results: list[Array], values: Sequence[Array], step: Array | int) -> list[Array]:
         for value, piece in zip(values, pieces, strict=True):
             start = (rank - piece.by * step) % size * length + piece.start
             parts = [
-                (result, p.of(start, piece.length, value), p.axis) for result, p in zip(results, wanted, strict=True)
+                (result, p.of(start, piece.length, value), p.axis) for result, p in zip(results, computed, strict=True)
             ]
             results = [
                 result + part if axis is None else lax.dynamic_update_slice_in_dim(result, part, start, axis=axis)
@@ -105,8 +105,8 @@ def all_gather_matmul(
             ]
         return results
 
-    local = [product.of(rank * length, length, block) for product in wanted]
-    results = [_whole(part, p, rank * length, size) for part, p in zip(local, wanted, strict=True)]
+    own_parts = [product.of(rank * length, length, block) for product in computed]
+    results = [_whole(part, p, rank * length, size) for part, p in zip(own_parts, computed, strict=True)]
     values = [lax.slice_in_dim(block, p.start, p.start + p.length, axis=axis) for p in pieces]
 
     def step(number: Array | int, carry: tuple[list[Array], list[Array]]) -> tuple[list[Array], list[Array]]:
@@ -125,8 +125,8 @@ def matmul_reduce_scatter(products: Sequence[BlockedProduct], ring: MatmulRing, 
     def part(piece: BlockPart, step: Array | int) -> Array:
         # the sum that this device adds to is size - 1 - step sends away from its own device
         start = (rank - piece.by * (1 + step)) % size * length + piece.start
-        first, *rest = (product.of(start, piece.length) for product in products)
-        return sum(rest, start=first)
+        first_product, *other_products = (product.of(start, piece.length) for product in products)
+        return sum(other_products, start=first_product)
 
     def step(number: Array | int, sums: list[Array]) -> list[Array]:
         passing = ring.send(sums, pieces)
@@ -141,13 +141,13 @@ def matmul_reduce_scatter(products: Sequence[BlockedProduct], ring: MatmulRing, 
 def block_length(products: Sequence[BlockedProduct], size: int) -> int:
     """Returns the length of one of ``size`` blocks of the dim that products are cut along."""
     factors = (f for product in products for f in product.factors if f is not None)
-    whole = next(int(f.value.shape[f.axis]) for f in factors if f.axis is not None)
-    if whole % size:
+    length = next(int(f.value.shape[f.axis]) for f in factors if f.axis is not None)
+    if length % size:
         raise InputError(
-            f"a collective matmul over {size} devices cannot cut {whole} into equal blocks. Use an axis that divides "
+            f"a collective matmul over {size} devices cannot cut {length} into equal blocks. Use an axis that divides "
             f'it, or strategy.collective_matmul = "none".'
         )
-    return whole // size
+    return length // size
 
 
 def _repeat(first: int, end: int, step: Callable[[Any, _Carry], _Carry], state: _Carry) -> _Carry:

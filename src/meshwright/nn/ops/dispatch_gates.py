@@ -21,9 +21,9 @@ def dispatch_gates(context: Context, step: Step, gates: Array, chosen: Array) ->
     if block is None or not packs_tokens(context, moves, num_slots=num_experts * capacity):
         return slots.dispatch_gates(gates, chosen, jnp.zeros((num_experts, capacity), jnp.float32))
     packing = slots.packing_of(chosen, num_experts=num_experts)
-    exchange = next((move.axes for move in moves if move.op == "all_to_all"), ())
-    together = dict.fromkeys((*step.result.axes_of("C"), *(axis for move in moves for axis in move.axes)))
-    packing = routed(packing, exchange, together=tuple(together)) if exchange else packing
+    exchange_axes = next((move.axes for move in moves if move.op == "all_to_all"), ())
+    round_axes = dict.fromkeys((*step.result.axes_of("C"), *(axis for move in moves for axis in move.axes)))
+    packing = routed(packing, exchange_axes, together=tuple(round_axes)) if exchange_axes else packing
     return slots.dispatch_gates(gates, chosen, packing)
 
 

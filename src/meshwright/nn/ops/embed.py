@@ -23,9 +23,9 @@ def embed(
     tokens: Int[Array, "B T"], table: Num[Array, "V D"], *, first_row: Int[Array, ""] | int, scale: float = 1.0
 ) -> Num[Array, "B T D"]:
     """Looks up rows in the part of the table from ``first_row`` on, times ``scale``; other tokens get zeros."""
-    local, inside = own_entries(tokens, first_row, table.shape[0])
+    local, is_own = own_entries(tokens, first_row, table.shape[0])
     rows = rows_at(table, local)
-    return jnp.where(inside[..., None], rows * scale if scale != 1 else rows, jnp.zeros((), rows.dtype))
+    return jnp.where(is_own[..., None], rows * scale if scale != 1 else rows, jnp.zeros((), rows.dtype))
 
 
 def embed_backward(

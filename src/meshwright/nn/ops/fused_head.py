@@ -46,11 +46,11 @@ def _over_chunks(one: Callable[[Any, Any], tuple[Any, Any]], start: Any, *arrays
     size = chunk_length(batch, length)
 
     def cut(array: Array) -> Array:
-        rest = array.shape[2:]
+        row_shape = array.shape[2:]
         if missing := -length % size:
             fill = -1 if jnp.issubdtype(array.dtype, jnp.integer) else 0
-            array = jnp.pad(array, ((0, 0), (0, missing), *((0, 0) for _ in rest)), constant_values=fill)
-        return jnp.moveaxis(array.reshape(batch, -1, size, *rest), 1, 0)
+            array = jnp.pad(array, ((0, 0), (0, missing), *((0, 0) for _ in row_shape)), constant_values=fill)
+        return jnp.moveaxis(array.reshape(batch, -1, size, *row_shape), 1, 0)
 
     def joined(chunks: Array) -> Array:
         moved = jnp.moveaxis(chunks, 0, 1)
@@ -64,8 +64,8 @@ def chunked_logits_statistics(x: ResidualStream, table: VocabularyTable, labels:
     """Returns the statistics of the logits ``x * table``; ``head`` are the `head_arguments`."""
 
     def one(_: None, given: tuple[Array, Array]) -> tuple[None, Statistics]:
-        here, of_here = given
-        return None, logits_statistics(_logits(here, table), of_here, **head)
+        x_chunk, labels_chunk = given
+        return None, logits_statistics(_logits(x_chunk, table), labels_chunk, **head)
 
     statistics: Statistics = _over_chunks(one, None, x, labels)[1]
     return statistics
@@ -92,10 +92,10 @@ def chunked_logits_backward(
     the `head_arguments`."""
 
     def one(dtable: Array, given: tuple[Array, ...]) -> tuple[Array, Array]:
-        here, *rows = given
-        dlogits = logits_backward(_logits(here, table), *rows, **head)
-        dx, added = _cotangents(here, table, dlogits)
-        return dtable + added, dx
+        x_chunk, *rows = given
+        dlogits = logits_backward(_logits(x_chunk, table), *rows, **head)
+        dx, dtable_chunk = _cotangents(x_chunk, table, dlogits)
+        return dtable + dtable_chunk, dx
 
     dtable, dx = _over_chunks(one, jnp.zeros(table.shape, jnp.float32), x, labels, *rows)
     return dx, dtable.astype(table.dtype)
@@ -111,14 +111,14 @@ def fused_head(
     head = {"first_row": 0, **head}
 
     def one(carry: tuple[Array, Array], given: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
-        (loss, dtable), (here, of_here) = carry, given
-        logits = _logits(here, table)
-        peak, total, picked = logits_statistics(logits, of_here, **head)
-        added = sum_loss(peak, total, picked, of_here, z_loss=z_loss)
-        slopes = sum_loss_backward(jnp.float32(1), peak, total, of_here, z_loss=z_loss)
-        dlogits = logits_backward(logits, of_here, peak, *slopes, **head)
-        dx, dtable_here = _cotangents(here, table, dlogits)
-        return (loss + added, dtable + dtable_here), dx
+        (loss, dtable), (x_chunk, labels_chunk) = carry, given
+        logits = _logits(x_chunk, table)
+        peak, total, picked = logits_statistics(logits, labels_chunk, **head)
+        loss_chunk = sum_loss(peak, total, picked, labels_chunk, z_loss=z_loss)
+        slopes = sum_loss_backward(jnp.float32(1), peak, total, labels_chunk, z_loss=z_loss)
+        dlogits = logits_backward(logits, labels_chunk, peak, *slopes, **head)
+        dx, dtable_chunk = _cotangents(x_chunk, table, dlogits)
+        return (loss + loss_chunk, dtable + dtable_chunk), dx
 
     start = (jnp.zeros((), jnp.float32), jnp.zeros(table.shape, jnp.float32))
     (loss, dtable), dx = _over_chunks(one, start, x, labels)

@@ -8,8 +8,8 @@ from meshwright.nn.ops import of_arrays
 
 def join_heads(own: Float[Array, "B T N Hn"], shared: Float[Array, "B T Hr"]) -> Float[Array, "B T N H"]:
     """Appends the shared part to each head's own part."""
-    every = jnp.broadcast_to(shared[:, :, None], (*own.shape[:3], shared.shape[-1]))
-    return jnp.concatenate([own, every], axis=-1)
+    shared_per_head = jnp.broadcast_to(shared[:, :, None], (*own.shape[:3], shared.shape[-1]))
+    return jnp.concatenate([own, shared_per_head], axis=-1)
 
 
 def join_heads_backward(

@@ -43,9 +43,9 @@ def logits_statistics(
         logits = jnp.where(is_token(logits, first_row, vocab_size), logits, jnp.finfo(logits.dtype).min)
     peak = jnp.max(logits, axis=-1)
     total = jnp.sum(jnp.exp(logits - peak[..., None]), axis=-1)
-    local, inside = own_entries(labels, first_row, logits.shape[-1])
+    local, is_own = own_entries(labels, first_row, logits.shape[-1])
     picked = jnp.take_along_axis(logits, local[..., None], axis=-1)[..., 0]
-    return peak, total, jnp.where(inside, picked, 0.0)
+    return peak, total, jnp.where(is_own, picked, 0.0)
 
 
 def rescale(total: PerToken, local_peak: PerToken, peak: PerToken) -> PerToken:
@@ -95,9 +95,9 @@ def head_arguments(context: Context, step: Step, position: int, value: Array) ->
     number ``position``, which has the dim V."""
     array, vocab_size = step.inputs[position], context.model.vocab_size
     size = value.shape[array.dims.index("V")]
-    is_filled = size * math.prod(context.mesh[axis] for axis in array.axes_of("V")) > vocab_size
+    is_padded = size * math.prod(context.mesh[axis] for axis in array.axes_of("V")) > vocab_size
     first_row = first_index(array.axes_of("V"), size)
-    return {"first_row": first_row, "softcap": step.details.softcap, "vocab_size": vocab_size if is_filled else 0}
+    return {"first_row": first_row, "softcap": step.details.softcap, "vocab_size": vocab_size if is_padded else 0}
 
 
 STEPS = {

@@ -25,8 +25,8 @@ def momentum(mean: Array, grad: Array, count: Array, *, decay: float) -> tuple[A
     Both parts of the mix are bias-corrected: the mean as of the next update, the gradient as of this one.
     """
     mean = decay * mean + (1 - decay) * grad
-    ahead, now = (1 - decay ** (count + extra).astype(jnp.float32) for extra in (1, 0))
-    return mean, decay * mean / ahead + (1 - decay) * grad / now
+    next_correction, correction = (1 - decay ** (count + extra).astype(jnp.float32) for extra in (1, 0))
+    return mean, decay * mean / next_correction + (1 - decay) * grad / correction
 
 
 def orthogonalise(context: Any, step: Step, whole: Array) -> Array:
@@ -38,8 +38,8 @@ def orthogonalise(context: Any, step: Step, whole: Array) -> Array:
 
 def newton_schulz(x: Array) -> Array:
     """Brings the singular values of each matrix [..., in, out] near 1 by iterations of an odd polynomial."""
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x  # x @ x.mT is then the smaller square
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x  # x @ x.mT is then the smaller square
     x = x / (jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)) + 1e-8)
     a, b, c = COEFFICIENTS
 
@@ -48,7 +48,7 @@ def newton_schulz(x: Array) -> Array:
         return a * x + (b * square + c * square @ square) @ x
 
     x = lax.fori_loop(0, ITERATIONS, iteration, x)
-    return x.mT if tall else x
+    return x.mT if is_tall else x
 
 
 STEPS = {"muon_momentum": momentum, "muon": orthogonalise, "muon_apply": optax.apply_updates}

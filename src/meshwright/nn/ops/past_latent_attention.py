@@ -25,46 +25,46 @@ def past_latent_attention(
 
     Rows are taken in chunks, from the first to the last that has something before it.
     """
-    call, rest = ragged_call(context, step, latent, q, given)
-    known, unrotated = call.lengths - call.counts, context.model.qk_nope_head_dim
-    call = replace(call, known=known, spread=SpreadSlots(0, latent.page_sizes[1]))
-    caches = (latent, shared, *(x for x in rest if isinstance(x, LayerCache)))
+    call, other_inputs = ragged_call(context, step, latent, q, given)
+    past_lengths, unrotated_width = call.lengths - call.counts, context.model.qk_nope_head_dim
+    call = replace(call, known=past_lengths, spread=SpreadSlots(0, latent.page_sizes[1]))
+    caches = (latent, shared, *(x for x in other_inputs if isinstance(x, LayerCache)))
     latents, keys, *scales = (cache.pages[:, :, None] for cache in caches)
     latent_scale, shared_scale = scales or (None, None)
-    named = dict(zip((array.name for array in step.inputs), (q, latent, shared, *given), strict=True))
+    inputs = dict(zip((array.name for array in step.inputs), (q, latent, shared, *given), strict=True))
     dims = {array.name: array.dims for array in step.inputs}
-    weights = [array.name for array in step.inputs if "Rkv" in array.dims and "Pl" not in array.dims][:2]
+    weight_names = [array.name for array in step.inputs if "Rkv" in array.dims and "Pl" not in array.dims][:2]
 
     def weight(name: str) -> Array:
-        whole = named[name].plain if isinstance(named[name], Turned) else named[name]
+        raw = inputs[name].plain if isinstance(inputs[name], Turned) else inputs[name]
         scale = scale_name(name)
-        return (dequantised(whole, named[scale], dims[name], dims[scale]) if scale in named else whole).astype(q.dtype)
+        return (dequantised(raw, inputs[scale], dims[name], dims[scale]) if scale in inputs else raw).astype(q.dtype)
 
-    wk, wv = (jnp.moveaxis(weight(name), dims[name].index("Rkv"), 0) for name in weights)
+    wk, wv = (jnp.moveaxis(weight(name), dims[name].index("Rkv"), 0) for name in weight_names)
     rows, heads = q.shape[0], q.shape[2]
     size = int(chunk_rows(rows, heads * wk.shape[0]))
 
     def chunk(number: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
         start = jnp.minimum(number * size, rows - size)
         queries = lax.dynamic_slice_in_dim(q[:, 0], start, size)
-        absorbed = jnp.einsum("bnh,rnh->bnr", queries[..., :unrotated], wk)
+        absorbed = jnp.einsum("bnh,rnh->bnr", queries[..., :unrotated_width], wk)
         parts = [
             PagedPart(absorbed, latents, latent_scale),
-            PagedPart(queries[..., unrotated:], keys, shared_scale),
+            PagedPart(queries[..., unrotated_width:], keys, shared_scale),
         ]
         mixed, *statistics = ragged_attention(rows_from(call, start, size), parts, latents, latent_scale)
         results = jnp.einsum("bnr,rnv->bnv", mixed, wv), *statistics
         return tuple(
-            lax.dynamic_update_slice_in_dim(whole, part.astype(whole.dtype), start, 0)
-            for whole, part in zip(found, results, strict=True)
+            lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), start, 0)
+            for array, part in zip(found, results, strict=True)
         )
 
-    has_past = (known > 0) & (call.counts > 0)
-    first = jnp.min(jnp.where(has_past, call.first, rows)) // size
-    last = jnp.max(jnp.where(has_past, call.first + call.counts, 0))
-    nothing = jnp.zeros((rows, heads, wv.shape[-1]), q.dtype)
-    none = jnp.full((rows, heads), NOTHING_SEEN, jnp.float32)
-    results = lax.fori_loop(first, -(-last // size), chunk, (nothing, none, jnp.ones_like(none)))
+    has_past = (past_lengths > 0) & (call.counts > 0)
+    first_chunk = jnp.min(jnp.where(has_past, call.first, rows)) // size
+    end_row = jnp.max(jnp.where(has_past, call.first + call.counts, 0))
+    zero_rows = jnp.zeros((rows, heads, wv.shape[-1]), q.dtype)
+    no_peak = jnp.full((rows, heads), NOTHING_SEEN, jnp.float32)
+    results = lax.fori_loop(first_chunk, -(-end_row // size), chunk, (zero_rows, no_peak, jnp.ones_like(no_peak)))
     return tuple(array[:, None] for array in results)
 
 

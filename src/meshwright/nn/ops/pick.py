@@ -10,11 +10,11 @@ from meshwright.nn.context import Context
 
 def pick(context: Context, step: Step, x: Array, number: Array) -> Array:
     """Returns entry ``number`` of each row [B, D], or rows ``number`` [O, D]; zeros where another device holds them."""
-    of_rows = step.inputs[1].dims == ("O",)
-    size, axes = x.shape[0 if of_rows else 1], step.inputs[0].axes_of("B" if of_rows else "T")
-    local, inside = own_entries(number, first_index(axes, size), size)
-    entries = x[local, 0] if of_rows else jnp.take_along_axis(x, local[:, None, None], axis=1)[:, 0]
-    return jnp.where(inside[:, None], entries, jnp.zeros((), x.dtype))
+    picks_rows = step.inputs[1].dims == ("O",)
+    size, axes = x.shape[0 if picks_rows else 1], step.inputs[0].axes_of("B" if picks_rows else "T")
+    local, is_own = own_entries(number, first_index(axes, size), size)
+    entries = x[local, 0] if picks_rows else jnp.take_along_axis(x, local[:, None, None], axis=1)[:, 0]
+    return jnp.where(is_own[:, None], entries, jnp.zeros((), x.dtype))
 
 
 STEPS = {"pick": pick}

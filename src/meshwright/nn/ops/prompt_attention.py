@@ -14,13 +14,13 @@ from meshwright.nn.ops.cached_attention import attention_of, own_rows
 
 def prompt_attention(context: Context, step: Step, q: Array, k: Array, v: Array, *sequences: Array) -> Any:
     """Returns causal attention within each sequence's rows, which are pages of one slot, with its statistics."""
-    first, counts = sequences
-    begin = first - first_index(step.inputs[1].axes_of("B"), len(k))
-    pages = begin[:, None] + jnp.arange(context.longest, dtype=begin.dtype)[None]
-    first, counts_here, lengths = own_rows(step.inputs[0], len(q), first, counts, counts)
+    first_rows, counts = sequences
+    first_page = first_rows - first_index(step.inputs[1].axes_of("B"), len(k))
+    pages = first_page[:, None] + jnp.arange(context.longest, dtype=first_page.dtype)[None]
+    first_rows, counts_here, lengths = own_rows(step.inputs[0], len(q), first_rows, counts, counts)
     call = RaggedCall(
         scale=context.model.attention_scale,
-        first=first,
+        first=first_rows,
         counts=counts_here,
         lengths=lengths,
         pages=pages,

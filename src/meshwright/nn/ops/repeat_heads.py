@@ -13,23 +13,23 @@ from meshwright.spec.strategy import REPEATED_HEADS
 def _heads(context: Context, repeated: ShardedArray) -> tuple[int, Array]:
     """Returns the place of the heads among the dims, and the model's own head of each repeat on this device."""
     dim = next(dim for dim in repeated.dims if dim in REPEATED_HEADS)
-    axes, count = repeated.axes_of(dim), context.local_size(repeated, dim)
-    times = context.local_size(repeated.resharded({dim: ()}), dim) // context.model.num_kv_heads
-    first = lax.axis_index(axes) * count if axes else 0
-    return repeated.dims.index(dim), (first + jnp.arange(count)) // times
+    axes, num_heads = repeated.axes_of(dim), context.local_size(repeated, dim)
+    num_repeats = context.local_size(repeated.resharded({dim: ()}), dim) // context.model.num_kv_heads
+    first_head = lax.axis_index(axes) * num_heads if axes else 0
+    return repeated.dims.index(dim), (first_head + jnp.arange(num_heads)) // num_repeats
 
 
 def repeat_heads(context: Context, step: Step, heads: Array) -> Array:
     """Returns the repeats of this device."""
-    place, source = _heads(context, step.result)
-    return jnp.take(heads, source, axis=place)
+    heads_dim, source_heads = _heads(context, step.result)
+    return jnp.take(heads, source_heads, axis=heads_dim)
 
 
 def repeat_heads_backward(context: Context, step: Step, dout: Array) -> Array:
     """Returns the sum over this device's repeats of each of the model's own heads."""
-    place, source = _heads(context, step.inputs[0])
-    shape = (*dout.shape[:place], context.model.num_kv_heads, *dout.shape[place + 1 :])
-    return jnp.zeros(shape, dout.dtype).at[(slice(None),) * place + (source,)].add(dout)
+    heads_dim, source_heads = _heads(context, step.inputs[0])
+    shape = (*dout.shape[:heads_dim], context.model.num_kv_heads, *dout.shape[heads_dim + 1 :])
+    return jnp.zeros(shape, dout.dtype).at[(slice(None),) * heads_dim + (source_heads,)].add(dout)
 
 
 STEPS = {"repeat_heads": repeat_heads, "repeat_heads_backward": repeat_heads_backward}

@@ -80,10 +80,10 @@ def norm_backward(dout: Array, x: Array, scale: Array, eps: float, *, centred: b
     normed, inverse = normed_rows(x, eps, centred=centred)
     out = dout.astype(jnp.float32)
     scaled = out * scale
-    along = normed * jnp.mean(scaled * normed, axis=-1, keepdims=True)
+    projection = normed * jnp.mean(scaled * normed, axis=-1, keepdims=True)
     if centred:
         scaled = scaled - jnp.mean(scaled, axis=-1, keepdims=True)
-    return (inverse * (scaled - along)).astype(x.dtype), sum_rows(out * normed)
+    return (inverse * (scaled - projection)).astype(x.dtype), sum_rows(out * normed)
 
 
 def _multiplier(scale: Array, x: Array, form: RmsForm, dtype: DTypeLike = jnp.float32) -> Array:

@@ -91,8 +91,8 @@ def _yarn(frequencies: np.ndarray, theta: float, scaling: RopeScaling, max_posit
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     span = (high - low) or 0.001
-    slow = np.clip((np.arange(width // 2, dtype=np.float32) - low) / span, 0, 1)
-    return frequencies / scaling.factor * slow + frequencies * (1 - slow)
+    slow_share = np.clip((np.arange(width // 2, dtype=np.float32) - low) / span, 0, 1)
+    return frequencies / scaling.factor * slow_share + frequencies * (1 - slow_share)
 
 
 def _yarn_factor(scaling: RopeScaling) -> float:
@@ -124,19 +124,19 @@ def rope(
 ) -> Float[Array, "B T *heads H"]:
     """Rotates each pair of a head by position times frequency; ``direction`` is -1 for a cotangent."""
     half = len(how.frequencies)
-    rest = x.shape[-1] - 2 * half
-    start = rest if how.last else 0
-    inside = x if not rest else x[..., start : start + 2 * half]
+    num_unrotated = x.shape[-1] - 2 * half
+    start = num_unrotated if how.last else 0
+    part = x if not num_unrotated else x[..., start : start + 2 * half]
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(how.frequencies)[None, None]
     if x.ndim == 4:
         angles = angles[:, :, None]
     cos, sin = how.factor * jnp.cos(angles), how.factor * direction * jnp.sin(angles)
-    wide = inside.astype(jnp.float32)
-    first, second = (wide[..., 0::2], wide[..., 1::2]) if how.interleaved else jnp.split(wide, 2, axis=-1)
-    pair = [first * cos - second * sin, second * cos + first * sin]
-    rotated = jnp.stack(pair, axis=-1).reshape(inside.shape) if how.interleaved else jnp.concatenate(pair, axis=-1)
+    wide = part.astype(jnp.float32)
+    x1, x2 = (wide[..., 0::2], wide[..., 1::2]) if how.interleaved else jnp.split(wide, 2, axis=-1)
+    pair = [x1 * cos - x2 * sin, x2 * cos + x1 * sin]
+    rotated = jnp.stack(pair, axis=-1).reshape(part.shape) if how.interleaved else jnp.concatenate(pair, axis=-1)
     rotated = rotated.astype(x.dtype)
-    if not rest:
+    if not num_unrotated:
         return rotated
     return jnp.concatenate([x[..., :start], rotated, x[..., start + 2 * half :]], axis=-1)
 

@@ -63,11 +63,11 @@ def _in_best_groups(scores: RouterScores, model: Model) -> RouterScores:
         return scores
     grouped = scores.reshape(*scores.shape[:-1], model.expert_groups, -1)
     if model.router_scores == "softmax":
-        of_group = jnp.max(grouped, axis=-1)
+        group_scores = jnp.max(grouped, axis=-1)
     else:
-        of_group = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
-    best = jax.lax.top_k(of_group, model.groups_per_token)[1]
-    is_best = jnp.any(best[..., None] == jnp.arange(model.expert_groups)[None, None, None], axis=-2)
+        group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+    best_groups = jax.lax.top_k(group_scores, model.groups_per_token)[1]
+    is_best = jnp.any(best_groups[..., None] == jnp.arange(model.expert_groups)[None, None, None], axis=-2)
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
@@ -89,10 +89,10 @@ def _softmax_backward(dshares: Float[Array, "B T n"], shares: Float[Array, "B T 
 
 def _spread(values: Gates, experts: Chosen, num_experts: int) -> RouterScores:
     """Puts values at the indices of their experts, zero elsewhere; by comparison, since a scatter is slow on CPUs."""
-    number = jnp.arange(num_experts)[None, None]
+    numbers = jnp.arange(num_experts)[None, None]
     total = jnp.zeros((*values.shape[:-1], num_experts), jnp.float32)
     for choice in range(values.shape[-1]):
-        total += jnp.where(experts[..., choice, None] == number, values[..., choice, None], 0.0)
+        total += jnp.where(experts[..., choice, None] == numbers, values[..., choice, None], 0.0)
     return total
 
 
@@ -116,10 +116,10 @@ def _route_backward(
     """Returns the cotangent of the scores, from the weights and from the losses on the router."""
     model, details = context.model, step.details
     dscores = route_backward(dgates, scores, chosen, model, capacity=slot_capacity(context, step, scores))
-    weights = {"balance": details.balance / details.microbatches, "z": details.z / details.microbatches}
-    if not routing or not any(weights.values()):
+    loss_weights = {"balance": details.balance / details.microbatches, "z": details.z / details.microbatches}
+    if not routing or not any(loss_weights.values()):
         return dscores
-    dlosses = balance_backward(scores, routing[0], experts_per_token=model.experts_per_token, **weights)
+    dlosses = balance_backward(scores, routing[0], experts_per_token=model.experts_per_token, **loss_weights)
     return dscores + dlosses.astype(scores.dtype)
 
 

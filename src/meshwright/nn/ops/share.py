@@ -8,9 +8,9 @@ from meshwright.nn.ops import of_arrays
 
 def share(own: Array, peak: Array, total: Array, other_peak: Array, other_total: Array) -> Array:
     """Returns a result [B, T, N, H] scaled by its share of the sums of exponentials of both."""
-    most = jnp.maximum(peak, other_peak)
-    here, there = total * jnp.exp(peak - most), other_total * jnp.exp(other_peak - most)
-    return (own * (here / (here + there))[..., None]).astype(own.dtype)
+    top_peak = jnp.maximum(peak, other_peak)
+    own_sum, other_sum = total * jnp.exp(peak - top_peak), other_total * jnp.exp(other_peak - top_peak)
+    return (own * (own_sum / (own_sum + other_sum))[..., None]).astype(own.dtype)
 
 
 STEPS = {"share": of_arrays(share)}

@@ -18,9 +18,9 @@ def over_slots(local: LocalStep) -> LocalStep:
     """Returns ``local``, an elementwise step, as a step that also takes packed tokens."""
 
     def run(context: Context, step: Step, *given: Any) -> Any:
-        packed = next((value for value in given if isinstance(value, Ragged)), None)
+        packed_slots = next((value for value in given if isinstance(value, Ragged)), None)
         results = local(context, step, *(value.rows if isinstance(value, Ragged) else value for value in given))
-        return results if packed is None else jax.tree.map(packed.with_rows, results)
+        return results if packed_slots is None else jax.tree.map(packed_slots.with_rows, results)
 
     return run
 

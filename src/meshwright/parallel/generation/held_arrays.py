@@ -129,8 +129,8 @@ class HeldArrays:
     def _loaded_shapes(self) -> tuple[Shapes, Shapes]:
         """Shapes of weights that are floats, or as a folder stores them: the model's own, and with the vocabulary
         padded."""
-        both: Any = (param_shapes(self.model, dtype=self.dtype, mesh=mesh) for mesh in ({}, self.strategy.mesh))
-        plain, held = both if self.quantises else (quantisation.param_shapes(self.model, shapes, "") for shapes in both)
+        pair: Any = (param_shapes(self.model, dtype=self.dtype, mesh=mesh) for mesh in ({}, self.strategy.mesh))
+        plain, held = pair if self.quantises else (quantisation.param_shapes(self.model, shapes, "") for shapes in pair)
         return plain, held
 
     @property
@@ -142,27 +142,27 @@ class HeldArrays:
     def loaded_shardings(self) -> dict[str, Any]:
         """The sharding of each weight of a checkpoint, before `place` pads the vocabulary; if unrolled of layers one by
         one in their order in memory."""
-        before, after = self._loaded_shapes
-        specs = without_split(before, after, self.param_specs)
+        shapes, padded = self._loaded_shapes
+        specs = without_split(shapes, padded, self.param_specs)
         if not self.unrolled or self.quantises:
             return shardings(self.mesh, specs)
-        by_name: dict[str, Any] = {}
+        sharding_of: dict[str, Any] = {}
         for name, spec in specs.items():
-            number = 0 if name in self._num_layers else None
-            sharding: Any = NamedSharding(self.mesh, spec if number is None else PartitionSpec(*spec[1:]))
-            if name in self.outputs_first and before[name].shape == after[name].shape:  # padding comes before turning
-                ordered = NamedSharding(self.mesh, self._in_order(name, spec, number))
+            layer = 0 if name in self._num_layers else None
+            sharding: Any = NamedSharding(self.mesh, spec if layer is None else PartitionSpec(*spec[1:]))
+            if name in self.outputs_first and shapes[name].shape == padded[name].shape:  # padding comes before turning
+                ordered = NamedSharding(self.mesh, self._in_order(name, spec, layer))
                 sharding = OutputsFirst(sharding, ordered, self.outputs_first[name])
-            by_name[name] = sharding if number is None else (sharding,) * self._num_layers[name]
-        return by_name
+            sharding_of[name] = sharding if layer is None else (sharding,) * self._num_layers[name]
+        return sharding_of
 
     @cached_property
     def cache_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Global shapes and dtypes of the cache, on CPUs of the bits of floats; see `nn.contract.FLOATS`."""
         bits = {floats: bits for bits, floats in FLOATS.items()} if self.unrolled else {}
-        dtypes = {row.name: jnp.dtype(DTYPES[row.dtype]) for row in self.table}
+        dtype_of = {row.name: jnp.dtype(DTYPES[row.dtype]) for row in self.table}
         return {
-            row.name: jax.ShapeDtypeStruct(row.stacked_shape, bits.get(dtypes[row.name], dtypes[row.name]))
+            row.name: jax.ShapeDtypeStruct(row.stacked_shape, bits.get(dtype_of[row.name], dtype_of[row.name]))
             for row in self.table
         }
 
@@ -171,8 +171,8 @@ class HeldArrays:
     @property
     def heads_first(self) -> Collection[str]:
         """Caches, in tuples of layers, whose pages have heads before slots."""
-        with_heads = (row.name for row in self.table if row.dims[2:3] and row.dims[2][0] == "K")
-        return frozenset(with_heads) if self.unrolled else ()  # products on CPUs read them so, in place
+        names_with_heads = (row.name for row in self.table if row.dims[2:3] and row.dims[2][0] == "K")
+        return frozenset(names_with_heads) if self.unrolled else ()  # products on CPUs read them so, in place
 
     @cached_property
     def outputs_first(self) -> dict[str, int]:
@@ -181,28 +181,28 @@ class HeldArrays:
 
         Products on CPUs read them up to twice as fast as [inputs, outputs] (bf16, 2 to 16 rows, jaxlib 0.10.2).
         """
-        parts = "attention", "mlp", "shared_experts", "unembedding"
+        turned_parts = "attention", "mlp", "shared_experts", "unembedding"
         table = rows(self.model).items() if self.unrolled else ()
         return {
             name: len(weight.inputs)
             for name, weight in table
-            if weight.kind == "matrix" and weight.part in parts and name not in self.quantised
+            if weight.kind == "matrix" and weight.part in turned_parts and name not in self.quantised
         }
 
     @cached_property
     def _num_layers(self) -> dict[str, int]:
         """Maps caches, and weights of layers with their scales, to the number of layers in their first dim."""
-        of_caches = {row.name: row.num_layers for row in self.table}
-        weights = {name: repeat for name, (weight, repeat) in weight_variables(self.model).items() if weight.layers}
-        return of_caches | weights | {scale_name(name): repeat for name, repeat in weights.items()}
+        layers_of_cache = {row.name: row.num_layers for row in self.table}
+        repeats = {name: repeat for name, (weight, repeat) in weight_variables(self.model).items() if weight.layers}
+        return layers_of_cache | repeats | {scale_name(name): repeat for name, repeat in repeats.items()}
 
     def by_layer(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns stacked arrays, or their shardings, by name: if unrolled tuples of layers, in their order in
         memory."""
-        layers = self._num_layers if self.unrolled else {}
+        num_layers = self._num_layers if self.unrolled else {}
         return {
-            name: tuple(self._in_order(name, array, number) for number in range(layers[name]))
-            if name in layers
+            name: tuple(self._in_order(name, array, number) for number in range(num_layers[name]))
+            if name in num_layers
             else self._in_order(name, array, None)
             for name, array in given.items()
         }
@@ -210,15 +210,15 @@ class HeldArrays:
     def _in_order(self, name: str, one: Any, number: int | None) -> Any:
         """Returns an array, or that layer of it, in its order in memory: caches with heads before slots, matrices as
         `outputs_first` says; or the sharding of this."""
-        inputs = self.outputs_first.get(name)
+        num_inputs = self.outputs_first.get(name)
         if not isinstance(one, PartitionSpec):
             array = one if number is None else one[number]
-            if inputs:
-                return array.reshape(math.prod(array.shape[:inputs]), -1).T
+            if num_inputs:
+                return array.reshape(math.prod(array.shape[:num_inputs]), -1).T
             return jnp.swapaxes(array, 1, 2) if name in self.heads_first else array
         dims = list(one if number is None else one[1:])
-        if inputs:
-            return PartitionSpec(dims[inputs], dims[0])
+        if num_inputs:
+            return PartitionSpec(dims[num_inputs], dims[0])
         if name in self.heads_first:
             dims[1:3] = dims[2], dims[1]
         return PartitionSpec(*dims)
@@ -232,15 +232,15 @@ class HeldArrays:
         if "embed_scale" in params or not self.quantises:  # with scales they come quantised
             arrays = {name: self._on_devices(name, array) for name, array in params.items()}
         else:
-            placed = jax.device_put(dict(params), {name: self.param_shardings[name] for name in params})
-            plain = param_shapes(self.model, dtype=self.dtype)
+            float_params = jax.device_put(dict(params), {name: self.param_shardings[name] for name in params})
+            float_shapes = param_shapes(self.model, dtype=self.dtype)
             quantise = jax.jit(
                 lambda floats: quantisation.stored_params(
-                    self.model, {n: p.astype(plain[n].dtype) for n, p in floats.items()}, self.storage.weights
+                    self.model, {n: p.astype(float_shapes[n].dtype) for n, p in floats.items()}, self.storage.weights
                 ),
                 out_shardings=self.param_shardings,
             )
-            arrays = quantise(placed)
+            arrays = quantise(float_params)
         if not self.unrolled:
             return arrays
         layers = self._num_layers
@@ -295,21 +295,21 @@ class HeldArrays:
         (stack,) = derived.program.stacks
 
         def layer(steps: BlockSteps, number: Any, values: Mapping[str, Any], cache: Cache) -> tuple[Array, Cache]:
-            held = {
+            caches = {
                 name: LayerCache(array[number], None, name in self.heads_first)
                 if isinstance(array, tuple)
                 else LayerCache(array, number)
                 for name, array in cache.items()
                 if name in steps.block.reads
             }
-            stream, env = run_block(context, steps, {**values, **held})
+            stream, env = run_block(context, steps, {**values, **caches})
             writes = (step for step in steps.forward if "Pl" in step.result.dims)
-            written: Any = {step.inputs[0].name: env[step.result].stack for step in writes}
-            for name, stack in written.items():
+            new_arrays: Any = {step.inputs[0].name: env[step.result].stack for step in writes}
+            for name, stack in new_arrays.items():
                 if isinstance(cache[name], tuple):
-                    written[name] = (*cache[name][:number], stack, *cache[name][number + 1 :])
+                    new_arrays[name] = (*cache[name][:number], stack, *cache[name][number + 1 :])
                 elif name in self.cache_layouts:  # also inside loops XLA then keeps the order of a layout
-                    written[name] = with_layout_constraint(stack, self.cache_layouts[name])
-            return stream, {**cache, **written}
+                    new_arrays[name] = with_layout_constraint(stack, self.cache_layouts[name])
+            return stream, {**cache, **new_arrays}
 
         return run_stack(context, stack, params, given, layer, cache)

@@ -57,8 +57,8 @@ class HostPages:
         for part in _parts(back):
             pages = np.full(AT_ONCE, self._num_pages, np.int32)  # beyond all pages: what is written there is dropped
             pages[: len(part)] = [page for _, page in part]
-            rest = [part[0][0].copy] * (AT_ONCE - len(part))
-            copies = zip(*(copied.copy for copied, _ in part), *rest, strict=True)
+            fillers = [part[0][0].copy] * (AT_ONCE - len(part))
+            copies = zip(*(copied.copy for copied, _ in part), *fillers, strict=True)
             stacked = [np.stack(pieces, len(self._before)) for pieces in copies]
             cache = self._write(cache, pages, jax.tree.unflatten(jax.tree.structure(self._shapes), stacked))
             for copied, _ in part:
@@ -67,10 +67,10 @@ class HostPages:
 
     def _finish(self) -> None:
         """Keeps what is being read, each page in arrays of its own."""
-        (of, arrays), self._reading = self._reading, ([], [])
-        whole = [np.asarray(array) for array in arrays]
-        for number, copied in enumerate(of):
-            copied.copy = [array[(*self._before, number)].copy() for array in whole]  # a view keeps all of them
+        (owners, arrays), self._reading = self._reading, ([], [])
+        host_arrays = [np.asarray(array) for array in arrays]
+        for number, copied in enumerate(owners):
+            copied.copy = [array[(*self._before, number)].copy() for array in host_arrays]  # a view keeps all of them
 
     @cached_property
     def _read(self) -> jax.stages.Compiled:

@@ -76,24 +76,24 @@ class PackedRows(NamedTuple):
 
     def each_alone(self, whose: Sequence[int] | np.ndarray) -> "PackedRows":
         """Returns the rows as sequences of their own; ``whose`` [R] are the present ones."""
-        count, lengths = np.arange(len(self.tokens)), np.asarray(self.positions) + 1
+        numbers, lengths = np.arange(len(self.tokens)), np.asarray(self.positions) + 1
         fields = {name: getattr(self, name)[whose] for name in (*TABLES, *OF_MASKS) if getattr(self, name) is not None}
-        return self._replace(**fields | {"first": count, "counts": np.ones_like(count), "lengths": lengths})
+        return self._replace(**fields | {"first": numbers, "counts": np.ones_like(numbers), "lengths": lengths})
 
     @classmethod
     def joined(cls, parts: Sequence["PackedRows"], shape: PackedShape) -> "PackedRows":
         """Returns the rows of the owners of sequences in order, each with others that change nothing up to its share of
         a shape; see `PackedStep.num_owners`."""
-        count, fill = len(parts), {"sources": -1, "adapters": -1, "slots": NO_SLOT, "window_slots": NO_SLOT}
+        num_owners, filler_of = len(parts), {"sources": -1, "adapters": -1, "slots": NO_SLOT, "window_slots": NO_SLOT}
         arrays = dict[str, np.ndarray]()
         for name in (name for name, value in zip(cls._fields, parts[0], strict=True) if value is not None):
-            size = length_of(name, shape) // count, *np.shape(getattr(parts[0], name))[1:]
-            arrays[name] = np.full((count, *size), fill.get(name, 0), np.int32)
+            dims = length_of(name, shape) // num_owners, *np.shape(getattr(parts[0], name))[1:]
+            arrays[name] = np.full((num_owners, *dims), filler_of.get(name, 0), np.int32)
             for share, part in zip(arrays[name], parts, strict=True):
                 share[: len(getattr(part, name))] = getattr(part, name)
             if name in ("first", "last"):
-                arrays[name] += shape.rows // count * np.arange(count)[:, None]  # after rows of owners before
-            arrays[name] = arrays[name].reshape(-1, *size[1:])
+                arrays[name] += shape.rows // num_owners * np.arange(num_owners)[:, None]  # after rows of owners before
+            arrays[name] = arrays[name].reshape(-1, *dims[1:])
         return cls(**arrays)
 
 
@@ -161,11 +161,11 @@ class PackedStep(HeldArrays):
         self.num_owners = self._parts_of(self.declared["first"], "Q")
         self.table = cache_table(model, batch_seqs=max_seqs, max_len=max_len, storage=storage, strategy=self.strategy)
         self.cache_sizes = cache_sizes(batch_seqs=max_seqs, max_len=max_len, storage=storage)
-        sizes = held_dims(model.dims, strategy.mesh)
+        size_of = held_dims(model.dims, strategy.mesh)
         cache_dims = {row.name: dict(zip(row.dims, row.shape, strict=True)) for row in self.table}
         for name, array in self.declared.items():
             if name in cache_dims or self.derived.program.variables[name].role in ("weight", "vector"):
-                check(array, cache_dims.get(name, sizes), strategy.mesh)
+                check(array, cache_dims.get(name, size_of), strategy.mesh)
         if any(size % self.num_owners for size in (max_seqs, self.cache_sizes["Pg"], storage.window_pages)):
             raise InputError(
                 f"max_seqs={max_seqs} and num_pages={self.cache_sizes['Pg']} must divide over the {self.num_owners} "
@@ -192,8 +192,8 @@ class PackedStep(HeldArrays):
         """Returns what divides the rows, sequences and rows with logits of a step whose sequences have up to so many
         rows."""
         declared = self._derived(longest).declared
-        rows = [self._parts_of(declared[name], "B") for name in ("x", "tokens", "q")]
-        return math.lcm(self.num_owners, *rows)
+        num_parts = [self._parts_of(declared[name], "B") for name in ("x", "tokens", "q")]
+        return math.lcm(self.num_owners, *num_parts)
 
     def _derived(self, longest: int) -> Derived:
         return self.derived_prompts if longest > 1 else self.derived
@@ -274,9 +274,9 @@ class PackedStep(HeldArrays):
 
     def _parts(self, shape: PackedShape) -> list[tuple[int, ...]]:
         """Returns the shapes of the fields."""
-        sizes = {**dict.fromkeys(TABLES, (self.cache_sizes["Bp"],)), "prefix": ()}
-        sizes |= {name: (self.max_len,) for name in OF_MASKS if name != "prefix"}
-        return [(length_of(name, shape), *sizes.get(name, ())) for name in self.fields]
+        dims_of = {**dict.fromkeys(TABLES, (self.cache_sizes["Bp"],)), "prefix": ()}
+        dims_of |= {name: (self.max_len,) for name in OF_MASKS if name != "prefix"}
+        return [(length_of(name, shape), *dims_of.get(name, ())) for name in self.fields]
 
     @cached_property
     def mask_fields(self) -> list[str]:
@@ -287,7 +287,7 @@ class PackedStep(HeldArrays):
         """Returns the jitted function (weights, cache, latest, rows) -> (logits, cache)."""
         names = [name for name in self.fields if name != "sources"]
         params, cache = (self.by_layer(specs) for specs in (self.param_specs, self.cache_specs))
-        whole = NamedSharding(self.mesh, PartitionSpec())
+        replicated = NamedSharding(self.mesh, PartitionSpec())
         derived = self._derived(shape.longest)
         declared = derived.declared
         mapped = jax.shard_map(
@@ -299,21 +299,21 @@ class PackedStep(HeldArrays):
         )
 
         def step(params: Params, cache: Cache, latest: Array, flat: Array) -> tuple[Array, Cache]:
-            parts = self._parts(shape)
-            ends = np.cumsum([math.prod(part) for part in parts]).tolist()
-            fields = (flat[end - math.prod(part) : end].reshape(part) for part, end in zip(parts, ends, strict=True))
+            shapes = self._parts(shape)
+            ends = np.cumsum([math.prod(dims) for dims in shapes]).tolist()
+            fields = (flat[end - math.prod(dims) : end].reshape(dims) for dims, end in zip(shapes, ends, strict=True))
             inputs = dict(zip(self.fields, fields, strict=True))
             sources = inputs.pop("sources")
             inputs["tokens"] = jnp.where(sources >= 0, latest[jnp.maximum(sources, 0)], inputs["tokens"])
             inputs |= {name: inputs[name][:, None] for name in names if declared[name].dims == ("B", "T")}
             # else XLA splits ``flat`` as some fields are split, and sends parts of others
-            inputs = {name: lax.with_sharding_constraint(array, whole) for name, array in inputs.items()}
+            inputs = {name: lax.with_sharding_constraint(array, replicated) for name, array in inputs.items()}
             logits, cache = mapped(params, cache, inputs)
             return logits[:, : self.model.vocab_size], cache  # the vocabulary is padded to equal parts
 
         return jax.jit(
             step,
-            in_shardings=(shardings(self.mesh, params), self.held_formats, whole, whole),
+            in_shardings=(shardings(self.mesh, params), self.held_formats, replicated, replicated),
             out_shardings=(self.logits_sharding, self.held_formats),
             donate_argnums=1,  # else every step copies the pages to write a few of their slots
             compiler_options=self.compiler.used,

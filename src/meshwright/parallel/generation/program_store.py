@@ -35,7 +35,7 @@ class ProgramStore:
 
     def __init__(self, folder: Path | None, about: Any) -> None:
         devices = jax.devices()
-        keeps = folder is not None and (
+        is_kept = folder is not None and (
             devices[0].platform != "cpu" or (len(devices) == 1 and not jax.config.values["jax_compilation_cache_dir"])
         )
         facts = [
@@ -43,8 +43,8 @@ class ProgramStore:
             *(devices[0].device_kind, len(devices)),
             *(str(jax.config.values[name]) for name in ("jax_enable_x64", "jax_default_matmul_precision")),
         ]
-        words = json.dumps([facts, msgspec.to_builtins(about)], sort_keys=True, default=str)
-        self.folder = folder / hashlib.sha256(words.encode()).hexdigest()[:24] if keeps and folder else None
+        key_text = json.dumps([facts, msgspec.to_builtins(about)], sort_keys=True, default=str)
+        self.folder = folder / hashlib.sha256(key_text.encode()).hexdigest()[:24] if is_kept and folder else None
         self.num_loaded = self.num_compiled = 0
         self._locks: dict[str, Lock] = {}
 
@@ -78,9 +78,9 @@ def _is_own(path: Path) -> bool:
 
 def _read(path: Path) -> jax.stages.Compiled | None:
     try:
-        whole = path.read_bytes() if _is_own(path) else b""
-        if hashlib.sha256(whole[32:]).digest() == whole[:32]:  # else cut or damaged
-            return deserialize_and_load(*pickle.loads(whole[32:]))
+        file_bytes = path.read_bytes() if _is_own(path) else b""
+        if hashlib.sha256(file_bytes[32:]).digest() == file_bytes[:32]:  # else cut or damaged
+            return deserialize_and_load(*pickle.loads(file_bytes[32:]))
     except Exception:  # a file of another compiler: compiled again
         return None
     return None
@@ -88,10 +88,10 @@ def _read(path: Path) -> jax.stages.Compiled | None:
 
 def _write(path: Path, compiled: jax.stages.Compiled) -> None:
     payload = pickle.dumps(serialize(compiled))
-    whole = hashlib.sha256(payload).digest() + payload
+    file_bytes = hashlib.sha256(payload).digest() + payload
     with suppress(OSError):  # without room, or the right to write, the next process compiles again
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, lambda part: part.write_bytes(whole))  # other processes may read it meanwhile
+        write_whole(path, lambda part: part.write_bytes(file_bytes))  # other processes may read it meanwhile
 
 
 @cache

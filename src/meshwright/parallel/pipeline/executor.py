@@ -92,16 +92,16 @@ def run_schedule(
         mirrored = _mirror(tables, weights.layers)
         layers = jax.tree.map(lambda mine, theirs: jnp.concatenate([mine, theirs]), weights.layers, mirrored)
         weights = weights._replace(layers=layers)
-    run = TickExecutor(tables, stages, weights, inputs)
+    executor = TickExecutor(tables, stages, weights, inputs)
     # This device's rows, [ticks, columns].
     leaves, structure = jax.tree.flatten(tables.columns)
-    stacked = jnp.asarray(np.stack(leaves, axis=-1))
-    rows = lax.dynamic_index_in_dim(stacked, lax.axis_index(AXIS), axis=1, keepdims=False)
+    columns = jnp.asarray(np.stack(leaves, axis=-1))
+    rows = lax.dynamic_index_in_dim(columns, lax.axis_index(AXIS), axis=1, keepdims=False)
 
     def tick(state: TickState, row: Array) -> tuple[TickState, None]:
-        return run.tick(state, jax.tree.unflatten(structure, [row[i] for i in range(len(leaves))])), None
+        return executor.tick(state, jax.tree.unflatten(structure, [row[i] for i in range(len(leaves))])), None
 
-    state, _ = lax.scan(tick, run.start(), rows)
+    state, _ = lax.scan(tick, executor.start(), rows)
     if not has_mirror:
         return state.sums, state.grads
     mine, theirs = (jax.tree.map(lambda a, n=number: part_of(a, n, 2), state.grads.layers) for number in (0, 1))
@@ -109,8 +109,8 @@ def run_schedule(
 
 
 def _mirror(tables: TickTables, value: Tree) -> Tree:
-    last = tables.schedule.num_devices - 1
-    return lax.ppermute(value, AXIS, [(device, last - device) for device in range(last + 1)])
+    last_device = tables.schedule.num_devices - 1
+    return lax.ppermute(value, AXIS, [(device, last_device - device) for device in range(last_device + 1)])
 
 
 # -- one tick on one device -----------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class TickExecutor:
     def start(self) -> TickState:
         """Returns empty buffers and zero sums."""
         slots = self.tables.slots
-        layers = jax.tree.map(
+        layer_grads = jax.tree.map(
             lambda a: jnp.zeros((self.num_chunks * a.shape[0], *a.shape[1:]), jnp.float32), self.grads.layers
         )
         return TickState(
@@ -165,7 +165,7 @@ class TickExecutor:
             head=zeros(self.stream, slots.head),
             stash=zeros(self.saved, slots.stash),
             handed=zeros(self.handed, slots.handed),
-            grads=StageWeights(layers, zeros(self.grads.ends, dtype=jnp.float32)),
+            grads=StageWeights(layer_grads, zeros(self.grads.ends, dtype=jnp.float32)),
             sums=zeros(self.sums),
         )
 
@@ -239,24 +239,24 @@ class TickExecutor:
             return self._piece(layers, row.chunk), inputs, read(state.stash, slot), dy
 
         def whole(given: Any, dx: Stream, grads: Tree) -> tuple[Stream, Tree]:
-            dx, part = stages.backward(*operands(given))
-            return dx, self._added(grads, row.chunk, part)
+            dx, new_grads = stages.backward(*operands(given))
+            return dx, self._added(grads, row.chunk, new_grads)
 
         def split(given: Any, dx: Stream, handed: Tree) -> tuple[Stream, Tree]:
-            dx, part = stages.input_backward(*operands(given))
-            return dx, write(handed, row.handed_slot, part)
+            dx, new_handed = stages.input_backward(*operands(given))
+            return dx, write(handed, row.handed_slot, new_handed)
 
         def embed(given: Any, total: dict[str, Array]) -> tuple[dict[str, Array]]:
             return (add_named(total, barrier(stages.embed_backward(*given))),)  # libtpu moves its sum out, and fails
 
-        dx, layers, handed = zeros(self.stream), state.grads.layers, state.handed
+        dx, layer_grads, handed = zeros(self.stream), state.grads.layers, state.handed
         is_split, invariants = row.handed_slot >= 0, (self.weights.layers, inputs, dy, row.stash_slot)
         if self.tables.has_whole:
-            dx, layers = at_most_once((row.microbatch >= 0) & ~is_split, whole, invariants, dx, layers)
+            dx, layer_grads = at_most_once((row.microbatch >= 0) & ~is_split, whole, invariants, dx, layer_grads)
         if self.tables.has_split:
             dx, handed = at_most_once(is_split, split, invariants, dx, handed)
-        (of_ends,) = at_most_once(row.is_first > 0, embed, (ends, inputs, dx), state.grads.ends)
-        return state._replace(grads=StageWeights(layers, of_ends), handed=handed), stages.send_back(dx)
+        (end_grads,) = at_most_once(row.is_first > 0, embed, (ends, inputs, dx), state.grads.ends)
+        return state._replace(grads=StageWeights(layer_grads, end_grads), handed=handed), stages.send_back(dx)
 
     def _cotangent(
         self, state: TickState, row: BackwardColumns, ends: dict[str, Array], inputs: Tree
@@ -268,9 +268,9 @@ class TickExecutor:
             given: Any, _: Stream, grads: dict[str, Array], sums: Tree
         ) -> tuple[Stream, dict[str, Array], Tree]:
             ends, inputs, slot = given
-            part, saved = stages.head_forward(ends, inputs, read(state.head, slot))
-            dy, of_head = stages.head_backward(ends, inputs, saved)
-            return dy, add_named(grads, barrier(of_head)), add(sums, part)
+            new_sums, saved = stages.head_forward(ends, inputs, read(state.head, slot))
+            dy, head_grads = stages.head_backward(ends, inputs, saved)
+            return dy, add_named(grads, barrier(head_grads)), add(sums, new_sums)
 
         runs, arrived = row.microbatch >= 0, row.dx_slot >= 0
         dy = lax.cond(  # writes to no large buffer, of which GPUs would make a copy
@@ -279,8 +279,8 @@ class TickExecutor:
             lambda: zeros(self.stream),
         )
         invariants = (ends, inputs, row.head_slot)
-        dy, of_ends, sums = at_most_once(runs & ~arrived, from_head, invariants, dy, state.grads.ends, state.sums)
-        return state._replace(grads=state.grads._replace(ends=of_ends), sums=sums), dy
+        dy, end_grads, sums = at_most_once(runs & ~arrived, from_head, invariants, dy, state.grads.ends, state.sums)
+        return state._replace(grads=state.grads._replace(ends=end_grads), sums=sums), dy
 
     def _weight(self, state: TickState, row: WeightColumns) -> TickState:
         if not self.tables.has_split:
@@ -292,8 +292,8 @@ class TickExecutor:
             return (self._added(grads, row.chunk, self.stages.weight_backward(*operands)),)
 
         invariants = (self.weights.layers, row.microbatch, row.handed_slot)
-        (layers,) = at_most_once(row.microbatch >= 0, run, invariants, state.grads.layers)
-        return state._replace(grads=state.grads._replace(layers=layers))
+        (layer_grads,) = at_most_once(row.microbatch >= 0, run, invariants, state.grads.layers)
+        return state._replace(grads=state.grads._replace(layers=layer_grads))
 
     def _added(self, grads: Tree, chunk: Array, part: Tree) -> Tree:
         part = barrier(part)  # libtpu would move the sum that follows out of the loop, and fail

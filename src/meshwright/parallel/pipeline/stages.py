@@ -69,11 +69,11 @@ class Pipeline:
     def _rows_of(self) -> dict[str, np.ndarray]:
         """`layer_rows` by the name of a weight, or of a router's counts."""
         rows = layer_rows(self.schedule, self._names)
-        steps = [of_block for of_block in self.context.derived.blocks if of_block.block.name in rows]
-        blocks = {name: of_block.block.name for of_block in steps for op in of_block.block.ops for name in op.inputs}
-        counts = {name: of_block.block.name for of_block in steps for name in counts_of(of_block)}
-        names = self.stacked | counts.keys()
-        return {name: rows[block] for name, block in (blocks | counts).items() if name in names}
+        block_steps = [steps for steps in self.context.derived.blocks if steps.block.name in rows]
+        block_of = {name: steps.block.name for steps in block_steps for op in steps.block.ops for name in op.inputs}
+        block_of_counts = {name: steps.block.name for steps in block_steps for name in counts_of(steps)}
+        names = self.stacked | block_of_counts.keys()
+        return {name: rows[block] for name, block in (block_of | block_of_counts).items() if name in names}
 
     def held(self, shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
         """Returns the shapes with as many layers as devices hold, those of zeros among them."""
@@ -91,32 +91,32 @@ class Pipeline:
         return self._reordered(params, np.argsort)
 
     def _reordered(self, params: Params, order: Callable[[np.ndarray], np.ndarray]) -> Params:
-        moved = {}
+        indices = {}
         for name in (name for name in params if name in self.stacked):
             rows = self._rows_of[name]
             # layers of zeros have rows after those of the model
-            indices = order(np.where(rows < 0, np.count_nonzero(rows >= 0) + np.cumsum(rows < 0) - 1, rows))
-            if (indices != np.arange(len(indices))).any():
-                moved[name] = indices
-        arrays = {name: params[name] for name in moved}
+            index = order(np.where(rows < 0, np.count_nonzero(rows >= 0) + np.cumsum(rows < 0) - 1, rows))
+            if (index != np.arange(len(index))).any():
+                indices[name] = index
+        arrays = {name: params[name] for name in indices}
 
         def take(arrays: Params) -> Params:
-            return {name: array[moved[name]] for name, array in arrays.items()}
+            return {name: array[indices[name]] for name, array in arrays.items()}
 
         # Arrays on devices keep their shardings, which traced and NumPy arrays do not have.
-        if not moved or not all(isinstance(a, Array) and not isinstance(a, jax.core.Tracer) for a in arrays.values()):
+        if not indices or not all(isinstance(a, Array) and not isinstance(a, jax.core.Tracer) for a in arrays.values()):
             return params | take(arrays)
         return params | jax.jit(take, out_shardings={n: a.sharding for n, a in arrays.items()})(arrays)
 
     def counted(self, extras: Mapping[str, Array]) -> dict[str, Array]:
         """Returns the metrics without the rows of layers of zeros; ``extras`` have a row of each layer with experts."""
         routers = sorted(name for steps in self.context.derived.blocks for name in counts_of(steps))
-        parts = [self._rows_of[name].reshape(self.schedule.num_devices, -1) for name in routers]
+        rows_by_router = [self._rows_of[name].reshape(self.schedule.num_devices, -1) for name in routers]
         # rows taken from an array that is split over stages are gathered
-        if all((part >= 0).all() for part in parts):
+        if all((rows >= 0).all() for rows in rows_by_router):
             return dict(extras)
-        filled = np.flatnonzero(np.concatenate(parts, axis=1) >= 0)
-        return {name: metric[filled] for name, metric in extras.items()}
+        present_rows = np.flatnonzero(np.concatenate(rows_by_router, axis=1) >= 0)
+        return {name: metric[present_rows] for name, metric in extras.items()}
 
     def _of_layers(self, grads: Params) -> Params:
         """Returns the gradients of a device, zero for layers of zeros, which stay so."""
@@ -124,8 +124,8 @@ class Pipeline:
         def own(name: str, grad: Array) -> Array:
             if (self._rows_of[name] >= 0).all():
                 return grad
-            rows = jnp.asarray(self._rows_of[name].reshape(self.schedule.num_devices, -1) >= 0)[lax.axis_index(AXIS)]
-            return jnp.where(rows.reshape(-1, *[1] * (grad.ndim - 1)), grad, zeros_after((), grad.dtype, grad))
+            filled = jnp.asarray(self._rows_of[name].reshape(self.schedule.num_devices, -1) >= 0)[lax.axis_index(AXIS)]
+            return jnp.where(filled.reshape(-1, *[1] * (grad.ndim - 1)), grad, zeros_after((), grad.dtype, grad))
 
         return {name: own(name, grad) for name, grad in grads.items()}
 
@@ -145,8 +145,8 @@ class Pipeline:
         layers = {name: array for name, array in params.items() if name in self.stacked}
         ends = {name: array for name, array in params.items() if name not in self.stacked}
         count = self.schedule.num_microbatches
-        parts = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
-        return run_schedule(tables, self.stages(dloss), StageWeights(layers, ends), parts)
+        microbatches = {n: a.reshape(count, a.shape[0] // count, *a.shape[1:]) for n, a in inputs.items()}
+        return run_schedule(tables, self.stages(dloss), StageWeights(layers, ends), microbatches)
 
     def stages(self, dloss: Array) -> StageFunctions:
         """Returns the passes of one virtual stage; ``dloss`` is the cotangent of the summed loss."""
@@ -166,8 +166,8 @@ class Pipeline:
 
         def of_stream(back: Callable[..., tuple[Cotangents, Tree]]) -> Callable[..., tuple[Stream, Tree]]:
             def run(layers: Params, inputs: Inputs, saved: Tree, dy: Stream) -> tuple[Stream, Tree]:
-                cotangents, left = back(layers, inputs, saved, Cotangents(dy, {}))
-                return cotangents.stream, left
+                cotangents, grads_or_operands = back(layers, inputs, saved, Cotangents(dy, {}))
+                return cotangents.stream, grads_or_operands
 
             return run
 
@@ -193,19 +193,19 @@ def layer_rows(schedule: Schedule, names: tuple[str, ...]) -> dict[str, np.ndarr
     ``names`` are the blocks of the model's layers. Rows are in the order of devices, then chunks; with two routes they
     are those of the first, as the second copy of the weights is not stored.
     """
-    pattern, places = stage_layers(names, schedule.num_virtual_stages)
-    order = sorted((place.device, place.chunk, stage) for stage, place in enumerate(schedule.routes[0]))
+    pattern, layers = stage_layers(names, schedule.num_virtual_stages)
+    stages = sorted((place.device, place.chunk, stage) for stage, place in enumerate(schedule.routes[0]))
     rows = {}
     for block in dict.fromkeys(names):
-        numbers = {layer: number for number, layer in enumerate(i for i, name in enumerate(names) if name == block)}
-        of_block = [place for place, name in enumerate(pattern) if name == block]
-        rows[block] = np.array([numbers.get(places[stage][place], -1) for _, _, stage in order for place in of_block])
+        row_of = {layer: row for row, layer in enumerate(i for i, name in enumerate(names) if name == block)}
+        positions = [place for place, name in enumerate(pattern) if name == block]
+        rows[block] = np.array([row_of.get(layers[stage][place], -1) for _, _, stage in stages for place in positions])
     return rows
 
 
 def _boundary(derived: Derived, phase: Phase) -> tuple[Callable[[Stream], Stream], Callable[[Stream], Stream]]:
     """Returns (send, receive): ``send`` takes a device's part of the stream if devices of its group hold copies of it,
     ``receive`` restores the stream from the part."""
-    sent, *steps = (step for step in derived.boundary if step.phase == phase)
-    before = reshard(steps[-1].result if steps else sent.result, sent.result)
-    return lambda stream: apply_collectives(before, stream), lambda part: apply_collectives(steps, part)
+    sent, *receive_steps = (step for step in derived.boundary if step.phase == phase)
+    send_steps = reshard(receive_steps[-1].result if receive_steps else sent.result, sent.result)
+    return lambda stream: apply_collectives(send_steps, stream), lambda part: apply_collectives(receive_steps, part)

@@ -102,44 +102,44 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
 
     Raises CannotRunError if no engine's sizes divide the model's.
     """
-    new = service.new_prompt_tokens
-    at_once = tuple(1 << power for power in range(15) if power == 0 or (new << power) <= PREFILL_TOKENS)
+    num_new = service.new_prompt_tokens
+    at_once = tuple(1 << power for power in range(15) if power == 0 or (num_new << power) <= PREFILL_TOKENS)
     decode, prefill = list[Steps](), list[tuple[np.ndarray, Steps]]()
     chunks = {length: np.full((2, len(fleet) * len(stored)), np.inf) for length in service.chunks}
-    least, least_chips = np.inf, 0
+    least_bytes, least_chips = np.inf, 0
     for number, dtypes in enumerate(stored):
         for form in _forms(setting, service, fleet, dtypes):
             filled = form.prefill(at_once)
             # an aggregated engine prefills beside its caches: the largest batch without and with what that takes
-            beside = filled.memory["activations"].reshape(len(form.engines), -1)[:, 0]
+            prefill_bytes = filled.memory["activations"].reshape(len(form.engines), -1)[:, 0]
             if "decode" in form.steps:
-                steps, need = form.decode(beside)
-                if np.min(need) < least:
-                    least, least_chips = float(np.min(need)), int(fleet.num_chips[form.engines[np.argmin(need)]])
+                steps, need = form.decode(prefill_bytes)
+                if np.min(need) < least_bytes:
+                    least_bytes, least_chips = float(np.min(need)), int(fleet.num_chips[form.engines[np.argmin(need)]])
                 decode.append(msgspec.structs.replace(steps, dtypes=np.full(len(steps), number)))
                 for seconds, chunk_s in zip(chunks.values(), form.chunk_s(tuple(chunks)), strict=True):
                     seconds[:, form.engines * len(stored) + number] = chunk_s
-            places = (form.engines[:, None] * len(stored) + number) * len(at_once) + np.arange(len(at_once))
-            prefill.append((places.ravel(), msgspec.structs.replace(filled, dtypes=np.full(len(filled), number))))
+            indices = (form.engines[:, None] * len(stored) + number) * len(at_once) + np.arange(len(at_once))
+            prefill.append((indices.ravel(), msgspec.structs.replace(filled, dtypes=np.full(len(filled), number))))
     if not decode:
         raise CannotRunError(
             f"no engine of {setting.model.name} on {setting.cluster.short_name} with these sizes can generate: they "
             f"must divide the model's widths, and context splits prompts alone. Use other sizes of tensor and expert."
         )
-    every = map_figures(lambda *columns: np.concatenate(columns), *(steps for _, steps in prefill))
-    order = np.full(len(fleet) * len(stored) * len(at_once), -1)
-    order[np.concatenate([places for places, _ in prefill])] = np.arange(len(every))
-    laid: Steps = select(every, np.maximum(order, 0))
+    all_prefills = map_figures(lambda *columns: np.concatenate(columns), *(steps for _, steps in prefill))
+    prefill_index = np.full(len(fleet) * len(stored) * len(at_once), -1)
+    prefill_index[np.concatenate([indices for indices, _ in prefill])] = np.arange(len(all_prefills))
+    prefills: Steps = select(all_prefills, np.maximum(prefill_index, 0))
     room = setting.memory_room
-    step_s = np.where((order >= 0) & (laid.need <= room), laid.step_s, np.inf)
+    step_s = np.where((prefill_index >= 0) & (prefills.need <= room), prefills.step_s, np.inf)
     return PricedFleet(
         fleet=fleet,
         stored=tuple(stored),
         room=room,
         decode=map_figures(lambda *columns: np.concatenate(columns), *decode),
-        prefill=msgspec.structs.replace(laid, step_s=step_s),
+        prefill=msgspec.structs.replace(prefills, step_s=step_s),
         prompts_at_once=at_once,
-        least_bytes=least,
+        least_bytes=least_bytes,
         least_chips=least_chips,
         chunks=chunks,
     )
@@ -161,26 +161,26 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
 
         ``beside`` are bytes of each engine that prefill may need at the same time.
         """
-        shards, count = self.fleet.batch_shards[self.engines], len(self.engines)
+        shards, num_engines = self.fleet.batch_shards[self.engines], len(self.engines)
         powers = 1 << np.arange(MAX_BATCH_POWER + 1)
-        rows = np.repeat(np.arange(count), len(powers))
-        grid = shards[rows] * np.tile(powers, count)
-        longest = self.service.max_len - 1
-        need = sum_of(self.memory("decode", rows, LikeSequences(grid, 1.0, longest))).reshape(count, -1)
-        tried = [(rows, grid)]
-        for taken in (np.zeros(count), beside):
-            largest = _largest(need + taken[:, None], powers, self.setting.memory_room)
-            tried.append((np.arange(count), shards * largest))
-        rows, grid = (np.concatenate(columns) for columns in zip(*tried, strict=True))
-        pairs = np.unique(np.stack([rows, grid]), axis=1)
-        rows, grid = pairs[:, pairs[1] > 0]
+        rows = np.repeat(np.arange(num_engines), len(powers))
+        batches = shards[rows] * np.tile(powers, num_engines)
+        max_cached = self.service.max_len - 1
+        needed = sum_of(self.memory("decode", rows, LikeSequences(batches, 1.0, max_cached))).reshape(num_engines, -1)
+        row_grids = [(rows, batches)]
+        for reserved in (np.zeros(num_engines), beside):
+            multiples = _largest(needed + reserved[:, None], powers, self.setting.memory_room)
+            row_grids.append((np.arange(num_engines), shards * multiples))
+        rows, batches = (np.concatenate(columns) for columns in zip(*row_grids, strict=True))
+        pairs = np.unique(np.stack([rows, batches]), axis=1)
+        rows, batches = pairs[:, pairs[1] > 0]
         if self.service.speculation:
-            return self.drafted(rows, grid, self.service.speculation), need[:, 0]
-        memory = self.memory("decode", rows, LikeSequences(grid, 1.0, longest))
-        fits = sum_of(memory) <= self.setting.memory_room
-        chosen: dict[str, np.ndarray] = select(memory, fits)
-        mean = LikeSequences(grid[fits], 1.0, self.service.mean_len - 1)
-        return self.priced("decode", rows[fits], mean, chosen), need[:, 0]
+            return self.drafted(rows, batches, self.service.speculation), needed[:, 0]
+        memory = self.memory("decode", rows, LikeSequences(batches, 1.0, max_cached))
+        has_room = sum_of(memory) <= self.setting.memory_room
+        memory_that_fits: dict[str, np.ndarray] = select(memory, has_room)
+        mean_sequences = LikeSequences(batches[has_room], 1.0, self.service.mean_len - 1)
+        return self.priced("decode", rows[has_room], mean_sequences, memory_that_fits), needed[:, 0]
 
     def drafted(self, rows: np.ndarray, batch: np.ndarray, given: Speculation) -> Steps:
         """Returns the decode steps that fit, each with the drafts that make its tokens fastest.
@@ -188,23 +188,23 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         A step that checks K drafts has K + 1 rows of each sequence, all with logits. Drafts take K times ``draft_cost``
         of the step without any.
         """
-        tried, before = np.array(given.tried), self.service.mean_len - 1
-        plain = self.priced("decode", rows, LikeSequences(batch, 1.0, before), {})
+        tried, mean_cached = np.array(given.tried), self.service.mean_len - 1
+        plain_steps = self.priced("decode", rows, LikeSequences(batch, 1.0, mean_cached), {})
         shape = (len(rows), len(tried))
-        repeated, seqs, drafts = (np.repeat(rows, len(tried)), np.repeat(batch, len(tried)), np.tile(tried, len(rows)))
-        memory = self.memory("decode", repeated, LikeSequences(seqs, drafts + 1, self.service.max_len - drafts - 1))
-        steps = self.priced("decode", repeated, LikeSequences(seqs, drafts + 1, before), memory)
-        drafting = drafts * given.draft_cost * np.repeat(plain.step_s, len(tried))
+        all_rows, seqs, drafts = (np.repeat(rows, len(tried)), np.repeat(batch, len(tried)), np.tile(tried, len(rows)))
+        memory = self.memory("decode", all_rows, LikeSequences(seqs, drafts + 1, self.service.max_len - drafts - 1))
+        steps = self.priced("decode", all_rows, LikeSequences(seqs, drafts + 1, mean_cached), memory)
+        drafting_s = drafts * given.draft_cost * np.repeat(plain_steps.step_s, len(tried))
         steps = msgspec.structs.replace(
             steps,
-            step_s=steps.step_s + drafting,
-            bounds_s={**steps.bounds_s, "drafts": drafting},
+            step_s=steps.step_s + drafting_s,
+            bounds_s={**steps.bounds_s, "drafts": drafting_s},
             drafts=drafts,
             tokens=expected_tokens(given.acceptance, drafts),
         )
         token_s = np.where(steps.need <= self.setting.memory_room, steps.token_s, np.inf).reshape(shape)
-        best = np.arange(len(rows)) * len(tried) + np.argmin(token_s, axis=1)
-        fastest: Steps = select(steps, best[np.isfinite(token_s.min(axis=1))])
+        best_rows = np.arange(len(rows)) * len(tried) + np.argmin(token_s, axis=1)
+        fastest: Steps = select(steps, best_rows[np.isfinite(token_s.min(axis=1))])
         return fastest
 
     def prefill(self, at_once: Sequence[int]) -> Steps:
@@ -215,9 +215,9 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         service = self.service
         rows = np.repeat(np.arange(len(self.engines)), len(at_once))
         batch = self.fleet.batch_shards[self.engines[rows]] * np.tile(at_once, len(self.engines))
-        new = service.new_prompt_tokens
-        like = LikeSequences(batch, float(new), float(service.prompt_len - new))
-        return self.priced("prefill", rows, like, self.memory("prefill", rows, like))
+        num_new = service.new_prompt_tokens
+        sequences = LikeSequences(batch, float(num_new), float(service.prompt_len - num_new))
+        return self.priced("prefill", rows, sequences, self.memory("prefill", rows, sequences))
 
     def chunk_s(self, lengths: Sequence[int]) -> np.ndarray:
         """Returns the seconds of the first and the last chunk [lengths, 2, engines] of prompts that are cut, one on
@@ -225,22 +225,22 @@ class _Form(msgspec.Struct, frozen=True, kw_only=True):
         part."""
         if not lengths:
             return np.zeros((0, 2, len(self.engines)))
-        cut = np.repeat(np.array(lengths), len(self.engines))
+        chunk_lens = np.repeat(np.array(lengths), len(self.engines))
         rows = np.tile(np.arange(len(self.engines)), len(lengths))
         batch = self.fleet.batch_shards[self.engines[rows]]
-        whole = self.service.prompt_len
-        chunks = LikeSequences(batch, cut, 0.0), LikeSequences(batch, cut, whole - cut)
+        prompt_len = self.service.prompt_len
+        chunks = LikeSequences(batch, chunk_lens, 0.0), LikeSequences(batch, chunk_lens, prompt_len - chunk_lens)
         steps = (self.priced("prefill", rows, chunk, {}) for chunk in chunks)
-        first, last = (step.step_s.reshape(len(lengths), -1) for step in steps)
-        return np.stack([first, np.maximum(first, last)], axis=1)
+        first_s, last_s = (step.step_s.reshape(len(lengths), -1) for step in steps)
+        return np.stack([first_s, np.maximum(first_s, last_s)], axis=1)
 
     def memory(self, phase: str, rows: np.ndarray, like: LikeSequences) -> dict[str, np.ndarray]:
         """Returns bytes per chip of weights, caches and the rest."""
         parts = memory_parts(self.steps[phase], self._sizes(phase, rows, like))
         items = parts.items(self._setting(phase).pipeline(self.strategy), ())
-        weights, cache = (np.broadcast_to(items[name], len(rows)) for name in ("weights", "kv_cache"))
-        rest = np.broadcast_to(total_bytes(items), len(rows)) - weights - cache
-        return {"weights": weights, "kv_cache": cache, "activations": rest}
+        weight_bytes, cache_bytes = (np.broadcast_to(items[name], len(rows)) for name in ("weights", "kv_cache"))
+        other_bytes = np.broadcast_to(total_bytes(items), len(rows)) - weight_bytes - cache_bytes
+        return {"weights": weight_bytes, "kv_cache": cache_bytes, "activations": other_bytes}
 
     def priced(self, phase: str, rows: np.ndarray, like: LikeSequences, memory: dict[str, np.ndarray]) -> Steps:
         """Returns the steps of engines (``rows`` of the form's) with some sequences."""
@@ -285,31 +285,31 @@ def phase_setting(
 def _forms(setting: Setting, service: Service, fleet: Fleet, dtypes: StoredDtypes) -> Iterator[_Form]:
     """Yields the engines that repeat kv heads and those that do not, with the steps of their phases: of engines that
     split prompts over ``context`` prefill alone."""
-    repeats = setting.model.num_kv_heads % fleet.mesh["tensor"] != 0
-    repeats &= ~np.isin(fleet.layout, ("sequences", "positions"))
-    for repeated, decodes, layout in itertools.product((False, True), (True, False), LAYOUTS):
+    needs_repeats = setting.model.num_kv_heads % fleet.mesh["tensor"] != 0
+    needs_repeats &= ~np.isin(fleet.layout, ("sequences", "positions"))
+    for is_repeated, decodes, layout in itertools.product((False, True), (True, False), LAYOUTS):
         template = engine_strategy({}, dtypes.precision, layout)
-        strategy = with_repeated_heads(template) if repeated else template
-        chosen = np.flatnonzero((repeats == repeated) & (fleet.decodes == decodes) & (fleet.layout == layout))
-        if not len(chosen):
+        strategy = with_repeated_heads(template) if is_repeated else template
+        indices = np.flatnonzero((needs_repeats == is_repeated) & (fleet.decodes == decodes) & (fleet.layout == layout))
+        if not len(indices):
             continue
-        alone: tuple[str, ...] = ("context",) if decodes and layout == "prompts" else ()
+        left_out: tuple[str, ...] = ("context",) if decodes and layout == "prompts" else ()
         # an axis of one device would keep others from moving
-        alone += ("tensor",) * bool(layout != "prompts" and (fleet.mesh["tensor"][chosen] == 1).all())
-        without = (*OTHER_AXES, *alone)
+        left_out += ("tensor",) * bool(layout != "prompts" and (fleet.mesh["tensor"][indices] == 1).all())
+        unused_axes = (*OTHER_AXES, *left_out)
         steps = {
-            phase: phase_setting(setting, phase, dtypes, service.max_len).symbolic(strategy, without=without)
+            phase: phase_setting(setting, phase, dtypes, service.max_len).symbolic(strategy, without=unused_axes)
             for phase in (("prefill", "decode") if decodes else ("prefill",))
         }
-        chosen = chosen[_divides(setting, fleet, chosen, steps)]
-        if len(chosen):
+        indices = indices[_divides(setting, fleet, indices, steps)]
+        if len(indices):
             yield _Form(
                 setting=setting,
                 service=service,
                 fleet=fleet,
                 dtypes=dtypes,
                 strategy=template,
-                engines=chosen,
+                engines=indices,
                 steps=steps,
             )
 
@@ -333,14 +333,14 @@ def _largest(need: np.ndarray, powers: np.ndarray, room: float) -> np.ndarray:
 
     Between two powers the chord is an upper bound of the bytes, which are a maximum of linear functions.
     """
-    fits = need <= room
-    last = np.maximum(fits.sum(axis=1) - 1, 0)
-    above = np.minimum(last + 1, len(powers) - 1)
+    has_room = need <= room
+    last_fit = np.maximum(has_room.sum(axis=1) - 1, 0)
+    first_misfit = np.minimum(last_fit + 1, len(powers) - 1)
     rows = np.arange(len(need))
-    low, high = need[rows, last], need[rows, above]
-    share = np.where(high > low, (room - low) / np.maximum(high - low, 1.0), 0.0)
-    multiple = np.floor(powers[last] + share * (powers[above] - powers[last]))
-    return np.where(fits[:, 0], np.maximum(multiple, powers[last]), 0).astype(np.int64)
+    low_bytes, high_bytes = need[rows, last_fit], need[rows, first_misfit]
+    share = np.where(high_bytes > low_bytes, (room - low_bytes) / np.maximum(high_bytes - low_bytes, 1.0), 0.0)
+    multiple = np.floor(powers[last_fit] + share * (powers[first_misfit] - powers[last_fit]))
+    return np.where(has_room[:, 0], np.maximum(multiple, powers[last_fit]), 0).astype(np.int64)
 
 
 def loads(cost: StepCost) -> str:
@@ -360,4 +360,4 @@ def bounds_s(step: PricedStep, count: int) -> dict[str, np.ndarray]:
         seconds[loads(cost)] = seconds[loads(cost)] + cost.hbm_s * cost.here
         seconds["FLOPs"] = seconds["FLOPs"] + cost.math_s * cost.here
         seconds["other"] = seconds["other"] + cost.launch_s * cost.here
-    return {name: np.broadcast_to(np.asarray(value, dtype=float), count) for name, value in seconds.items()}
+    return {name: np.broadcast_to(np.asarray(bound_s, dtype=float), count) for name, bound_s in seconds.items()}

@@ -67,8 +67,8 @@ class ServiceFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
     @property
     def step_tokens(self) -> float:
         """Tokens of a sequence that a step makes in the mean."""
-        drafted = self.service.speculation
-        return float(expected_tokens(drafted.acceptance, self.num_drafts)) if drafted else 1.0
+        speculation = self.service.speculation
+        return float(expected_tokens(speculation.acceptance, self.num_drafts)) if speculation else 1.0
 
     @property
     def plan(self) -> ServicePlan:
@@ -92,20 +92,20 @@ class ServiceFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Returns a step of one engine: decode with a cache for whole sequences, or for ``num_positions``, prefill of
         the new tokens of prompts."""
         pool, service = self.pool(phase), self.service
-        length, known = num_positions or service.max_len, 0
+        length, num_known = num_positions or service.max_len, 0
         if phase == "prefill":
-            length, known = service.new_prompt_tokens, service.prompt_len - service.new_prompt_tokens
+            length, num_known = service.new_prompt_tokens, service.prompt_len - service.new_prompt_tokens
         on_part = self.setting.on(pool.part)
-        return phase_setting(on_part, phase, self.stored, length, pool.batch_seqs, known=known), pool.strategy
+        return phase_setting(on_part, phase, self.stored, length, pool.batch_seqs, known=num_known), pool.strategy
 
     def require_legal(self) -> None:
         """Raises CannotRunError for a phase whose sizes do not divide or whose engine has too little memory."""
         for phase, name in zip(PHASES, POOLS, strict=True):
             for refusal in legal(*self.phase(phase)):
-                remedy = refusal.message
+                message = refusal.message
                 if refusal.rule == MEMORY_RULE:
-                    remedy = f"{remedy.partition(' Use ')[0]} Lower {name}.batch_seqs, or plan the service again."
-                raise CannotRunError(f"[{name}]: {remedy}")
+                    message = f"{message.partition(' Use ')[0]} Lower {name}.batch_seqs, or plan the service again."
+                raise CannotRunError(f"[{name}]: {message}")
 
 
 def service_file(result: ServiceResult, plan: ServicePlan) -> ServiceFile:
@@ -162,8 +162,8 @@ def _decode(file: TomlFile) -> ServiceFile:
     with file.at(("weights",)):
         stored_dtypes((decoded.weights,), (decoded.cache,), chip=decoded.cluster.chip)
     if decoded.calibration.chip != decoded.cluster.chip.name:
-        chips = f"rates of {decoded.calibration.chip}, and the chips are {decoded.cluster.chip.name}"
-        raise file.error(("calibration", "chip"), f"{chips}. Give rates of these.")
+        rates_text = f"rates of {decoded.calibration.chip}, and the chips are {decoded.cluster.chip.name}"
+        raise file.error(("calibration", "chip"), f"{rates_text}. Give rates of these.")
     for name in POOLS:
         with file.at((name,)):
             _check_pool(name, getattr(decoded, name), decoded)
@@ -171,27 +171,27 @@ def _decode(file: TomlFile) -> ServiceFile:
     if not (decoded.has_pools or alike):
         message = "without pools the engines that generate prefill. Give both the same part and num_engines."
         raise file.error(("prefill",), message)
-    drafted = decoded.service.speculation
-    if decoded.num_drafts not in (drafted.tried if drafted else (0,)):
-        words = "as many as service.speculation allows" if drafted else "0: the service has no speculation"
+    speculation = decoded.service.speculation
+    if decoded.num_drafts not in (speculation.tried if speculation else (0,)):
+        words = "as many as service.speculation allows" if speculation else "0: the service has no speculation"
         raise file.error(("num_drafts",), f"num_drafts={decoded.num_drafts} must be {words}.")
     pools = (decoded.generate, decoded.prefill) if decoded.has_pools else (decoded.generate,)
-    used, have = sum(pool.num_chips for pool in pools), decoded.cluster.num_chips
-    if used > have:
-        raise file.error(("generate",), f"the engines have {used:,} chips, but {decoded.cluster.short_name} {have:,}.")
+    total, size = sum(pool.num_chips for pool in pools), decoded.cluster.num_chips
+    if total > size:
+        raise file.error(("generate",), f"the engines have {total:,} chips, but {decoded.cluster.short_name} {size:,}.")
     with file.at(("predicted",)):
         check_figures(decoded.predicted, "predicted", may_be_zero=ServiceFigures.__struct_fields__)
     return decoded
 
 
 def _check_pool(name: str, pool: EnginePool, found: ServiceFile) -> None:
-    cluster, wanted = found.cluster, found.stored.precision
+    cluster, precision = found.cluster, found.stored.precision
     check_figures(pool, name, may_be_zero=("bounds_s", "memory", "chunks"))
     if pool.part.chip != cluster.chip:
         raise InputError(f"{name}.part has other chips than the cluster. Give a part of {cluster.short_name}.")
-    if pool.strategy.precision != wanted:
-        products = f"products in {wanted}" if wanted else "products in the dtype of activations"
-        raise InputError(f"weights in {found.weights} have {products}. Set {name}.strategy.precision={wanted!r}.")
+    if pool.strategy.precision != precision:
+        products = f"products in {precision}" if precision else "products in the dtype of activations"
+        raise InputError(f"weights in {found.weights} have {products}. Set {name}.strategy.precision={precision!r}.")
     if pool.strategy.num_chips != pool.part.num_chips:
         raise InputError(
             f"the mesh has {pool.strategy.num_chips} devices, but {name}.part {pool.part.num_chips} chips. Make them "

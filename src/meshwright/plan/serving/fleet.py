@@ -55,8 +55,8 @@ def layout_of(strategy: Strategy) -> str:
 
 def engine_words(strategy: Strategy) -> str:
     """Returns ``"ep8 tp4"``, the sizes of an engine; ``context`` is kvb, kvs or wd where it splits weights too."""
-    shown = {"sequences": "kvb", "positions": "kvs", "widths": "wd", "gathered": "fsdp"}.get(layout_of(strategy), "cp")
-    return short_mesh(strategy.mesh).replace("cp", shown)
+    label = {"sequences": "kvb", "positions": "kvs", "widths": "wd", "gathered": "fsdp"}.get(layout_of(strategy), "cp")
+    return short_mesh(strategy.mesh).replace("cp", label)
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,8 +99,8 @@ def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = No
     ``axes`` fixes sizes. Raises InputError for an axis that engines are not split over, CannotRunError if no engine has
     these sizes.
     """
-    fixed = axes or {}
-    for axis in fixed:
+    fixed_sizes = axes or {}
+    for axis in fixed_sizes:
         if axis not in ENGINE_AXES:
             raise InputError(
                 f"mesh axis {axis!r} splits no engine of a service in this version.{nearest(axis, ENGINE_AXES)} "
@@ -109,12 +109,12 @@ def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = No
     engines = [
         (part, placement, layout)
         for part, placement, layout in _engines(model, cluster)
-        if all(placement.mesh[axis] == size for axis, size in fixed.items())
+        if all(placement.mesh[axis] == size for axis, size in fixed_sizes.items())
     ]
     if not engines:
-        named = " x ".join(f"{axis}={size}" for axis, size in fixed.items())
+        text = " x ".join(f"{axis}={size}" for axis, size in fixed_sizes.items())
         raise CannotRunError(
-            f"no engine of {model.name} on {cluster.short_name} has {named}: tensor must divide the {model.num_heads} "
+            f"no engine of {model.name} on {cluster.short_name} has {text}: tensor must divide the {model.num_heads} "
             f"heads, expert the {model.num_experts} experts (without any it is 1), and the engine the "
             f"{cluster.num_chips} chips."
         )
@@ -131,10 +131,10 @@ def fleet_of(model: Model, cluster: Cluster, axes: Mapping[str, int] | None = No
 
 def _engines(model: Model, cluster: Cluster) -> Iterator[tuple[Cluster, Placement, str]]:
     for chips in divisors(cluster.num_chips):
-        sizes = [pair for pair in _meshes(model, chips) if cluster.kind != "switched" or pair[1] not in TORUS_LAYOUTS]
-        if chips <= MAX_ENGINE_CHIPS and sizes:
+        meshes = [pair for pair in _meshes(model, chips) if cluster.kind != "switched" or pair[1] not in TORUS_LAYOUTS]
+        if chips <= MAX_ENGINE_CHIPS and meshes:
             for part in engine_parts(cluster, chips):
-                for mesh, layout in sizes:
+                for mesh, layout in meshes:
                     for placement in place_axes(part, make_mesh(mesh))[:PARTS_TRIED]:
                         yield part, _padded(placement, cluster), layout
 
@@ -143,30 +143,30 @@ def _meshes(model: Model, chips: int) -> Iterator[tuple[dict[str, int], str]]:
     """Yields the meshes of so many chips, with their layouts, that the heads and experts of a model allow."""
     experts = divisors(math.gcd(chips, model.num_experts)) if model.num_experts else (1,)
     for expert, layout, context in itertools.product(experts, LAYOUTS, CONTEXTS):
-        tensor, left = divmod(chips // expert, context)
+        tensor, remainder = divmod(chips // expert, context)
         splits_prompts = layout in PREFILL_LAYOUTS
-        if left or (splits_prompts and context > MAX_PROMPT_PARTS) or (layout != "prompts" and context == 1):
+        if remainder or (splits_prompts and context > MAX_PROMPT_PARTS) or (layout != "prompts" and context == 1):
             continue
         if layout in ("sequences", "positions"):
             # only where no more heads of caches can be split; a latent has none
-            fits = tensor == (1 if model.latent_attention else model.num_kv_heads)
-            fits = fits and model.num_heads % (tensor * context) == 0
+            is_legal = tensor == (1 if model.latent_attention else model.num_kv_heads)
+            is_legal = is_legal and model.num_heads % (tensor * context) == 0
         else:
-            fits = model.num_heads % tensor == 0
+            is_legal = model.num_heads % tensor == 0
         # a router needs whole tokens, and only RMS norms sum over devices
         if layout == "widths":
-            fits = fits and not model.num_experts and model.norm == "rms_norm" and tensor >= context
+            is_legal = is_legal and not model.num_experts and model.norm == "rms_norm" and tensor >= context
         # gathering all experts for one layer never pays
-        fits = fits and not (layout == "gathered" and model.num_experts)
-        if fits:
+        is_legal = is_legal and not (layout == "gathered" and model.num_experts)
+        if is_legal:
             yield {"expert": expert, "context": context, "tensor": tensor}, layout
 
 
 def _padded(placement: Placement, cluster: Cluster) -> Placement:
     """Returns the placement with all links of the cluster: a part within one slice does not use what joins slices."""
-    outer = physical_links(cluster)[len(placement.links) :]
-    unused = (msgspec.structs.replace(link, size=1, parts=()) for link in outer)
-    return msgspec.structs.replace(placement, links=(*placement.links, *unused))
+    other_links = physical_links(cluster)[len(placement.links) :]
+    unused_links = (msgspec.structs.replace(link, size=1, parts=()) for link in other_links)
+    return msgspec.structs.replace(placement, links=(*placement.links, *unused_links))
 
 
 def engine_parts(cluster: Cluster, num_chips: int) -> tuple[Cluster, ...]:

@@ -37,11 +37,11 @@ def service_setting(model: Model, cluster: Cluster, calibration: Calibration | N
     GPUs take steps as an inference engine runs them: in place of numbers fitted on training steps those of generation,
     without any the data sheet's; unless rates were measured, with this package's own steps.
     """
-    assumed, job = AS_RUN, Job(kind="decode", batch_seqs=1, seq_len=1)
+    assumptions, job = AS_RUN, Job(kind="decode", batch_seqs=1, seq_len=1)
     if cluster.kind == "switched" and (calibration is None or calibration.name == "fitted"):
         calibration = calibration and generation_calibration(cluster.chip)
-        assumed = AS_SERVED if calibration else msgspec.structs.replace(AS_SERVED, engine="")
-    return Setting(model, cluster, job, calibration, assumptions=assumed)
+        assumptions = AS_SERVED if calibration else msgspec.structs.replace(AS_SERVED, engine="")
+    return Setting(model, cluster, job, calibration, assumptions=assumptions)
 
 
 def plan_service(
@@ -64,31 +64,31 @@ def plan_service(
     _require_served(setting.model, service)
     if setting.rates.name == "fitted" and setting.assumptions == AS_RUN:
         setting = service_setting(setting.model, setting.cluster, setting.calibration)
-    chosen = tuple(stored) or stored_dtypes(chip=setting.cluster.chip)
-    priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, axes), chosen)
+    dtype_pairs = tuple(stored) or stored_dtypes(chip=setting.cluster.chip)
+    priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, axes), dtype_pairs)
     if not len(priced.decode) or not len(every := all_services(priced, service, setting.model)):
         raise CannotRunError(does_not_fit(setting, service, priced))
     order = ranked(every, service)
     if not len(order):
         raise CannotRunError(_misses(setting, service, every))
     is_frontier = pareto or all(target is None for target in (service.ttft_s, service.tpot_s, service.itl_s))
-    listed = frontier(every, order) if is_frontier else _distinct(priced, every, order)[:MAX_PLANS]
-    which = priced.decode.dtypes[every.decode[order]]
-    groups = {pair: order[which == number] for number, pair in enumerate(chosen)}
-    published = groups.get(AS_PUBLISHED, order[:0])
+    plan_indices = frontier(every, order) if is_frontier else _distinct(priced, every, order)[:MAX_PLANS]
+    dtype_numbers = priced.decode.dtypes[every.decode[order]]
+    groups = {pair: order[dtype_numbers == number] for number, pair in enumerate(dtype_pairs)}
+    bf16_indices = groups.get(AS_PUBLISHED, order[:0])
     return ServiceResult(
         setting=setting,
         service=service,
-        stored=chosen,
+        stored=dtype_pairs,
         axes=dict(axes or {}),
-        plans=tuple(service_plan(priced, every, number, service) for number in listed),
+        plans=tuple(service_plan(priced, every, number, service) for number in plan_indices),
         is_frontier=is_frontier,
-        as_written=service_plan(priced, every, published[0], service) if len(published) else None,
+        as_written=service_plan(priced, every, bf16_indices[0], service) if len(bf16_indices) else None,
         num_services=len(every),
         num_meeting=int(every.meets(service).sum()),
         frontiers={pair.words: _points(every, frontier(every, rows)) for pair, rows in groups.items() if len(rows)},
         split=_split(priced, every, frontier(every, order)),
-        notes=tuple(service_notes(setting, service, chosen)),
+        notes=tuple(service_notes(setting, service, dtype_pairs)),
     )
 
 
@@ -98,13 +98,13 @@ def _require_served(model: Model, service: Service) -> None:
             f"{model.name} has an encoder or relative positions, and services of such models are not planned in this "
             f"version. Choose a decoder, such as llama3-8b."
         )
-    most, what, needed = model.max_positions, "a prompt", service.prompt_len
-    if model.learned_positions and needed <= most:
-        what, needed = "a prompt with its output", service.max_len
-    if needed > most:
+    max_positions, text_kind, num_positions = model.max_positions, "a prompt", service.prompt_len
+    if model.learned_positions and num_positions <= max_positions:
+        text_kind, num_positions = "a prompt with its output", service.max_len
+    if num_positions > max_positions:
         raise InputError(
-            f"{what} of {needed:,} tokens is longer than the {most:,} positions of {model.name}. "
-            f"Use at most {most:,}, or --set model.max_positions={needed}."
+            f"{text_kind} of {num_positions:,} tokens is longer than the {max_positions:,} positions of {model.name}. "
+            f"Use at most {max_positions:,}, or --set model.max_positions={num_positions}."
         )
 
 
@@ -112,13 +112,13 @@ def _distinct(priced: PricedFleet, found: Services, order: np.ndarray) -> np.nda
     """Selects the best of each kind, dtypes, and mesh of the engines that generate."""
     decode, fleet = priced.decode, priced.fleet
     engines = decode.engine[found.decode[order]]
-    facts = (
+    kinds = (
         found.pools[order],
         decode.dtypes[found.decode[order]],
         *(fleet.mesh[axis][engines] for axis in ("expert", "tensor")),
     )
-    _, first = np.unique(np.stack(facts), axis=1, return_index=True)
-    return order[np.sort(first)]
+    _, first_indices = np.unique(np.stack(kinds), axis=1, return_index=True)
+    return order[np.sort(first_indices)]
 
 
 def _points(found: Services, chosen: np.ndarray) -> tuple[tuple[float, float], ...]:
@@ -127,10 +127,10 @@ def _points(found: Services, chosen: np.ndarray) -> tuple[tuple[float, float], .
 
 def _split(priced: PricedFleet, found: Services, chosen: np.ndarray) -> dict[str, tuple[tuple[float, float], ...]]:
     """Returns (TPOT, seconds of a token) of each part of a decode step by itself, and of the prefills of others."""
-    steps, tpot_s = found.decode[chosen], found.tpot_s[chosen]
-    parts = {name: s[steps] / priced.decode.tokens[steps] for name, s in priced.decode.bounds_s.items()}
-    parts["prefills of others"] = tpot_s - priced.decode.token_s[steps]
-    return {name: tuple(zip(tpot_s.tolist(), s.tolist(), strict=True)) for name, s in parts.items()}
+    rows, tpot_s = found.decode[chosen], found.tpot_s[chosen]
+    seconds_of = {name: s[rows] / priced.decode.tokens[rows] for name, s in priced.decode.bounds_s.items()}
+    seconds_of["prefills of others"] = tpot_s - priced.decode.token_s[rows]
+    return {name: tuple(zip(tpot_s.tolist(), s.tolist(), strict=True)) for name, s in seconds_of.items()}
 
 
 # -- what is said ---------------------------------------------------------------------------------------
@@ -139,44 +139,44 @@ def _split(priced: PricedFleet, found: Services, chosen: np.ndarray) -> dict[str
 def does_not_fit(setting: Setting, service: Service, priced: PricedFleet) -> str:
     """Says how much memory the leanest engine needs; of memory alone, not of targets."""
     cluster, margin = setting.cluster, setting.memory_margin
-    what = f"{setting.model.name} with {service.prompt_len:,} tokens of prompt and {service.output_len:,} of output"
-    beside = f" beside the {margin:.0%} that stay free" * bool(margin)
-    chips = f"{priced.least_chips} chip{'s' * (priced.least_chips > 1)}"
-    tried = ", ".join(dict.fromkeys(pair.weights for pair in priced.stored))
+    job_text = f"{setting.model.name} with {service.prompt_len:,} tokens of prompt and {service.output_len:,} of output"
+    suffix = f" beside the {margin:.0%} that stay free" * bool(margin)
+    chips_text = f"{priced.least_chips} chip{'s' * (priced.least_chips > 1)}"
+    weights_text = ", ".join(dict.fromkeys(pair.weights for pair in priced.stored))
     return (
-        f"{what} does not fit {cluster.short_name}: with one sequence the leanest engine ({chips}, "
-        f"weights {tried}) needs {format_bytes(priced.least_bytes)} per chip, but a chip has "
-        f"{format_bytes(priced.room)}{beside}. Use more chips, or store weights and caches in fewer bytes (--weights, "
+        f"{job_text} does not fit {cluster.short_name}: with one sequence the leanest engine ({chips_text}, "
+        f"weights {weights_text}) needs {format_bytes(priced.least_bytes)} per chip, but a chip has "
+        f"{format_bytes(priced.room)}{suffix}. Use more chips, or store weights and caches in fewer bytes (--weights, "
         f"--kv)."
     )
 
 
 def _misses(setting: Setting, service: Service, found: Services) -> str:
     """Says by how much the services that fit miss the targets or the load."""
-    meets = found.meets(service)
-    if meets.any():
-        chips, have = int(found.num_chips[meets].min()), setting.cluster.num_chips
+    is_met = found.meets(service)
+    if is_met.any():
+        chips, size = int(found.num_chips[is_met].min()), setting.cluster.num_chips
         return (
-            f"{service.load_words} need at least {chips:,} chips in engines of up to {have:,} within the targets, but "
-            f"{setting.cluster.short_name} has {have:,}. Use a larger cluster or a lower --rate."
+            f"{service.load_words} need at least {chips:,} chips in engines of up to {size:,} within the targets, but "
+            f"{setting.cluster.short_name} has {size:,}. Use a larger cluster or a lower --rate."
         )
-    missed = []
+    misses = []
     for name, target, values in (
         ("TTFT", service.ttft_s, found.ttft_s),
         ("TPOT", service.tpot_s, found.tpot_s),
         ("ITL", service.itl_s, found.itl_s),
     ):
         if target is not None:
-            missed.append(f"{name} {format_seconds(target)} (the shortest is {format_seconds(float(values.min()))})")
-    both = ""
+            misses.append(f"{name} {format_seconds(target)} (the shortest is {format_seconds(float(values.min()))})")
+    suffix = ""
     if service.ttft_s is not None and service.tpot_s is not None:
-        within = found.ttft_s <= service.ttft_s
-        if within.any():
-            shortest = format_seconds(float(found.tpot_s[within].min()))
-            both = f" Within TTFT {format_seconds(service.ttft_s)} the shortest TPOT is {shortest}."
+        is_within = found.ttft_s <= service.ttft_s
+        if is_within.any():
+            shortest_text = format_seconds(float(found.tpot_s[is_within].min()))
+            suffix = f" Within TTFT {format_seconds(service.ttft_s)} the shortest TPOT is {shortest_text}."
     return (
         f"{len(found):,} ways to serve {setting.model.name} fit the memory of {setting.cluster.short_name}, but none "
-        f"meets {' and '.join(missed)}.{both} Relax the target or use other chips."
+        f"meets {' and '.join(misses)}.{suffix} Relax the target or use other chips."
     )
 
 

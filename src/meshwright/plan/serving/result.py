@@ -131,8 +131,8 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
         """Returns at most ``top`` plans: the first, or of a frontier some that are spread over it."""
         if not self.is_frontier or len(self.plans) <= top:
             return self.plans[:top]
-        places = np.unique(np.round(np.linspace(0, len(self.plans) - 1, top)).astype(int))
-        return tuple(self.plans[place] for place in places)
+        indices = np.unique(np.round(np.linspace(0, len(self.plans) - 1, top)).astype(int))
+        return tuple(self.plans[index] for index in indices)
 
     def to_json(self) -> dict[str, Any]:
         """Returns one object for `service --json`."""
@@ -154,55 +154,55 @@ class ServiceResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def service_plan(priced: PricedFleet, found: Services, number: int, service: Service) -> ServicePlan:
     """Returns one of the services as a plan."""
-    generated, filled = int(found.decode[number]), int(found.prefill[number])
-    has_pools, dtypes = bool(found.pools[number]), priced.stored[priced.decode.dtypes[generated]]
-    count, prefilling = int(found.num_decode[number]), int(found.num_prefill[number])
-    generate = _pool(priced, priced.decode, generated, count)
-    prefill = _pool(priced, priced.prefill, filled, prefilling if has_pools else count)
-    served, chips = float(found.served_per_s[number]), int(found.num_chips[number])
+    decode_row, prefill_row = int(found.decode[number]), int(found.prefill[number])
+    has_pools, dtypes = bool(found.pools[number]), priced.stored[priced.decode.dtypes[decode_row]]
+    num_decode, num_prefill = int(found.num_decode[number]), int(found.num_prefill[number])
+    generate = _pool(priced, priced.decode, decode_row, num_decode)
+    prefill = _pool(priced, priced.prefill, prefill_row, num_prefill if has_pools else num_decode)
+    served_per_s, num_chips = float(found.served_per_s[number]), int(found.num_chips[number])
     # seconds of all chips that a request pays for, and the share of them that prefills
-    paid = chips / served
+    chip_s = num_chips / served_per_s
     if has_pools:
-        share = prefill.num_chips / (prefill.num_chips + generate.num_chips)
+        prefill_share = prefill.num_chips / (prefill.num_chips + generate.num_chips)
     else:
         prompt_s = float(found.prompt_s[number])
-        token_s = float(priced.decode.token_s[generated])
-        share = prompt_s / (prompt_s + service.output_len * token_s / generate.batch_seqs)
+        token_s = float(priced.decode.token_s[decode_row])
+        prefill_share = prompt_s / (prompt_s + service.output_len * token_s / generate.batch_seqs)
     price = priced.fleet.cluster.chip.price_usd_per_hour
-    usd = None if price is None else price / 3600 * paid * 1e6
+    usd_per_m = None if price is None else price / 3600 * chip_s * 1e6
     return ServicePlan(
         has_pools=has_pools,
         weights=dtypes.weights,
         cache=dtypes.cache,
         generate=generate,
         prefill=prefill,
-        num_drafts=int(priced.decode.drafts[generated]),
-        step_tokens=float(priced.decode.tokens[generated]),
+        num_drafts=int(priced.decode.drafts[decode_row]),
+        step_tokens=float(priced.decode.tokens[decode_row]),
         chunk_len=int(found.chunk_len[number]),
         itl_s=float(found.itl_s[number]) if service.itl_s or service.chunk_len else None,
         ttft_s=float(found.ttft_s[number]),
         tpot_s=float(found.tpot_s[number]),
         transfer_s=float(found.transfer_s[number]),
         requests_per_s=float(found.requests_per_s[number]),
-        served_per_s=served,
+        served_per_s=served_per_s,
         tokens_per_s_per_chip=float(found.tokens_per_s_per_chip[number]),
-        num_chips=chips,
+        num_chips=num_chips,
         free_bytes=float(found.free_bytes[number]),
-        usd_per_m_input=None if usd is None else usd * share / service.prompt_len,
-        usd_per_m_output=None if usd is None else usd * (1 - share) / service.output_len,
+        usd_per_m_input=None if usd_per_m is None else usd_per_m * prefill_share / service.prompt_len,
+        usd_per_m_output=None if usd_per_m is None else usd_per_m * (1 - prefill_share) / service.output_len,
     )
 
 
 def _pool(priced: PricedFleet, steps: Steps, number: int, count: int) -> EnginePool:
     engine, dtypes = int(steps.engine[number]), priced.stored[steps.dtypes[number]]
-    bounds = {name: float(values[number]) for name, values in steps.bounds_s.items()}
+    bounds_s = {name: float(column[number]) for name, column in steps.bounds_s.items()}
     return EnginePool(
         num_engines=count,
         part=priced.fleet.parts[engine],
         strategy=priced.fleet.strategy(engine, dtypes.precision),
         batch_seqs=int(steps.batch[number]),
         step_s=float(steps.step_s[number]),
-        bound_by=max(bounds, key=lambda name: bounds[name]),
-        bounds_s=bounds,
-        memory={name: float(values[number]) for name, values in steps.memory.items()},
+        bound_by=max(bounds_s, key=lambda name: bounds_s[name]),
+        bounds_s=bounds_s,
+        memory={name: float(column[number]) for name, column in steps.memory.items()},
     )

@@ -72,7 +72,7 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
     def meets(self, service: Service) -> np.ndarray:
         """True where all targets are met."""
         targets = ((service.ttft_s, self.ttft_s), (service.tpot_s, self.tpot_s), (service.itl_s, self.itl_s))
-        return np.all([seconds <= (target or np.inf) for target, seconds in targets], axis=0)
+        return np.all([time_s <= (target or np.inf) for target, time_s in targets], axis=0)
 
 
 def all_services(priced: PricedFleet, service: Service, model: Model) -> Services:
@@ -86,40 +86,40 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
     """Returns the services whose engines prefill and generate in turns, with each number of prompts at once."""
     decode, prefill, num_choices = priced.decode, priced.prefill, len(priced.prompts_at_once)
     rows = np.repeat(np.arange(len(decode)), num_choices)
-    first = (decode.engine * len(priced.stored) + decode.dtypes) * num_choices
-    prefill_rows = first[rows] + np.tile(np.arange(num_choices), len(decode))
-    beside = np.maximum(prefill.memory["activations"][prefill_rows] - decode.memory["activations"][rows], 0.0)
-    free = priced.room - decode.need[rows] - beside
-    fits = (free >= 0) & np.isfinite(prefill.step_s[prefill_rows])
+    first_rows = (decode.engine * len(priced.stored) + decode.dtypes) * num_choices
+    prefill_rows = first_rows[rows] + np.tile(np.arange(num_choices), len(decode))
+    extra_bytes = np.maximum(prefill.memory["activations"][prefill_rows] - decode.memory["activations"][rows], 0.0)
+    free_bytes = priced.room - decode.need[rows] - extra_bytes
+    is_fit = (free_bytes >= 0) & np.isfinite(prefill.step_s[prefill_rows])
     # as many prompts are prefilled together as sequences end in a step, on each device that has its own
-    ending = decode.batch[rows] / service.output_len / priced.fleet.batch_shards[decode.engine[rows]]
+    num_ending = decode.batch[rows] / service.output_len / priced.fleet.batch_shards[decode.engine[rows]]
     at_once = np.tile(priced.prompts_at_once, len(decode))
-    fits &= (at_once == 1) | (at_once < 2 * ending)
-    rows, prefill_rows, free = rows[fits], prefill_rows[fits], free[fits]
-    cut = _chunked(priced, service, rows, prefill_rows)
-    used = np.isfinite(cut["itl_s"])
-    rows, prefill_rows, free = (column[used] for column in (rows, prefill_rows, free))
-    cut = {name: column[used] for name, column in cut.items()}
-    batch, step_s, output = decode.batch[rows], decode.token_s[rows], service.output_len
-    tpot_s = step_s + waiting_s(cut["prompt_s"], batch=batch, output_len=output)
-    rate = batch / (output * tpot_s + cut["prompt_s"])
-    chips = priced.fleet.num_chips[decode.engine[rows]]
-    most = priced.fleet.cluster.num_chips // chips
-    wanted = most if service.requests_per_s is None else np.ceil(service.requests_per_s / rate).astype(np.int64)
+    is_fit &= (at_once == 1) | (at_once < 2 * num_ending)
+    rows, prefill_rows, free_bytes = rows[is_fit], prefill_rows[is_fit], free_bytes[is_fit]
+    chunked = _chunked(priced, service, rows, prefill_rows)
+    is_used = np.isfinite(chunked["itl_s"])
+    rows, prefill_rows, free_bytes = (column[is_used] for column in (rows, prefill_rows, free_bytes))
+    chunked = {name: column[is_used] for name, column in chunked.items()}
+    batch_seqs, step_s, output = decode.batch[rows], decode.token_s[rows], service.output_len
+    tpot_s = step_s + waiting_s(chunked["prompt_s"], batch=batch_seqs, output_len=output)
+    rate = batch_seqs / (output * tpot_s + chunked["prompt_s"])
+    num_chips = priced.fleet.num_chips[decode.engine[rows]]
+    limit = priced.fleet.cluster.num_chips // num_chips
+    num_engines = limit if service.requests_per_s is None else np.ceil(service.requests_per_s / rate).astype(np.int64)
     return _services(
         service,
         priced,
         pools=np.zeros(len(rows), dtype=bool),
         decode=rows,
         prefill=prefill_rows,
-        num_decode=wanted,
+        num_decode=num_engines,
         num_prefill=np.zeros(len(rows), dtype=np.int64),
-        num_chips=wanted * chips,
+        num_chips=num_engines * num_chips,
         tpot_s=tpot_s,
         transfer_s=np.zeros(len(rows)),
-        requests_per_s=wanted * rate,
-        free_bytes=free,
-        **cut,
+        requests_per_s=num_engines * rate,
+        free_bytes=free_bytes,
+        **chunked,
     )
 
 
@@ -130,76 +130,76 @@ def _chunked(priced: PricedFleet, service: Service, rows: np.ndarray, other: np.
     with the shortest such time, which is infinite if none can be used: prompts that are prefilled several at once are
     not cut, and a step has one chunk on each device that has its own sequences.
     """
-    decode, at_once = priced.decode, len(priced.prompts_at_once)
-    step_s, prefill_s, engines = decode.step_s[rows], priced.prefill.step_s[other], other // at_once
+    decode, num_choices = priced.decode, len(priced.prompts_at_once)
+    step_s, prefill_s, engines = decode.step_s[rows], priced.prefill.step_s[other], other // num_choices
     # prompts that take the place of the sequences that end in a step
-    ending = np.maximum(decode.batch[rows] - 1, 0) / service.output_len
-    at_a_time = np.maximum(ending / priced.prefill.batch[other], 1)
+    num_ending = np.maximum(decode.batch[rows] - 1, 0) / service.output_len
+    num_rounds = np.maximum(num_ending / priced.prefill.batch[other], 1)
     shards = priced.fleet.batch_shards[decode.engine[rows]]
     # prompts at once on a device, over the share of a step that a prompt costs
-    spread = priced.prefill.batch[other] / shards / together(ending, shards)
-    lengths, gaps, firsts, wholes = [0], [step_s + at_a_time * prefill_s], [prefill_s], [prefill_s / spread]
+    num_shared = priced.prefill.batch[other] / shards / together(num_ending, shards)
+    lengths, gaps_s, firsts_s, prompts_s = [0], [step_s + num_rounds * prefill_s], [prefill_s], [prefill_s / num_shared]
     for length, (first_s, last_s) in priced.chunks.items():
-        count = -(-service.new_prompt_tokens // length)
+        num_chunks = -(-service.new_prompt_tokens // length)
         lengths.append(length)
         gap = step_s + last_s[engines]
-        gaps.append(np.where((other % at_once == 0) & (ending / shards * count <= 1), gap, np.inf))
+        gaps_s.append(np.where((other % num_choices == 0) & (num_ending / shards * num_chunks <= 1), gap, np.inf))
         # a chunk attends to more the later it comes; none is quicker than its part of a whole prompt
         mean_s = (first_s[engines] + last_s[engines]) / 2
-        all_s = np.maximum(service.new_prompt_tokens / length * mean_s, prefill_s)
-        firsts.append(count * step_s + all_s)
-        wholes.append(all_s * together(ending * count, shards))
+        prompt_s = np.maximum(service.new_prompt_tokens / length * mean_s, prefill_s)
+        firsts_s.append(num_chunks * step_s + prompt_s)
+        prompts_s.append(prompt_s * together(num_ending * num_chunks, shards))
     if service.chunk_len and len(lengths) > 1:
-        lengths, gaps, firsts, wholes = lengths[1:], gaps[1:], firsts[1:], wholes[1:]
-    gap, first, places = np.stack(gaps), np.stack(firsts), np.arange(len(rows))
-    met = gap <= (service.itl_s or np.inf)
-    best = np.where(met.any(axis=0), np.argmin(np.where(met, first, np.inf), axis=0), np.argmin(gap, axis=0))
-    figures = {"itl_s": gap, "ttft_s": first, "prompt_s": np.stack(wholes)}
-    return {"chunk_len": np.array(lengths)[best], **{name: column[best, places] for name, column in figures.items()}}
+        lengths, gaps_s, firsts_s, prompts_s = lengths[1:], gaps_s[1:], firsts_s[1:], prompts_s[1:]
+    gap, ttft_s, row_ids = np.stack(gaps_s), np.stack(firsts_s), np.arange(len(rows))
+    is_met = gap <= (service.itl_s or np.inf)
+    index = np.where(is_met.any(axis=0), np.argmin(np.where(is_met, ttft_s, np.inf), axis=0), np.argmin(gap, axis=0))
+    figures = {"itl_s": gap, "ttft_s": ttft_s, "prompt_s": np.stack(prompts_s)}
+    return {"chunk_len": np.array(lengths)[index], **{name: column[index, row_ids] for name, column in figures.items()}}
 
 
 def together(prompts: np.ndarray, devices: np.ndarray) -> np.ndarray:
     """Returns the part of a prefill step that each prompt costs, if so many come at random for each step of decode."""
-    count = np.maximum(prompts, 1e-9)
-    return np.maximum(-np.expm1(-count) / count, 1 / devices)
+    num_prompts = np.maximum(prompts, 1e-9)
+    return np.maximum(-np.expm1(-num_prompts) / num_prompts, 1 / devices)
 
 
 def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Services]:
     """Yields the services of each pair of dtypes with engines for prefill and others for generation."""
     decode, prefill, fleet = priced.decode, priced.prefill, priced.fleet
-    total = fleet.cluster.num_chips
-    link = transfer_bytes_per_s(fleet.cluster)
+    num_chips = fleet.cluster.num_chips
+    link_rate = transfer_bytes_per_s(fleet.cluster)
     for number, dtypes in enumerate(priced.stored):
-        first = np.flatnonzero(decode.dtypes == number)
+        decode_ids = np.flatnonzero(decode.dtypes == number)
         # engines whose caches are split prefill for themselves alone
-        usual = np.isin(fleet.layout[prefill.engine], PREFILL_LAYOUTS)
-        second = np.flatnonzero((prefill.dtypes == number) & np.isfinite(prefill.step_s) & usual)
-        rows, prefill_rows = np.repeat(first, len(second)), np.tile(second, len(first))
-        chips, prefill_chips = (fleet.num_chips[s.engine[i]] for s, i in ((decode, rows), (prefill, prefill_rows)))
-        ends = decode.batch[rows] / (service.output_len * decode.token_s[rows])
-        begins = prefill.batch[prefill_rows] / prefill.step_s[prefill_rows]
+        can_hand_over = np.isin(fleet.layout[prefill.engine], PREFILL_LAYOUTS)
+        prefill_ids = np.flatnonzero((prefill.dtypes == number) & np.isfinite(prefill.step_s) & can_hand_over)
+        rows, prefill_rows = np.repeat(decode_ids, len(prefill_ids)), np.tile(prefill_ids, len(decode_ids))
+        gen_chips, prefill_chips = (fleet.num_chips[s.engine[i]] for s, i in ((decode, rows), (prefill, prefill_rows)))
+        decodes_per_s = decode.batch[rows] / (service.output_len * decode.token_s[rows])
+        prefills_per_s = prefill.batch[prefill_rows] / prefill.step_s[prefill_rows]
         if service.requests_per_s is None:
-            num_prefill, num_decode = _balanced(total, prefill_chips, chips, begins, ends)
+            num_prefill, num_decode = _balanced(num_chips, prefill_chips, gen_chips, prefills_per_s, decodes_per_s)
         else:
-            num_prefill = np.ceil(service.requests_per_s / begins).astype(np.int64)
-            num_decode = np.ceil(service.requests_per_s / ends).astype(np.int64)
-        used = num_prefill * prefill_chips + num_decode * chips
-        fits = (num_prefill > 0) & (num_decode > 0) & ((used <= total) | (service.requests_per_s is not None))
-        rows, prefill_rows, used = rows[fits], prefill_rows[fits], used[fits]
-        sent = sequence_bytes(model, service.prompt_len, dtypes.storage)
-        sent_s = prefill.batch[prefill_rows] * sent / (np.minimum(chips, prefill_chips)[fits] * link)
+            num_prefill = np.ceil(service.requests_per_s / prefills_per_s).astype(np.int64)
+            num_decode = np.ceil(service.requests_per_s / decodes_per_s).astype(np.int64)
+        num_used = num_prefill * prefill_chips + num_decode * gen_chips
+        is_fit = (num_prefill > 0) & (num_decode > 0) & ((num_used <= num_chips) | (service.requests_per_s is not None))
+        rows, prefill_rows, num_used = rows[is_fit], prefill_rows[is_fit], num_used[is_fit]
+        sent_bytes = sequence_bytes(model, service.prompt_len, dtypes.storage)
+        sent_s = prefill.batch[prefill_rows] * sent_bytes / (np.minimum(gen_chips, prefill_chips)[is_fit] * link_rate)
         yield _services(
             service,
             priced,
             pools=np.ones(len(rows), dtype=bool),
             decode=rows,
             prefill=prefill_rows,
-            num_decode=num_decode[fits],
-            num_prefill=num_prefill[fits],
-            num_chips=used if service.requests_per_s is not None else np.full(len(rows), total),
+            num_decode=num_decode[is_fit],
+            num_prefill=num_prefill[is_fit],
+            num_chips=num_used if service.requests_per_s is not None else np.full(len(rows), num_chips),
             tpot_s=decode.token_s[rows],
             transfer_s=sent_s,
-            requests_per_s=np.minimum(num_prefill * begins, num_decode * ends)[fits],
+            requests_per_s=np.minimum(num_prefill * prefills_per_s, num_decode * decodes_per_s)[is_fit],
             free_bytes=priced.room - np.maximum(decode.need[rows], prefill.need[prefill_rows]),
             chunk_len=np.zeros(len(rows), dtype=np.int64),
             prompt_s=prefill.step_s[prefill_rows] / prefill.batch[prefill_rows],
@@ -212,24 +212,24 @@ def _balanced(
     total: int, prefill_chips: np.ndarray, chips: np.ndarray, begins: np.ndarray, ends: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the numbers of engines that prefill and that generate with the most requests a second on all chips."""
-    exact = total * ends / (prefill_chips * ends + chips * begins)
-    best, rate = np.zeros(len(exact), dtype=np.int64), np.zeros(len(exact))
-    for tried in (np.floor(exact), np.ceil(exact)):
-        count = np.maximum(tried, 1).astype(np.int64)
-        left = np.maximum(total - count * prefill_chips, 0) // chips
-        reached = np.minimum(count * begins, left * ends)
-        best, rate = np.where(reached > rate, count, best), np.maximum(rate, reached)
-    return best, np.maximum(total - best * prefill_chips, 0) // chips
+    exact_count = total * ends / (prefill_chips * ends + chips * begins)
+    best_count, best_rate = np.zeros(len(exact_count), dtype=np.int64), np.zeros(len(exact_count))
+    for rounded in (np.floor(exact_count), np.ceil(exact_count)):
+        num_prefill = np.maximum(rounded, 1).astype(np.int64)
+        num_decode = np.maximum(total - num_prefill * prefill_chips, 0) // chips
+        new_rate = np.minimum(num_prefill * begins, num_decode * ends)
+        best_count, best_rate = np.where(new_rate > best_rate, num_prefill, best_count), np.maximum(best_rate, new_rate)
+    return best_count, np.maximum(total - best_count * prefill_chips, 0) // chips
 
 
 def _services(service: Service, priced: PricedFleet, **given: np.ndarray) -> Services:
     """Returns services with the figures that follow alike for both kinds."""
-    served = np.minimum(given["requests_per_s"], service.requests_per_s or np.inf)
+    served_per_s = np.minimum(given["requests_per_s"], service.requests_per_s or np.inf)
     return Services(
         **given,
         step_s=priced.decode.step_s[given["decode"]],
-        served_per_s=served,
-        tokens_per_s_per_chip=served * service.output_len / given["num_chips"],
+        served_per_s=served_per_s,
+        tokens_per_s_per_chip=served_per_s * service.output_len / given["num_chips"],
         serves=given["num_chips"] <= priced.fleet.cluster.num_chips,
     )
 
@@ -243,9 +243,9 @@ def ranked(found: Services, service: Service) -> np.ndarray:
     The best makes the most output tokens per second and chip that is paid for, so it costs the least, and needs the
     fewest chips for a load; of equals the one with the shortest time per token.
     """
-    good = np.flatnonzero(found.meets(service) & found.serves)
-    chosen: Services = select(found, good)
-    return good[np.lexsort((chosen.ttft_s, chosen.tpot_s, -chosen.tokens_per_s_per_chip))]
+    indices = np.flatnonzero(found.meets(service) & found.serves)
+    services: Services = select(found, indices)
+    return indices[np.lexsort((services.ttft_s, services.tpot_s, -services.tokens_per_s_per_chip))]
 
 
 def frontier(found: Services, among: np.ndarray) -> np.ndarray:

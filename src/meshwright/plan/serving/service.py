@@ -76,8 +76,8 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Lengths of chunks to choose from, shorter than what is new of a prompt; none if prompts are not cut."""
         if self.chunk_len is None and self.itl_s is None:
             return ()
-        tried = CHUNKS if self.chunk_len is None else (self.chunk_len,)
-        return tuple(length for length in tried if length < self.new_prompt_tokens)
+        lengths = CHUNKS if self.chunk_len is None else (self.chunk_len,)
+        return tuple(length for length in lengths if length < self.new_prompt_tokens)
 
     @property
     def max_len(self) -> int:
@@ -98,14 +98,14 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def parse_load(text: str, *, what: str = "rate") -> float:
     """Returns requests a second of ``"20/s"``, ``"600/min"`` or ``"5e4/h"``; a bare number is per second."""
     number, _, unit = text.partition("/")
-    seconds = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}.get(unit.strip())
+    period_s = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0}.get(unit.strip())
     try:
         value = float(number)
     except ValueError:
-        seconds = None
-    if seconds is None or not 0 < value < float("inf"):
+        period_s = None
+    if period_s is None or not 0 < value < float("inf"):
         raise InputError(f"{what} {text!r} is not a rate of requests. Write for example 20/s, 600/min or 5000/h.")
-    return value / seconds
+    return value / period_s
 
 
 def parse_target(text: str, *, what: str = "target") -> float:

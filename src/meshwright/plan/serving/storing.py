@@ -57,17 +57,17 @@ def stored_dtypes(
 
     Raises InputError for a dtype that is not known, or that needs products which the chip lacks.
     """
-    has = chip.peak_flops if chip and chip.peak_flops else {"fp8": 1.0, "fp4": 1.0}
-    tried = [name for name in TRIED if name != "fp8" or name in has]
-    chosen = [
-        _known(names or [name for name in tried if name in options], options, what)
+    peak_of = chip.peak_flops if chip and chip.peak_flops else {"fp8": 1.0, "fp4": 1.0}
+    tried_names = [name for name in TRIED if name != "fp8" or name in peak_of]
+    dtypes_of_kind = [
+        _known(names or [name for name in tried_names if name in options], options, what)
         for names, options, what in ((weights, WEIGHT_DTYPES, "weights"), (caches, SERVED_CACHES, "KV caches"))
     ]
     for name in (*weights, *caches):
-        if name in ("fp8", "fp4") and name not in has:
+        if name in ("fp8", "fp4") and name not in peak_of:
             raise InputError(f"{name} is for chips with products in {name}, and {chip and chip.name} has none.")
-    every = (StoredDtypes(weight, cache) for weight in chosen[0] for cache in chosen[1])
-    return tuple(pair for pair in every if (weights and caches) or {pair.weights, pair.cache} != {"int8", "fp8"})
+    pairs = (StoredDtypes(weight, cache) for weight in dtypes_of_kind[0] for cache in dtypes_of_kind[1])
+    return tuple(pair for pair in pairs if (weights and caches) or {pair.weights, pair.cache} != {"int8", "fp8"})
 
 
 def _known(given: Sequence[str], known: Iterable[str], what: str) -> tuple[str, ...]:

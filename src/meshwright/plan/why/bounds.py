@@ -42,14 +42,14 @@ class BatchSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 def batch_of(priced: PricedStrategy) -> BatchSplit:
     """Returns the factors of the batch: a replica's microbatch x replicas x microbatches."""
-    job, count = priced.setting.job, priced.strategy.num_microbatches
+    job, num_microbatches = priced.setting.job, priced.strategy.num_microbatches
     replicas = _devices(priced, *BATCH_AXES)
-    per_microbatch = job.batch_seqs / (replicas * count)
+    microbatch_seqs = job.batch_seqs / (replicas * num_microbatches)
     return BatchSplit(
-        sequences_per_microbatch=per_microbatch,
+        sequences_per_microbatch=microbatch_seqs,
         data_parallel=replicas,
-        num_microbatches=count,
-        sequences=global_batch(per_microbatch, data_parallel=replicas, num_microbatches=count),
+        num_microbatches=num_microbatches,
+        sequences=global_batch(microbatch_seqs, data_parallel=replicas, num_microbatches=num_microbatches),
         positions_per_device=job.seq_len / _devices(priced, "context"),
     )
 
@@ -88,37 +88,37 @@ def letters_of(priced: PricedStrategy, budget: RunBudget | None = None) -> Lette
     """
     setting, strategy = priced.setting, priced.strategy
     cluster, job, chip, rates = setting.cluster, setting.job, setting.cluster.chip, setting.rates
-    stages, count = _devices(priced, "pipeline"), strategy.num_microbatches
-    peak = matmul_rate(chip, rates, strategy.matmul_dtype)
-    width, sheet = torus_width(cluster), chip.peak_flops.get(strategy.matmul_dtype)
+    num_stages, num_microbatches = _devices(priced, "pipeline"), strategy.num_microbatches
+    peak_flops = matmul_rate(chip, rates, strategy.matmul_dtype)
+    width, sheet_peak = torus_width(cluster), chip.peak_flops.get(strategy.matmul_dtype)
     tensor_axes, fsdp_axes = _axes_of_tensor(priced.placement, width) if width else (1, 1)
-    slices = cluster.num_slices // math.gcd(stages, cluster.num_slices)
-    chips, room = cluster.num_chips // (slices * stages), setting.memory_limit
+    num_slices = cluster.num_slices // math.gcd(num_stages, cluster.num_slices)
+    num_chips, memory_limit = cluster.num_chips // (num_slices * num_stages), setting.memory_limit
     activations = priced.estimate.memory["activations"] * cluster.num_chips
     return Letters(
-        batch_tokens=job.tokens_per_step / slices / count,
-        num_microbatches=count,
-        num_chips=chips,
-        num_stages=stages,
-        data_ways=_devices(priced, *BATCH_AXES, "context") / slices,
-        peak_flops=peak,
-        alpha=None if width is None else limits.ici_intensity(peak, width.bytes_per_s * rates.efficiency.ici),
-        sheet_alpha=limits.ici_intensity(sheet, width.bytes_per_s) if width and sheet else None,
+        batch_tokens=job.tokens_per_step / num_slices / num_microbatches,
+        num_microbatches=num_microbatches,
+        num_chips=num_chips,
+        num_stages=num_stages,
+        data_ways=_devices(priced, *BATCH_AXES, "context") / num_slices,
+        peak_flops=peak_flops,
+        alpha=None if width is None else limits.ici_intensity(peak_flops, width.bytes_per_s * rates.efficiency.ici),
+        sheet_alpha=limits.ici_intensity(sheet_peak, width.bytes_per_s) if width and sheet_peak else None,
         fsdp_axes=fsdp_axes,
         tensor_axes=tensor_axes,
         tensor=_devices(priced, "tensor"),
         context=_devices(priced, "context"),
         batch_seqs=job.batch_seqs,
         replicas=_devices(priced, *BATCH_AXES),
-        memory_bytes=room if math.isfinite(room) else None,
+        memory_bytes=memory_limit if math.isfinite(memory_limit) else None,
         needed_bytes=float(priced.estimate.hbm_bytes_per_chip),
         shared_bytes=state_bytes(num_params(setting.model), state=strategy.state) + activations,
         train_tokens=budget.train_tokens if budget else None,
         run_days=budget.days if budget else None,
-        **model_letters(setting.model, stages),
-        **shared_letters(cluster, job, slices),
-        **(switched_letters(cluster, peak, rates.efficiency) if chips > 1 else {}),
-        **_of_axes(priced, peak),
+        **model_letters(setting.model, num_stages),
+        **shared_letters(cluster, job, num_slices),
+        **(switched_letters(cluster, peak_flops, rates.efficiency) if num_chips > 1 else {}),
+        **_of_axes(priced, peak_flops),
     )
 
 
@@ -129,13 +129,13 @@ def _axes_of_tensor(placement: Placement, width: TorusWidth) -> tuple[float, flo
     axes, and these are the ones of which it fills most.
     """
     torus = [link for link in placement.links if link.level == "ici" and link.size > 1]
-    shares = {
+    share_of = {
         link.name: sum(math.log(factor, link.size) for axis, factor in link.parts if axis == "tensor") for link in torus
     }
-    count = max(1, min(round(sum(shares.values())), len(torus) - 1))
-    most = sorted(torus, key=lambda link: (-shares[link.name], -link.wraps))
-    widths = [(1 + link.wraps) / (1 + any(link.wraps for link in torus)) for link in most]
-    return sum(widths[:count]), sum(widths[count:]) or widths[-1]
+    num_tensor = max(1, min(round(sum(share_of.values())), len(torus) - 1))
+    sorted_links = sorted(torus, key=lambda link: (-share_of[link.name], -link.wraps))
+    widths = [(1 + link.wraps) / (1 + any(link.wraps for link in torus)) for link in sorted_links]
+    return sum(widths[:num_tensor]), sum(widths[num_tensor:]) or widths[-1]
 
 
 def _devices(priced: PricedStrategy, *axes: str) -> int:
@@ -148,17 +148,17 @@ def switched_letters(cluster: Cluster, peak: float, shares: Efficiency) -> dict[
     chip = cluster.chip
     if cluster.kind != "switched" or not chip.nvlink_bytes_per_s:
         return {}
-    nvlink = chip.nvlink_bytes_per_s * shares.nvlink
-    rate, flat, link = nvlink, nvlink, "nvlink"
+    nvlink_rate = chip.nvlink_bytes_per_s * shares.nvlink
+    link_rate, flat_rate, link = nvlink_rate, nvlink_rate, "nvlink"
     if cluster.nodes > 1 and chip.nic_bytes_per_s:
-        flat = chip.nic_bytes_per_s * shares.network
-        rate, link = min(rate, flat * cluster.domain), "node"
+        flat_rate = chip.nic_bytes_per_s * shares.network
+        link_rate, link = min(link_rate, flat_rate * cluster.domain), "node"
     return {
         "link": link,
-        "link_alpha": limits.ici_intensity(peak, rate),
+        "link_alpha": limits.ici_intensity(peak, link_rate),
         "domain": cluster.domain,
-        "domain_alpha": limits.ici_intensity(peak, nvlink),
-        "flat_bytes_per_s": flat,
+        "domain_alpha": limits.ici_intensity(peak, nvlink_rate),
+        "flat_bytes_per_s": flat_rate,
     }
 
 
@@ -173,19 +173,19 @@ def _of_axes(priced: PricedStrategy, peak: float) -> dict[str, Any]:
     setting, strategy = priced.setting, priced.strategy
     if setting.cluster.kind == "host":
         return {}
-    passes = [costs for block in priced.costs.layers for costs in (block.forward, block.backward)]
+    costs_of_passes = [costs for block in priced.costs.layers for costs in (block.forward, block.backward)]
     stage_devices = int(product(size for axis, size in strategy.mesh.items() if axis != "pipeline"))
     letters: dict[str, Any] = {"chip_tokens": setting.job.tokens_per_step / strategy.num_microbatches / stage_devices}
-    if any(c.gathers_weights for costs in passes for c in costs):
-        letters |= _hiding("weights", priced, passes, scopes=("layer", "microbatch"))
-    if any(c.hides and c.step.scope == "step" for costs in passes for c in costs):
-        letters |= _hiding("gradients", priced, passes, scopes=("step",))
+    if any(c.gathers_weights for costs in costs_of_passes for c in costs):
+        letters |= _hiding("weights", priced, costs_of_passes, scopes=("layer", "microbatch"))
+    if any(c.hides and c.step.scope == "step" for costs in costs_of_passes for c in costs):
+        letters |= _hiding("gradients", priced, costs_of_passes, scopes=("step",))
     if _devices(priced, "pipeline") > 1:
-        forward, backward, bubble = priced.times.layer_passes(priced.pipeline)
+        forward_s, backward_s, bubble_s = priced.times.layer_passes(priced.pipeline)
         letters |= {
             "schedule": strategy.schedule,
-            "bubble_s": float(bubble),
-            "microbatch_s": float(forward + backward),
+            "bubble_s": float(bubble_s),
+            "microbatch_s": float(forward_s + backward_s),
         }
     if _devices(priced, "context") > 1:
         letters |= _ring(priced)
@@ -198,28 +198,28 @@ def _hiding(
     what: str, priced: PricedStrategy, passes: Sequence[Sequence[StepCost]], *, scopes: tuple[str, ...]
 ) -> dict[str, float]:
     """Returns the seconds of these scopes' collectives and of the rest of the pass, for the pass that hides least."""
-    pairs = []
+    pairs_s = []
     for costs in passes:
-        moved = [c for c in costs if c.hides and c.step.scope in scopes and c.step.op != "permute"]
-        links_s = max(link_seconds(moved, priced.rates, once=True), default=0.0)
-        pairs.append((float(links_s), float(sum(c.time_s for c in costs if not c.hides))))
-    links_s, layer_s = max(pairs, key=lambda pair: pair[0] / pair[1])
+        moved_costs = [c for c in costs if c.hides and c.step.scope in scopes and c.step.op != "permute"]
+        links_s = max(link_seconds(moved_costs, priced.rates, once=True), default=0.0)
+        pairs_s.append((float(links_s), float(sum(c.time_s for c in costs if not c.hides))))
+    links_s, layer_s = max(pairs_s, key=lambda pair: pair[0] / pair[1])
     return {f"{what}_s": links_s, f"{what}_layer_s": layer_s}
 
 
 def _ring(priced: PricedStrategy) -> dict[str, Any]:
     """Returns the letters of ring attention, whose link rate is that of the priced permutes; {} for other attention."""
-    model, tensor = priced.setting.model, _devices(priced, "tensor")
+    model, tensor_size = priced.setting.model, _devices(priced, "tensor")
     permutes = (c for c in priced.costs.all if c.step.op == "permute" and c.step.phase == "forward")
-    moved = next((c for c in permutes if "context" in c.step.axes), None)
-    if moved is None or model.latent_attention:
+    move_cost = next((c for c in permutes if "context" in c.step.axes), None)
+    if move_cost is None or model.latent_attention:
         return {}
-    moves = num_moves(moved.step, priced.sizes)
+    num_sends = num_moves(move_cost.step, priced.sizes)
     return {
-        "ring_bytes_per_s": float(moved.network_bytes / (moved.network_s - moved.latency_s) * moves),
+        "ring_bytes_per_s": float(move_cost.network_bytes / (move_cost.network_s - move_cost.latency_s) * num_sends),
         "ring_positions": priced.setting.job.seq_len / _devices(priced, "context"),
-        "num_heads": model.num_heads // tensor,
-        "num_kv_heads": max(1, model.num_kv_heads // tensor),
+        "num_heads": model.num_heads // tensor_size,
+        "num_kv_heads": max(1, model.num_kv_heads // tensor_size),
         "causal": priced.sizes.causal,
     }
 
@@ -227,21 +227,21 @@ def _ring(priced: PricedStrategy) -> dict[str, Any]:
 def _experts(priced: PricedStrategy, peak: float) -> dict[str, Any]:
     """Returns the letters of the experts, and of their AllToAlls if ``expert`` has several devices."""
     setting, model = priced.setting, priced.setting.model
-    copies = _devices(priced, "data", "fsdp", "context")
-    bandwidth = memory_rate(setting.cluster.chip, setting.rates)
+    num_shards = _devices(priced, "data", "fsdp", "context")
+    hbm_rate = memory_rate(setting.cluster.chip, setting.rates)
     letters = {
         "num_experts": model.num_experts,
         "experts_per_token": model.experts_per_token,
-        "hbm_tokens": critical_batch(peak, bandwidth, weight_bytes=priced.sizes.width),
-        "copy_tokens": setting.job.tokens_per_step / priced.strategy.num_microbatches / copies,
+        "hbm_tokens": critical_batch(peak, hbm_rate, weight_bytes=priced.sizes.width),
+        "copy_tokens": setting.job.tokens_per_step / priced.strategy.num_microbatches / num_shards,
     }
     block = max((block.forward for block in priced.costs.layers), key=len)
-    sent = [c for c in block if c.step.op == "all_to_all" and "expert" in c.step.axes]
-    products = [c for c in block if c.flops and any("Fe" in array.dims for array in c.step.inputs)]
-    if _devices(priced, "expert") > 1 and sent and products:
+    exchange_costs = [c for c in block if c.step.op == "all_to_all" and "expert" in c.step.axes]
+    product_costs = [c for c in block if c.flops and any("Fe" in array.dims for array in c.step.inputs)]
+    if _devices(priced, "expert") > 1 and exchange_costs and product_costs:
         letters |= {
             "expert_width": model.d_ff_expert,
-            "exchange_s": float(sum(c.network_s for c in sent)),
-            "experts_s": float(sum(c.math_s for c in products)),
+            "exchange_s": float(sum(c.network_s for c in exchange_costs)),
+            "experts_s": float(sum(c.math_s for c in product_costs)),
         }
     return letters

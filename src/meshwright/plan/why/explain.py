@@ -143,15 +143,15 @@ class FsdpCase(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def words(self) -> str:
         """The case, its two limits with their numbers, the advice, and what the plan does."""
-        batch = "no more" if self.chips <= self.sequences else "more"
-        order = "longer than" if self.comms_s > self.compute_s else "hidden by"
-        taken = ", ".join(self.other_axes) or "no other axis"
+        amount = "no more" if self.chips <= self.sequences else "more"
+        phrase = "longer than" if self.comms_s > self.compute_s else "hidden by"
+        axes = ", ".join(self.other_axes) or "no other axis"
         if self.case == 1 and self.other_axes:
-            taken += ", which these limits do not ask for"
+            axes += ", which these limits do not ask for"
         return (
-            f"case {self.case} of 4, FSDP alone: {batch} chips ({self.chips:,}) than sequences ({self.sequences:,}), "
-            f"communication of {format_seconds(self.comms_s)} {order} {format_seconds(self.compute_s)} of compute, "
-            f"equal on about {self.max_chips_by_comms:,.0f} chips. What helps: {self.advice}. This plan has {taken}."
+            f"case {self.case} of 4, FSDP alone: {amount} chips ({self.chips:,}) than sequences ({self.sequences:,}), "
+            f"communication of {format_seconds(self.comms_s)} {phrase} {format_seconds(self.compute_s)} of compute, "
+            f"equal on about {self.max_chips_by_comms:,.0f} chips. What helps: {self.advice}. This plan has {axes}."
         )
 
 
@@ -205,14 +205,14 @@ def explain(plan: Plan) -> Explanation:
     priced = price_strategy(setting, plan.strategy)
     budget = run_budget(plan, step_s=priced.estimate.step_s)
     letters = letters_of(priced, budget)
-    executed = [(cost.step.phase, float(cost.flops * cost.count)) for cost in priced.costs.all]
-    parts = Breakdown(priced)
+    flops_of = [(cost.step.phase, float(cost.flops * cost.count)) for cost in priced.costs.all]
+    breakdown = Breakdown(priced)
     return Explanation(
         plan=plan,
         estimate=priced.estimate,
-        terms=parts.terms,
-        overlap=parts.overlap(),
-        recomputed=sum(n for phase, n in executed if phase == "recompute") / sum(n for _, n in executed),
+        terms=breakdown.terms,
+        overlap=breakdown.overlap(),
+        recomputed=sum(n for phase, n in flops_of if phase == "recompute") / sum(n for _, n in flops_of),
         changes=try_changes(setting, plan.strategy, priced.estimate.step_s),
         fsdp=fsdp_case(plan),
         blocks=_passes(priced),
@@ -231,15 +231,15 @@ def attention_kernel(plan: Plan) -> str:
     model, chip, strategy = plan.model, plan.cluster.chip, plan.strategy
     gpu = catalogued(chip, "xla_gpu")
     gpu_platform = "cuda" if chip.vendor == "NVIDIA" else "rocm"
-    split = strategy.mesh.get("context", 1)
+    context_size = strategy.mesh.get("context", 1)
     case = AttentionCase(
         platform={"torus": "tpu", "host": "cpu"}.get(chip.topology, gpu_platform),
         capability=float(gpu.capability.rstrip("a")) if gpu else 0,
         dtype={"bf16": "bfloat16", "fp32": "float32"}[strategy.state_dtype],
         widths=(model.head_dim, model.v_head_dim or model.head_dim),
-        positions=plan.job.seq_len // split,
+        positions=plan.job.seq_len // context_size,
         terms=mask_named(model.attention_mask or "causal").terms or {""},
-        in_order=split == 1 or strategy.context_attention == "ulysses",
+        in_order=context_size == 1 or strategy.context_attention == "ulysses",
         scored=bool(model.attention_score or model.relative_buckets or model.attention_softcap),
         looks_up=bool(model.relative_buckets),
     )
@@ -248,24 +248,24 @@ def attention_kernel(plan: Plan) -> str:
 
 def limit_of_term(term: Term, limits: Sequence[Limit]) -> Limit | None:
     """Returns the limit that bounds a term of a step; None if none is known."""
-    by_name = {limit.name: limit for limit in limits}
-    return next((by_name[name] for name in _limits_of(term.name) if name in by_name), None)
+    limit_by_name = {limit.name: limit for limit in limits}
+    return next((limit_by_name[name] for name in _limits_of(term.name) if name in limit_by_name), None)
 
 
 def _limits_of(name: str) -> Iterator[str]:
     """Yields the names of limits that say whether a term would hide or be short, the most telling first."""
-    axes = set(name.split(","))
+    axis_names = set(name.split(","))
     if name == "bubble":
         yield "microbatches, bubble < 10%"
-    if axes == {"expert"}:
+    if axis_names == {"expert"}:
         yield "expert width, AllToAll shorter"
-    if axes == {"context"}:
+    if axis_names == {"context"}:
         yield "positions/device, ring hides"
-    if "tensor" in axes:
+    if "tensor" in axis_names:
         yield "tensor"
-    if "fsdp" in axes:
+    if "fsdp" in axis_names:
         yield "tokens/chip, weights hide"
-    if axes & {*BATCH_AXES, "context"}:
+    if axis_names & {*BATCH_AXES, "context"}:
         yield from ("tokens/chip, gradients hide", "tokens/slice, over DCN")
 
 
@@ -277,14 +277,14 @@ def _passes(priced: PricedStrategy) -> tuple[BlockListing, ...]:
     layers, listings = priced.costs.layers, []
     for block in layers:
         repeat = block.steps.repeat
-        of = "" if len(layers) == 1 else f" ({block.name}, {repeat} of {priced.derived.num_layers})"
+        suffix = "" if len(layers) == 1 else f" ({block.name}, {repeat} of {priced.derived.num_layers})"
         listings.append(
             BlockListing(
                 name=block.name,
                 repeat=repeat,
-                forward=algorithm(f"forward pass of one layer{of}", block.forward),
+                forward=algorithm(f"forward pass of one layer{suffix}", block.forward),
                 backward=algorithm(
-                    f"backward pass of one layer{of}",
+                    f"backward pass of one layer{suffix}",
                     block.backward,
                     again=(len(block.again), float(block.steps.times_again(priced.pipeline.runs)) / repeat),
                 ),
@@ -298,13 +298,13 @@ def _between_stages(priced: PricedStrategy) -> BetweenStages | None:
     strategy = priced.strategy
     if strategy.mesh.get("pipeline", 1) == 1:
         return None
-    count = strategy.num_microbatches
+    num_microbatches = strategy.num_microbatches
     terms = priced.estimate.terms
     return BetweenStages(
         schedule=strategy.schedule,
         stages=strategy.mesh["pipeline"],
         chunks=strategy.chunks,
-        microbatches=count,
+        microbatches=num_microbatches,
         sends=algorithm("between stages, one microbatch", priced.costs.boundary),
         num_sends=float(priced.pipeline.num_sends),
         sends_s=float(terms.get("pipeline", 0.0)),
@@ -317,17 +317,17 @@ def algorithm(
 ) -> Algorithm:
     """Returns the lines of one pass and their sums, with ``of_layers`` each as often as the busiest device runs it.
     ``again`` is the number of costs at the start that run more than once, and how often on average."""
-    first, often = again
-    every = [(c, float(c.here) if of_layers else often if number < first else 1.0) for number, c in enumerate(costs)]
-    total = sum(float(c.time_s) for c in costs)
-    shown = [(c, n) for c, n in every if c.step.is_collective or float(c.time_s) > MAX_FREE_SHARE * total]
+    num_again, times = again
+    runs = [(c, float(c.here) if of_layers else times if number < num_again else 1.0) for number, c in enumerate(costs)]
+    total_s = sum(float(c.time_s) for c in costs)
+    listed = [(c, n) for c, n in runs if c.step.is_collective or float(c.time_s) > MAX_FREE_SHARE * total_s]
     return Algorithm(
         title=title,
-        lines=tuple(_line(number, cost, times) for number, (cost, times) in enumerate(shown, 1)),
-        compute_s=sum(float(c.local_s) * n for c, n in every if not c.step.is_collective),
-        hidden_s=sum(float(c.network_s) * n for c, n in every if c.hides),
-        critical_s=sum(float(c.network_s) * n for c, n in every if c.step.is_collective and not c.hides),
-        num_left_out=len(costs) - len(shown),
+        lines=tuple(_line(number, cost, num_runs) for number, (cost, num_runs) in enumerate(listed, 1)),
+        compute_s=sum(float(c.local_s) * n for c, n in runs if not c.step.is_collective),
+        hidden_s=sum(float(c.network_s) * n for c, n in runs if c.hides),
+        critical_s=sum(float(c.network_s) * n for c, n in runs if c.step.is_collective and not c.hides),
+        num_left_out=len(costs) - len(listed),
     )
 
 
@@ -353,9 +353,9 @@ def _overlap(cost: StepCost) -> str:
     if cost.in_ring_loop:
         return "behind the products beside it"
     if cost.hides:
-        once = ", once per step" if step.scope == "step" else ""
-        ahead = "can be done ahead" if step.op == "all_gather" else "can be done behind"
-        return f"{ahead}{once}"
+        suffix = ", once per step" if step.scope == "step" else ""
+        phrase = "can be done ahead" if step.op == "all_gather" else "can be done behind"
+        return f"{phrase}{suffix}"
     return "critical path"
 
 
@@ -373,20 +373,20 @@ def fsdp_case(plan: Plan) -> FsdpCase | None:
         return None
     rate = matmul_rate(cluster.chip, plan.calibration, strategy.matmul_dtype)
     flops = training_flops(num_active_params(plan.model), job.tokens_per_step)
-    compute = train_seconds(flops, num_chips=cluster.num_chips, peak_flops=rate)
+    compute_s = train_seconds(flops, num_chips=cluster.num_chips, peak_flops=rate)
     placement = physical_placement(cluster)
-    gather = group_rates(placement, placement.mesh, plan.calibration)["all_gather"].seconds_per_byte
-    width = STATE_BYTES[strategy.state]["weights"]
-    comms = limits.flat_fsdp_comms_s(num_params(plan.model), 1 / gather, bytes_per_param=width)
+    seconds_per_byte = group_rates(placement, placement.mesh, plan.calibration)["all_gather"].seconds_per_byte
+    weight_width = STATE_BYTES[strategy.state]["weights"]
+    comms_s = limits.flat_fsdp_comms_s(num_params(plan.model), 1 / seconds_per_byte, bytes_per_param=weight_width)
     other_axes = tuple(axis for axis in ("pipeline", "context", "tensor") if strategy.mesh.get(axis, 1) > 1)
-    case = 1 + (cluster.num_chips > job.batch_seqs) + 2 * (comms > compute)
+    case = 1 + (cluster.num_chips > job.batch_seqs) + 2 * (comms_s > compute_s)
     return FsdpCase(
         case=case,
         chips=cluster.num_chips,
         sequences=job.batch_seqs,
-        compute_s=compute,
-        comms_s=float(comms),
-        max_chips_by_comms=float(cluster.num_chips * compute / comms),
+        compute_s=compute_s,
+        comms_s=float(comms_s),
+        max_chips_by_comms=float(cluster.num_chips * compute_s / comms_s),
         tokens_per_chip=job.tokens_per_step / cluster.num_chips,
         other_axes=other_axes,
         # case 1 allows no other axis; the others need one that they name

@@ -78,9 +78,9 @@ def explain_service(file: ServiceFile) -> ServiceExplanation:
     file.require_legal()
     decode, prefill = (_phase(file, phase) for phase in PHASES)
     explanation = ServiceExplanation(file=file, phases=(decode, prefill), formulas=_formulas(file, decode, prefill))
-    if (left := explanation.value("memory left")) < 0:
+    if (left_bytes := explanation.value("memory left")) < 0:
         raise CannotRunError(
-            f"[generate]: decode and prefill need {format_bytes(-left)} per chip more than there is. Lower "
+            f"[generate]: decode and prefill need {format_bytes(-left_bytes)} per chip more than there is. Lower "
             f"generate.batch_seqs, or plan the service again."
         )
     return explanation
@@ -91,41 +91,41 @@ def explain_service(file: ServiceFile) -> ServiceExplanation:
 
 def _phase(file: ServiceFile, phase: GenerationPhase) -> PhaseExplanation:
     service = file.service
-    length = service.mean_len if phase == "decode" else service.new_prompt_tokens
-    priced, pool = price_strategy(*file.phase(phase, length)), file.pool(phase)
+    num_positions = service.mean_len if phase == "decode" else service.new_prompt_tokens
+    priced, pool = price_strategy(*file.phase(phase, num_positions)), file.pool(phase)
     blocks = [block for block in priced.costs.blocks if block.forward]
-    layers = priced.derived.num_layers
-    titles = {
-        block.name: f"one layer, {block.steps.repeat} of {layers} ({block.name})" if block.is_layer else block.name
+    num_layers = priced.derived.num_layers
+    title_of_block = {
+        block.name: f"one layer, {block.steps.repeat} of {num_layers} ({block.name})" if block.is_layer else block.name
         for block in blocks
     }
-    whole = dict(price_strategy(*file.phase(phase)).estimate.memory)
+    full_memory = dict(price_strategy(*file.phase(phase)).estimate.memory)
     return PhaseExplanation(
         phase=phase,
         pool=pool,
-        num_positions=length,
+        num_positions=num_positions,
         step_s=float(priced.estimate.step_s),
-        blocks=tuple(algorithm(f"{phase}: {titles[block.name]}", block.forward) for block in blocks),
+        blocks=tuple(algorithm(f"{phase}: {title_of_block[block.name]}", block.forward) for block in blocks),
         repeats=tuple(block.steps.repeat for block in blocks),
         parts=tuple(_parts(priced)),
         terms=Breakdown(priced).terms,
-        memory={name: float(size) for name, size in whole.items() if size},
+        memory={name: float(size) for name, size in full_memory.items() if size},
     )
 
 
 def _parts(priced: PricedStrategy) -> Iterator[StepPart]:
     """Yields the parts of a step by what they wait for."""
-    alone = {name: float(seconds[0]) for name, seconds in bounds_s(priced, 1).items()}
-    amounts = dict.fromkeys(AMOUNTS, 0.0)
+    alone_s = {name: float(seconds[0]) for name, seconds in bounds_s(priced, 1).items()}
+    amount_of = dict.fromkeys(AMOUNTS, 0.0)
     for cost in priced.costs.all:
         if cost.step.is_collective:
-            amounts["network"] += float(cost.network_bytes * cost.here)
+            amount_of["network"] += float(cost.network_bytes * cost.here)
             continue
-        amounts["FLOPs"] += float(cost.flops * cost.here)
-        if (name := loads(cost)) in amounts:
-            amounts[name] += float(cost.hbm_bytes * cost.here)
+        amount_of["FLOPs"] += float(cost.flops * cost.here)
+        if (name := loads(cost)) in amount_of:
+            amount_of[name] += float(cost.hbm_bytes * cost.here)
     yield from (
-        StepPart(name=name, amount=amounts.get(name), alone_s=alone[name]) for name in BOUNDS if alone[name] > 0
+        StepPart(name=name, amount=amount_of.get(name), alone_s=alone_s[name]) for name in BOUNDS if alone_s[name] > 0
     )
 
 
@@ -164,57 +164,57 @@ def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplana
     With pools prefill has chips of its own; else it works beside the caches of decode, with the same weights. With
     drafts the step that checks them is that of the file, ``t_checked``, and t_step is that of a token.
     """
-    service, generate, fill, pools = file.service, file.generate, file.prefill, file.has_pools
+    service, generate, pool, pools = file.service, file.generate, file.prefill, file.has_pools
     price = file.cluster.chip.price_usd_per_hour
-    held = [generate.memory if file.num_drafts else decode.memory, prefill.memory]
-    fixed = [sum(memory.get(name, 0.0) for name in ("weights", "kv_cache")) for memory in held]
+    items = [generate.memory if file.num_drafts else decode.memory, prefill.memory]
+    stored = [sum(memory.get(name, 0.0) for name in ("weights", "kv_cache")) for memory in items]
     counts: dict[str, float] = {
-        "B": generate.batch_seqs, "G": generate.num_engines, "P": fill.num_engines, "prompts": fill.batch_seqs,
+        "B": generate.batch_seqs, "G": generate.num_engines, "P": pool.num_engines, "prompts": pool.batch_seqs,
         "prompt": service.prompt_len, "output": service.output_len, "chips": file.predicted.num_chips,
-        "load": service.requests_per_s or 0.0, "price": price or 0.0, "P_chips": fill.num_chips,
-        "G_chips": generate.num_chips, "senders": min(generate.part.num_chips, fill.part.num_chips),
+        "load": service.requests_per_s or 0.0, "price": price or 0.0, "P_chips": pool.num_chips,
+        "G_chips": generate.num_chips, "senders": min(generate.part.num_chips, pool.part.num_chips),
     }  # fmt: skip
     sizes = {
         "KV": sequence_bytes(file.model, service.prompt_len, file.stored.storage),
         "link": transfer_bytes_per_s(file.cluster),
-        "room": file.setting.memory_room, "weights_and_KV": fixed[0], "decoding": sum(held[0].values()) - fixed[0],
-        "prefilling": sum(prefill.memory.values()) - (0 if pools else fixed[1]),
+        "room": file.setting.memory_room, "weights_and_KV": stored[0], "decoding": sum(items[0].values()) - stored[0],
+        "prefilling": sum(prefill.memory.values()) - (0 if pools else stored[1]),
     }  # fmt: skip
     times = {"t_step": decode.step_s, "t_prefill": prefill.step_s}
-    wanted: dict[str, str] = {}
+    formulas: dict[str, str] = {}
     if file.num_drafts:
         times["t_checked"], counts["tokens"] = generate.step_s, file.step_tokens
-        wanted["t_step"] = "t_checked / tokens"
-    shared = generate.batch_seqs > 1 and sequence_shards(generate.strategy) > 1 and not pools
-    if shared:
+        formulas["t_step"] = "t_checked / tokens"
+    is_shared = generate.batch_seqs > 1 and sequence_shards(generate.strategy) > 1 and not pools
+    if is_shared:
         counts["devices"] = sequence_shards(generate.strategy)
-        wanted |= {"ending": "(B - 1) / output"}
-    part = "max((1 - exp(-ending)) / ending, 1 / devices) x t_prefill x devices / prompts"
-    wanted |= {"t_prompt": part if shared else "t_prefill / prompts", **(_POOLED if pools else _AGGREGATED)}
+        formulas |= {"ending": "(B - 1) / output"}
+    formula = "max((1 - exp(-ending)) / ending, 1 / devices) x t_prefill x devices / prompts"
+    formulas |= {"t_prompt": formula if is_shared else "t_prefill / prompts", **(_POOLED if pools else _AGGREGATED)}
     rate = "per_s"
     if service.requests_per_s is not None:
-        rate, wanted["served"] = "served", "min(per_s, load)"
-    wanted["made"] = f"{rate} x output / chips"
+        rate, formulas["served"] = "served", "min(per_s, load)"
+    formulas["made"] = f"{rate} x output / chips"
     if price is not None:
-        wanted |= {
+        formulas |= {
             "share": _SHARES[pools],
             "usd": f"price / 3600 x chips / {rate}",
             "usd_in": "1e6 x usd x share / prompt",
             "usd_out": "1e6 x usd x (1 - share) / output",
         }
-    wanted["left"] = _ROOM[pools]
+    formulas["left"] = _ROOM[pools]
     known = {**counts, **sizes, **times}
-    written = {name: f"{value:.10g}" for name, value in counts.items()}
-    written |= {name: f"{value / 1e9:.4g} GB{'/s' * (name == 'link')}" for name, value in sizes.items()}
-    written |= {name: f"{value:.4g} s" for name, value in times.items()}
+    texts = {name: f"{value:.10g}" for name, value in counts.items()}
+    texts |= {name: f"{value / 1e9:.4g} GB{'/s' * (name == 'link')}" for name, value in sizes.items()}
+    texts |= {name: f"{value:.4g} s" for name, value in times.items()}
     rows = []
-    for name, text in wanted.items():
+    for name, text in formulas.items():
         # the texts are the constants above
         known[name] = value = float(eval(text.replace(" x ", " * "), {"min": min, "max": max, "exp": math.exp}, known))
         is_time = name[:2] in ("t_", "TP", "TT")
-        numbers = re.sub(r"\b[A-Za-z]\w*", lambda match: written.get(match[0], match[0]), text)
-        written[name] = f"{value:.4g}{' s' * is_time}"
-        shown = format_seconds(value) if is_time else format_bytes(value) if name == "left" else written[name]
+        numbers = re.sub(r"\b[A-Za-z]\w*", lambda match: texts.get(match[0], match[0]), text)
+        texts[name] = f"{value:.4g}{' s' * is_time}"
+        value_text = format_seconds(value) if is_time else format_bytes(value) if name == "left" else texts[name]
         text = re.sub(r"\w+", lambda match: _TITLES.get(match[0], match[0]), text)
-        rows.append(Formula(name=_TITLES.get(name, name), text=text, numbers=numbers, value=value, shown=shown))
+        rows.append(Formula(name=_TITLES.get(name, name), text=text, numbers=numbers, value=value, shown=value_text))
     return tuple(rows)

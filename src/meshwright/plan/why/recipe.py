@@ -61,13 +61,13 @@ def recipe(setting: Setting, *, template: Strategy) -> Recipe:
     at = _Builder(setting, template)
     far = {axis: (size, why) for axis, size, why in _far(at)}
     chosen = _chosen(at, {"context": 1, "tensor": 1, "pipeline": 1} | {axis: size for axis, (size, _) in far.items()})
-    refused = legal(setting, chosen)
-    runs = all(refusal.rule == MEMORY_RULE for refusal in refused)
+    refusals = legal(setting, chosen)
+    is_runnable = all(refusal.rule == MEMORY_RULE for refusal in refusals)
     return Recipe(
         steps=tuple(_said(at, chosen, far)),
         strategy=chosen,
-        estimate=estimate_step(setting, chosen) if runs else None,
-        refusal=refused[0] if refused else None,
+        estimate=estimate_step(setting, chosen) if is_runnable else None,
+        refusal=refusals[0] if refusals else None,
     )
 
 
@@ -95,8 +95,8 @@ class _Builder:
                 if remat == "sqrt" and self.cluster.kind == "host":
                     continue
                 strategy = self.strategy(mesh, remat)
-                if fits := microbatches_that_fit(self.setting, strategy):
-                    return msgspec.structs.replace(strategy, num_microbatches=min(fits))
+                if bytes_by_microbatches := microbatches_that_fit(self.setting, strategy):
+                    return msgspec.structs.replace(strategy, num_microbatches=min(bytes_by_microbatches))
         return None
 
 
@@ -108,28 +108,28 @@ def _far(at: _Builder) -> Iterator[tuple[str, int, str]]:
     if at.cluster.kind == "host":
         return
     tensor = math.gcd(at.machine, at.model.num_kv_heads)
-    few = at.chips > FAR_CHIPS and at.chips > at.job.batch_seqs
+    has_few_seqs = at.chips > FAR_CHIPS and at.chips > at.job.batch_seqs
     if tensor > 1 and at.params > FAR_PARAMS:
         yield "tensor", tensor, f"more than {format_params(FAR_PARAMS)} parameters, over the chips of a machine"
-    elif tensor > 1 and few:
+    elif tensor > 1 and has_few_seqs:
         yield "tensor", tensor, f"more than {FAR_CHIPS:,} chips and fewer sequences, over the chips of a machine"
     else:
         tensor = 1
-    is_long, ways = at.job.seq_len > FAR_TOKENS, 1
-    while at.chips % (2 * tensor * ways) == 0 and (
-        (is_long and at.job.seq_len / ways > LOCAL_POSITIONS) or at.chips // (tensor * ways) > at.job.batch_seqs
+    is_long, context = at.job.seq_len > FAR_TOKENS, 1
+    while at.chips % (2 * tensor * context) == 0 and (
+        (is_long and at.job.seq_len / context > LOCAL_POSITIONS) or at.chips // (tensor * context) > at.job.batch_seqs
     ):
-        ways *= 2
-    if ways > 1:
-        why = f"sequences of more than {FAR_TOKENS:,} tokens" if is_long else "fewer sequences than replicas"
-        yield "context", ways, why
+        context *= 2
+    if context > 1:
+        reason = f"sequences of more than {FAR_TOKENS:,} tokens" if is_long else "fewer sequences than replicas"
+        yield "context", context, reason
 
 
 def _chosen(at: _Builder, inner: Mapping[str, int]) -> Strategy:
     """Returns the first strategy that fits, with the fewest stages (a power of two); if none fits, FSDP unpipelined."""
-    powers = 1 if at.cluster.kind == "host" else int(math.log2(at.model.num_layers)) + 1
+    num_powers = 1 if at.cluster.kind == "host" else int(math.log2(at.model.num_layers)) + 1
     inner_chips = inner["context"] * inner["tensor"]
-    for stages in (2**power for power in range(powers)):
+    for stages in (2**power for power in range(num_powers)):
         if at.chips % (inner_chips * stages):
             continue
         splits = _splits(at, at.chips // (inner_chips * stages), inner["tensor"])
@@ -146,36 +146,36 @@ def _splits(at: _Builder, ways: int, tensor: int) -> Iterator[dict[str, int]]:
     if at.chips < HYBRID_CHIPS:
         yield {"fsdp": ways}
     else:
-        for group in divisors(ways):
-            if min(at.machine, ways) <= group <= HYBRID_CHIPS // tensor:
-                yield {"fsdp": group, "data": ways // group}
+        for group_size in divisors(ways):
+            if min(at.machine, ways) <= group_size <= HYBRID_CHIPS // tensor:
+                yield {"fsdp": group_size, "data": ways // group_size}
 
 
 def _said(at: _Builder, chosen: Strategy, far: Mapping[str, tuple[int, str]]) -> Iterator[RecipeStep]:
-    mesh, count = chosen.mesh, chosen.num_microbatches
+    mesh, num_microbatches = chosen.mesh, chosen.num_microbatches
     data, fsdp, stages = mesh["data"], mesh["fsdp"], mesh["pipeline"]
-    few, size = format_params(DATA_PARAMS), f"{format_params(at.params)} parameters on {at.chips:,} chips"
+    params_text, job_text = format_params(DATA_PARAMS), f"{format_params(at.params)} parameters on {at.chips:,} chips"
     yield RecipeStep(
         "data parallelism",
         at.chips <= DATA_CHIPS and at.params <= DATA_PARAMS and data > 1,
-        f"up to {DATA_CHIPS} chips and {few} parameters; here {size}",
+        f"up to {DATA_CHIPS} chips and {params_text} parameters; here {job_text}",
     )
     yield RecipeStep("FSDP", fsdp > 1, f"beyond that: fsdp {fsdp:,}" if fsdp > 1 else "not needed")
-    hybrid = fsdp > 1 and data > 1
-    why = f"from {HYBRID_CHIPS} chips on, in the smallest groups of machines that fit"
-    yield RecipeStep("hybrid sharding", hybrid, f"{why}: data {data:,} x fsdp {fsdp:,}" if hybrid else why)
-    again = chosen.remat != "none"
-    why = f"activations do not fit otherwise: remat {chosen.remat}" if again else "activations fit as they are"
-    yield RecipeStep("checkpointing", again, why)
-    not_asked = {
+    is_hybrid = fsdp > 1 and data > 1
+    reason = f"from {HYBRID_CHIPS} chips on, in the smallest groups of machines that fit"
+    yield RecipeStep("hybrid sharding", is_hybrid, f"{reason}: data {data:,} x fsdp {fsdp:,}" if is_hybrid else reason)
+    has_remat = chosen.remat != "none"
+    reason = f"activations do not fit otherwise: remat {chosen.remat}" if has_remat else "activations fit as they are"
+    yield RecipeStep("checkpointing", has_remat, reason)
+    reason_by_axis = {
         "context": f"for sequences longer than {FAR_TOKENS:,}; here {at.job.seq_len:,}",
         "tensor": f"for more than {format_params(FAR_PARAMS)} parameters, or {FAR_CHIPS:,} chips and fewer sequences",
     }
-    for axis, without in not_asked.items():
-        ways, why = far.get(axis, (1, without))
-        yield RecipeStep(f"{axis} parallelism", ways > 1, f"{why}: {axis} {ways}" if ways > 1 else why)
-    why = f"the fewest stages with which it fits: {stages}" if stages > 1 else "fits without"
-    yield RecipeStep("pipeline", stages > 1, why)
-    local = at.job.batch_seqs / (data * fsdp * count)
-    batch = f"{count} x {local:g} sequence{'s' * (local != 1)}"
-    yield RecipeStep("batch of a chip", True, f"as large as memory allows: {batch}")
+    for axis, unused_reason in reason_by_axis.items():
+        size, reason = far.get(axis, (1, unused_reason))
+        yield RecipeStep(f"{axis} parallelism", size > 1, f"{reason}: {axis} {size}" if size > 1 else reason)
+    reason = f"the fewest stages with which it fits: {stages}" if stages > 1 else "fits without"
+    yield RecipeStep("pipeline", stages > 1, reason)
+    local_seqs = at.job.batch_seqs / (data * fsdp * num_microbatches)
+    batch_text = f"{num_microbatches} x {local_seqs:g} sequence{'s' * (local_seqs != 1)}"
+    yield RecipeStep("batch of a chip", True, f"as large as memory allows: {batch_text}")

@@ -19,15 +19,15 @@ MAX_FACTOR = 1000.0
 def parse_what_if(text: str) -> dict[str, float]:
     """Parses ``"chip.flops=8x,network=0.1x"`` to quantity -> factor. Raises InputError for one that `CHANGES` lacks."""
     factors: dict[str, float] = {}
-    for part in text.split(","):
-        name, sep, value = (piece.strip() for piece in part.partition("="))
+    for change_text in text.split(","):
+        name, separator, value = (piece.strip() for piece in change_text.partition("="))
         if name not in CHANGES:
-            raise InputError(f"--what-if {part.strip()!r}: {name!r} cannot be changed.{nearest(name, CHANGES)}")
-        match = _FACTOR.fullmatch(value) if sep else None
+            raise InputError(f"--what-if {change_text.strip()!r}: {name!r} cannot be changed.{nearest(name, CHANGES)}")
+        match = _FACTOR.fullmatch(value) if separator else None
         factor = float(match.group(1)) if match else 0.0
         if not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:
             raise InputError(
-                f"--what-if {part.strip()!r} is not a factor from 0.001x to 1000x. Write for example {name}=2x."
+                f"--what-if {change_text.strip()!r} is not a factor from 0.001x to 1000x. Write for example {name}=2x."
             )
         if name in factors:
             raise InputError(f"--what-if {text!r} changes {name} twice. Leave one out.")
@@ -37,11 +37,11 @@ def parse_what_if(text: str) -> dict[str, float]:
 
 def changed_setting(setting: Setting, factors: Mapping[str, float]) -> tuple[Setting, tuple[str, ...]]:
     """Returns the setting with every factor applied, and each change in words, with the values before and after."""
-    words = []
+    change_texts = []
     for name, factor in factors.items():
-        setting, change = CHANGES[name](setting, factor)
-        words.append(f"{name} {factor:g}x: {change}")
-    return setting, tuple(words)
+        setting, change_words = CHANGES[name](setting, factor)
+        change_texts.append(f"{name} {factor:g}x: {change_words}")
+    return setting, tuple(change_texts)
 
 
 # -- chips ------------------------------------------------------------------------------------------------
@@ -71,9 +71,9 @@ def _with_chip(setting: Setting, names: Iterable[str], factor: float, measured: 
 
 def _chip_flops(setting: Setting, factor: float) -> tuple[Setting, str]:
     """Multiplies the rates of matrix products, attention and vector work."""
-    known = setting.cluster.chip.peak_flops or (setting.calibration.matmul_flops_per_s if setting.calibration else {})
-    dtype = next((name for name in ("bf16", "fp16", "fp32") if name in known), next(iter(known), ""))
-    words = f"{_from_to(known.get(dtype), factor, format_flops, 'FLOP/s')}{f' in {dtype}' if dtype else ''}"
+    rate_of = setting.cluster.chip.peak_flops or (setting.calibration.matmul_flops_per_s if setting.calibration else {})
+    dtype = next((name for name in ("bf16", "fp16", "fp32") if name in rate_of), next(iter(rate_of), ""))
+    words = f"{_from_to(rate_of.get(dtype), factor, format_flops, 'FLOP/s')}{f' in {dtype}' if dtype else ''}"
     measured = ("matmul_flops_per_s", "attention_flops_per_s")
     return _with_chip(setting, ("peak_flops", "vector_flops"), factor, measured), words
 
@@ -89,9 +89,9 @@ def _slowest(setting: Setting, factor: float) -> tuple[Setting, str]:
         raise InputError(f"--what-if slowest={factor:g}x would speed the slowest chip up. Give at most 1x.")
     rates = setting.rates
     measured = ("matmul_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s")
-    slower = _multiplied(rates, measured, factor)
+    slower_rates = _multiplied(rates, measured, factor)
     shares = _multiplied(rates.efficiency, ("compute", "attention", "hbm"), factor)
-    setting = msgspec.structs.replace(setting, calibration=msgspec.structs.replace(slower, efficiency=shares))
+    setting = msgspec.structs.replace(setting, calibration=msgspec.structs.replace(slower_rates, efficiency=shares))
     return setting, f"every chip waits for one whose compute and memory run at {factor:.0%}"
 
 
@@ -127,29 +127,29 @@ def _links(*levels: str) -> Callable[[Setting, float], tuple[Setting, str]]:
     def change(setting: Setting, factor: float) -> tuple[Setting, str]:
         cluster, rates = setting.cluster, setting.calibration
         if cluster.kind == "host" and len(levels) > 1 and rates is not None:
-            faster = tuple(_multiplied(rate, ("bytes_per_s",), factor) for rate in rates.collectives)
-            rates = msgspec.structs.replace(rates, collectives=faster)
+            faster_rates = tuple(_multiplied(rate, ("bytes_per_s",), factor) for rate in rates.collectives)
+            rates = msgspec.structs.replace(rates, collectives=faster_rates)
             return msgspec.structs.replace(setting, calibration=rates), "the rates of every collective"
-        here = [level for level in levels if _has(cluster, level)]
-        if not here:
-            have = [level for level in LINKS if _has(cluster, level)]
-            inside = "domain" if cluster.kind == "switched" else "slice"
+        present = [level for level in levels if _has(cluster, level)]
+        if not present:
+            own_levels = [level for level in LINKS if _has(cluster, level)]
+            group_noun = "domain" if cluster.kind == "switched" else "slice"
             raise InputError(
                 f"{cluster.short_name} has no {' or '.join(levels)}"
-                + (f": nothing leaves its {inside}. " if levels == BEYOND else ". ")
-                + (f"Change {' or '.join(have)}." if have else "It has one chip.")
+                + (f": nothing leaves its {group_noun}. " if levels == BEYOND else ". ")
+                + (f"Change {' or '.join(own_levels)}." if own_levels else "It has one chip.")
             )
-        words = ", ".join(
-            f"{level} {_from_to(getattr(cluster.chip, LINKS[level][0]), factor, _rate, 'rate')}" for level in here
+        change_words = ", ".join(
+            f"{level} {_from_to(getattr(cluster.chip, LINKS[level][0]), factor, _rate, 'rate')}" for level in present
         )
-        setting = _with_chip(setting, [LINKS[level][0] for level in here], factor)
+        setting = _with_chip(setting, [LINKS[level][0] for level in present], factor)
         # rates of levels that a cluster file gives replace the chip's
-        levelled = tuple(
-            _multiplied(level, ("bytes_per_s",), factor) if ("nic" if number else "nvlink") in here else level
+        changed_levels = tuple(
+            _multiplied(level, ("bytes_per_s",), factor) if ("nic" if number else "nvlink") in present else level
             for number, level in enumerate(cluster.levels)
         )
-        cluster = msgspec.structs.replace(setting.cluster, levels=levelled)
-        return msgspec.structs.replace(setting, cluster=cluster), words
+        cluster = msgspec.structs.replace(setting.cluster, levels=changed_levels)
+        return msgspec.structs.replace(setting, cluster=cluster), change_words
 
     return change
 
@@ -159,8 +159,8 @@ def _has(cluster: Cluster, level: str) -> bool:
     figure, kind = LINKS[level]
     if cluster.kind != kind or getattr(cluster.chip, figure) is None:
         return False
-    beyond = {"nic": cluster.kind == "switched" and cluster.nodes > 1, "dcn": cluster.num_slices > 1}
-    return beyond.get(level, True)
+    has_level = {"nic": cluster.kind == "switched" and cluster.nodes > 1, "dcn": cluster.num_slices > 1}
+    return has_level.get(level, True)
 
 
 # -- how many chips, how much work --------------------------------------------------------------------------
@@ -186,14 +186,14 @@ def scaled_cluster(cluster: Cluster, factor: float) -> Cluster:
         raise InputError(f"chips={factor:g}x is not a simple ratio. Use for example 2x, 0.5x or 1.5x.")
     changes = [(_larger, prime) for prime in _primes(ratio.numerator)]
     changes += [(_smaller, prime) for prime in _primes(ratio.denominator)]
-    changed = cluster
+    scaled = cluster
     for change, prime in changes:
-        similar = change(changed, prime)
-        if not similar:
+        clusters = change(scaled, prime)
+        if not clusters:
             raise InputError(f"no cluster like {cluster.short_name} has {factor:g} times its chips. Give another.")
         # with more closed axes, then with a shorter longest axis
-        changed = min(similar, key=lambda c: (c.kind == "torus" and -sum(c.wraps), max(c.shape), c.shape))
-    return changed
+        scaled = min(clusters, key=lambda c: (c.kind == "torus" and -sum(c.wraps), max(c.shape), c.shape))
+    return scaled
 
 
 def _primes(number: int) -> Iterable[int]:
@@ -206,9 +206,9 @@ def _primes(number: int) -> Iterable[int]:
 
 
 def _larger(cluster: Cluster, prime: int) -> list[Cluster]:
-    outermost = len(cluster.shape) - 1
-    numbers = range(outermost if cluster.kind == "switched" else 0, outermost + 1)
-    clusters = _resized_at(cluster, numbers, Fraction(prime))
+    last_axis = len(cluster.shape) - 1
+    axis_numbers = range(last_axis if cluster.kind == "switched" else 0, last_axis + 1)
+    clusters = _resized_at(cluster, axis_numbers, Fraction(prime))
     if not clusters and cluster.kind == "torus":
         clusters = _resized(cluster, cluster.shape, num_slices=cluster.num_slices * prime)
     return clusters
@@ -218,9 +218,9 @@ def _smaller(cluster: Cluster, prime: int) -> list[Cluster]:
     clusters = []
     if cluster.num_slices % prime == 0:
         clusters = _resized(cluster, cluster.shape, num_slices=cluster.num_slices // prime)
-    divided = [number for number, size in enumerate(cluster.shape) if size % prime == 0]
+    divisible = [number for number, size in enumerate(cluster.shape) if size % prime == 0]
     if not clusters:
-        clusters = _resized_at(cluster, divided[-1:] if cluster.kind == "switched" else divided, Fraction(1, prime))
+        clusters = _resized_at(cluster, divisible[-1:] if cluster.kind == "switched" else divisible, Fraction(1, prime))
     return clusters
 
 
@@ -246,17 +246,17 @@ def _job_size(field: str, name: str, noun: str, words: str) -> Callable[[Setting
     """Returns a change of the sequences of a step, or of their length, with ``words`` for the result."""
 
     def change(setting: Setting, factor: float) -> tuple[Setting, str]:
-        before = getattr(setting.job, field)
-        value = before * factor
-        after = round(value)
-        if value < 1 or abs(value - after) > 1e-6 * value:
+        old_size = getattr(setting.job, field)
+        exact_size = old_size * factor
+        new_size = round(exact_size)
+        if exact_size < 1 or abs(exact_size - new_size) > 1e-6 * exact_size:
             raise InputError(
-                f"--what-if {name}={factor:g}x of {before:,} {noun} is {value:g}, not a positive whole number. "
+                f"--what-if {name}={factor:g}x of {old_size:,} {noun} is {exact_size:g}, not a positive whole number. "
                 f"Use a factor that gives one."
             )
-        job = msgspec.structs.replace(setting.job, **{field: after})
+        job = msgspec.structs.replace(setting.job, **{field: new_size})
         tokens = format_params(job.batch_seqs * job.seq_len)
-        return msgspec.structs.replace(setting, job=job), f"{before:,} -> {after:,} {words.format(tokens=tokens)}"
+        return msgspec.structs.replace(setting, job=job), f"{old_size:,} -> {new_size:,} {words.format(tokens=tokens)}"
 
     return change
 

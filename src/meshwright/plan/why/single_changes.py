@@ -56,16 +56,16 @@ def estimate_in(setting: Setting, strategy: Strategy) -> Estimate | None:
 
 def try_changes(setting: Setting, strategy: Strategy, now_s: float) -> Tried:
     """Prices every single change and compares the best that fits with a step of ``now_s``."""
-    num_tried, fitting = 0, []
+    num_tried, changes_that_fit = 0, []
     for words, changed in single_changes(setting, strategy):
         num_tried += 1
         estimate = estimate_in(setting, changed)
         if estimate is not None:
-            fitting.append(TriedChange(words=words, strategy=changed, estimate=estimate))
-    best = min(fitting, key=lambda change: change.estimate.step_s, default=None)
+            changes_that_fit.append(TriedChange(words=words, strategy=changed, estimate=estimate))
+    best = min(changes_that_fit, key=lambda change: change.estimate.step_s, default=None)
     if best is None or best.estimate.step_s > (1 - MIN_GAIN) * now_s:
-        return Tried(num_tried=num_tried, num_legal=len(fitting))
-    return Tried(num_tried=num_tried, num_legal=len(fitting), best=best, gain_s=now_s - best.estimate.step_s)
+        return Tried(num_tried=num_tried, num_legal=len(changes_that_fit))
+    return Tried(num_tried=num_tried, num_legal=len(changes_that_fit), best=best, gain_s=now_s - best.estimate.step_s)
 
 
 def single_changes(setting: Setting, strategy: Strategy) -> Iterator[tuple[str, Strategy]]:
@@ -80,26 +80,26 @@ def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
     policies = (*USUAL_POLICIES, *RERUN_POLICIES)
     if strategy.remat in policies:
         # one policy lighter and one heavier
-        place = policies.index(str(strategy.remat))
-        for remat in (*policies[:place][-1:], *policies[place + 1 :][:1]):
+        policy_index = policies.index(str(strategy.remat))
+        for remat in (*policies[:policy_index][-1:], *policies[policy_index + 1 :][:1]):
             yield f"remat {remat} for {strategy.remat}", {"remat": remat}
-    for number in (2 * count, *([count // 2] if count % 2 == 0 else [])):
-        yield f"{number} microbatch{'es' if number > 1 else ''} for {count}", {"num_microbatches": number}
+    for new_count in (2 * count, *([count // 2] if count % 2 == 0 else [])):
+        yield f"{new_count} microbatch{'es' if new_count > 1 else ''} for {count}", {"num_microbatches": new_count}
     yield from _swaps(setting, strategy)
     if strategy.mesh.get("pipeline", 1) > 1:
         for name in FULL.schedules:
             if name != strategy.schedule:
                 yield f"schedule {name}", {"schedule": name, "chunks": default_chunks(name)}
         if strategy.schedule == "interleaved":
-            for number in (2 * chunks, chunks // 2):
-                yield f"{number} chunks for {chunks}", {"chunks": max(1, number)}
+            for new_count in (2 * chunks, chunks // 2):
+                yield f"{new_count} chunks for {chunks}", {"chunks": max(1, new_count)}
     zero = strategy.zero
     if zero is not None and strategy.mesh.get("fsdp", 1) > 1:
-        parallel = strategy.assignment == standard_assignment(zero=zero, sequence_parallel=True)
-        for level in (3, 2, 1):
-            if level != zero:
-                assignment = standard_assignment(zero=level, sequence_parallel=parallel)
-                yield f"ZeRO-{level} for ZeRO-{zero}", {"assignment": assignment}
+        is_parallel = strategy.assignment == standard_assignment(zero=zero, sequence_parallel=True)
+        for new_zero in (3, 2, 1):
+            if new_zero != zero:
+                assignment = standard_assignment(zero=new_zero, sequence_parallel=is_parallel)
+                yield f"ZeRO-{new_zero} for ZeRO-{zero}", {"assignment": assignment}
     if strategy.mesh.get("context", 1) > 1:
         for mode in FULL.context_attention:
             if mode != strategy.context_attention:
@@ -108,8 +108,8 @@ def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
 
 def _swaps(setting: Setting, strategy: Strategy) -> Iterator[Change]:
     """Yields moves of a factor 2 from one axis to another. With more stages the microbatches double too."""
-    used = (axis for axis, size in strategy.mesh.items() if size > 1)
-    axes = axes_to_try(setting.cluster, used)
+    used_axes = (axis for axis, size in strategy.mesh.items() if size > 1)
+    axes = axes_to_try(setting.cluster, used_axes)
     for giver in axes:
         size = strategy.mesh.get(giver, 1)
         for taker in axes:
@@ -117,8 +117,8 @@ def _swaps(setting: Setting, strategy: Strategy) -> Iterator[Change]:
                 continue
             mesh = {**strategy.mesh, giver: size // 2, taker: strategy.mesh.get(taker, 1) * 2}
             words = f"{taker} {mesh[taker]} and {giver} {mesh[giver]} for {mesh[taker] // 2} and {size}"
-            count = strategy.num_microbatches
+            num_microbatches = strategy.num_microbatches
             if taker == "pipeline":
-                count *= 2
-                words += f", with {count} microbatches"
-            yield words, {"mesh": mesh, "placement": {}, "num_microbatches": count}
+                num_microbatches *= 2
+                words += f", with {num_microbatches} microbatches"
+            yield words, {"mesh": mesh, "placement": {}, "num_microbatches": num_microbatches}

@@ -36,8 +36,8 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens per second after the change over those before; None if nothing runs then."""
         if self.then is None:
             return None
-        then = self.then.job.tokens_per_step / self.then.estimate.step_s
-        return then * self.now.estimate.step_s / self.now.job.tokens_per_step
+        tokens_per_s = self.then.job.tokens_per_step / self.then.estimate.step_s
+        return tokens_per_s * self.now.estimate.step_s / self.now.job.tokens_per_step
 
 
 def what_if(result: PlanResult, asked: Mapping[str, float]) -> WhatIf:
@@ -45,20 +45,20 @@ def what_if(result: PlanResult, asked: Mapping[str, float]) -> WhatIf:
 
     Raises InputError for a change that the setting cannot have, such as half of 15 sequences.
     """
-    now = result.strategies[0]
+    old_plan = result.strategies[0]
     setting, changed = changed_setting(result.setting, asked)
-    answer = WhatIf(asked=dict(asked), changed=changed, now=now, terms_now=_terms(now))
+    result_now = WhatIf(asked=dict(asked), changed=changed, now=old_plan, terms_now=_terms(old_plan))
     try:
-        again = rank_plans(setting, axes=result.axes, overrides=result.overrides, choices=result.choices, top=1)
+        new_result = rank_plans(setting, axes=result.axes, overrides=result.overrides, choices=result.choices, top=1)
     except CannotRunError as error:
-        return msgspec.structs.replace(answer, note=str(error))
-    then = again.strategies[0]
+        return msgspec.structs.replace(result_now, note=str(error))
+    new_plan = new_result.strategies[0]
     return msgspec.structs.replace(
-        answer,
-        then=then,
-        terms=_terms(then),
-        kept_s=None if "chips" in asked else _kept(changed_setting(now.setting, asked)[0], now),
-        note=". ".join(again.shortfall),
+        result_now,
+        then=new_plan,
+        terms=_terms(new_plan),
+        kept_s=None if "chips" in asked else _kept(changed_setting(old_plan.setting, asked)[0], old_plan),
+        note=". ".join(new_result.shortfall),
     )
 
 

@@ -91,12 +91,12 @@ def why_not(result: PlanResult, asked: Mapping[str, Any]) -> WhyNot:
         return _beside(answer, result, space.setting, outcome.found[0].strategy)
     if not outcome.num_meshes:
         return msgspec.structs.replace(answer, refusal=_no_mesh(space, tuple(fixed)))
-    lean = _leanest(space)
-    if lean is None:
+    leanest = _leanest(space)
+    if leanest is None:
         return msgspec.structs.replace(answer, refusal=_no_layout(space))
-    refused = legal(space.setting, lean)
-    beside = _beside(answer, result, space.setting, lean)
-    return msgspec.structs.replace(beside, refusal=refused[0] if refused else None)
+    refusals = legal(space.setting, leanest)
+    compared = _beside(answer, result, space.setting, leanest)
+    return msgspec.structs.replace(compared, refusal=refusals[0] if refusals else None)
 
 
 def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
@@ -111,11 +111,11 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
         elif name in NAMES:
             fields[NAMES[name]] = value
         else:
-            near = nearest(name, (*MESH_AXES, *NAMES))
-            raise InputError(f"{name} is neither a mesh axis nor a field of the strategy.{near}")
+            suffix = nearest(name, (*MESH_AXES, *NAMES))
+            raise InputError(f"{name} is neither a mesh axis nor a field of the strategy.{suffix}")
     if set(ASSIGNMENT_FIELDS) & fields.keys():
-        zero, parallel = fields.pop("zero", 3), fields.pop("sequence_parallel", True)
-        fields["assignment"] = standard_assignment(zero=zero, sequence_parallel=parallel)
+        zero, is_parallel = fields.pop("zero", 3), fields.pop("sequence_parallel", True)
+        fields["assignment"] = standard_assignment(zero=zero, sequence_parallel=is_parallel)
     if isinstance(fields.get("offload"), str):
         fields["offload"] = tuple(fields["offload"].split("+"))
     return fixed, fields
@@ -123,14 +123,14 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
 
 def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[str, Any], choices: Choices) -> Space:
     """Returns the space with the asked sizes and fields fixed; fields that are not searched are the winner's."""
-    assumed = msgspec.to_builtins(winner.setting.assumptions)
-    assumed |= {name: value for name, value in fields.items() if name in ASSUMED}
-    held = {name: value for name, value in fields.items() if name not in ASSUMED}
-    now = msgspec.to_builtins(winner.strategy) | {"chunks": 1, "offload": (), "placement": {}}
+    value_of_assumption = msgspec.to_builtins(winner.setting.assumptions)
+    value_of_assumption |= {name: value for name, value in fields.items() if name in ASSUMED}
+    value_of_field = {name: value for name, value in fields.items() if name not in ASSUMED}
+    winner_fields = msgspec.to_builtins(winner.strategy) | {"chunks": 1, "offload": (), "placement": {}}
     setting = msgspec.structs.replace(
-        winner.setting, assumptions=convert_fields(assumed, Assumptions, section="assumptions")
+        winner.setting, assumptions=convert_fields(value_of_assumption, Assumptions, section="assumptions")
     )
-    return space_of(setting, fixed, held, choices, template=now)
+    return space_of(setting, fixed, value_of_field, choices, template=winner_fields)
 
 
 # -- where it runs ----------------------------------------------------------------------------------------
@@ -140,31 +140,31 @@ def _beside(found: WhyNot, result: PlanResult, setting: Setting, strategy: Strat
     """Adds the completion's estimate, its terms beside the winner's, and the limits that only it does not meet."""
     winner = result.strategies[0]
     best, completion = price_strategy(winner.setting, winner.strategy), price_strategy(setting, strategy)
-    holds = {limit.name: limit.holds for limit in limits_at(letters_of(best))}
-    beyond = [limit for limit in limits_at(letters_of(completion)) if limit.holds is False]
-    only = [limit for limit in beyond if limit.unit == "bytes" or holds.get(limit.name) is not False]
+    best_holds = {limit.name: limit.holds for limit in limits_at(letters_of(best))}
+    missed = [limit for limit in limits_at(letters_of(completion)) if limit.holds is False]
+    new_limits = [limit for limit in missed if limit.unit == "bytes" or best_holds.get(limit.name) is not False]
     return msgspec.structs.replace(
         found,
         winner_estimate=best.estimate,
         strategy=strategy,
         estimate=completion.estimate,
         terms=compare_terms(best, completion),
-        limits=tuple(only),
+        limits=tuple(new_limits),
     )
 
 
 def compare_terms(winner: PricedStrategy, other: PricedStrategy) -> tuple[TermDifference, ...]:
     """Returns the seconds that each kind of work adds to the two steps, the largest difference first."""
-    first, second = _by_purpose(Breakdown(winner).terms), _by_purpose(Breakdown(other).terms)
-    longer = other.estimate.step_s - winner.estimate.step_s
+    winner_s, other_s = _by_purpose(Breakdown(winner).terms), _by_purpose(Breakdown(other).terms)
+    total_s = other.estimate.step_s - winner.estimate.step_s
     differences = [
         TermDifference(
             name=name,
-            winner_s=first.get(name, 0.0),
-            other_s=second.get(name, 0.0),
-            share=(second.get(name, 0.0) - first.get(name, 0.0)) / longer if longer else 0.0,
+            winner_s=winner_s.get(name, 0.0),
+            other_s=other_s.get(name, 0.0),
+            share=(other_s.get(name, 0.0) - winner_s.get(name, 0.0)) / total_s if total_s else 0.0,
         )
-        for name in dict.fromkeys((*second, *first))
+        for name in dict.fromkeys((*other_s, *winner_s))
     ]
     return tuple(sorted(differences, key=lambda difference: -difference.more_s))
 
@@ -186,28 +186,28 @@ def _leanest(space: Space) -> Strategy | None:
     """Returns the completion that needs the least memory, even if too much; None if no mesh can be laid out."""
     setting = space.setting
     rates = msgspec.structs.replace(setting.rates, memory_bytes=NO_LIMIT_BYTES)
-    roomy = msgspec.structs.replace(space, setting=msgspec.structs.replace(setting, calibration=rates))
-    front = search(roomy, setting.cluster, setting.job.batch_seqs, top=1, frontier=True).frontier
-    return min(front, key=lambda plan: plan.estimate.hbm_bytes_per_chip).strategy if front else None
+    unlimited_space = msgspec.structs.replace(space, setting=msgspec.structs.replace(setting, calibration=rates))
+    frontier_plans = search(unlimited_space, setting.cluster, setting.job.batch_seqs, top=1, frontier=True).frontier
+    return min(frontier_plans, key=lambda plan: plan.estimate.hbm_bytes_per_chip).strategy if frontier_plans else None
 
 
 def _no_mesh(space: Space, asked: Sequence[str]) -> Refusal:
     """Says why no mesh of all chips has the asked sizes."""
     cluster, batch = space.setting.cluster, space.setting.job.batch_seqs
-    named = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items()) or "the mesh"
+    text = " x ".join(f"{axis}={size}" for axis, size in space.fixed.items()) or "the mesh"
     if refusal := broken_rule(space):
         return refusal
-    taken = math.prod(space.fixed.values())
-    if cluster.num_chips % taken:
+    num_fixed = math.prod(space.fixed.values())
+    if cluster.num_chips % num_fixed:
         advice = _advice(space, asked) or f"Use a product that divides {cluster.num_chips}."
         return Refusal(
             rule="devices",
-            message=f"{named} does not divide the {cluster.num_chips:,} chips of {cluster.short_name}. {advice}",
+            message=f"{text} does not divide the {cluster.num_chips:,} chips of {cluster.short_name}. {advice}",
         )
     advice = _advice(space, asked) or "Leave another axis open."
     return Refusal(
         rule="devices",
-        message=f"beside {named} the product of the other axes must be {cluster.num_chips // taken:,}, but no such "
+        message=f"beside {text} the product of the other axes must be {cluster.num_chips // num_fixed:,}, but no such "
         f"mesh divides all sizes with {batch:,} sequences. {advice}",
     )
 
@@ -216,13 +216,13 @@ def _advice(space: Space, asked: Sequence[str]) -> str:
     """Names the sizes that a mesh of all chips may have for one asked axis when the others stay, or ""."""
     batch, num_chips = space.setting.job.batch_seqs, space.setting.cluster.num_chips
     for axis in asked:
-        freed = {name: size for name, size in space.fixed.items() if name != axis}
-        wider = msgspec.structs.replace(space, fixed=freed)
-        if len(axis_sizes(wider, axis, wider.dims(batch))) > 1:
-            sizes = candidates_on_chips(wider, batch, num_chips=num_chips).mesh[axis]
+        other_sizes = {name: size for name, size in space.fixed.items() if name != axis}
+        freed_space = msgspec.structs.replace(space, fixed=other_sizes)
+        if len(axis_sizes(freed_space, axis, freed_space.dims(batch))) > 1:
+            sizes = candidates_on_chips(freed_space, batch, num_chips=num_chips).mesh[axis]
             if len(sizes):
-                listed = ", ".join(str(size) for size in sorted({int(size) for size in sizes}))
-                return f"Use {axis} in {{{listed}}}."
+                sizes_text = ", ".join(str(size) for size in sorted({int(size) for size in sizes}))
+                return f"Use {axis} in {{{sizes_text}}}."
     return ""
 
 
@@ -237,5 +237,5 @@ def _no_layout(space: Space) -> Refusal:
     )
     for refusal in legal(space.setting, strategy):
         return refusal
-    words = mesh_words(mesh)
-    raise CannotRunError(f"no layout of {words} on {cluster.short_name} was found. Leave an axis open.")
+    mesh_text = mesh_words(mesh)
+    raise CannotRunError(f"no layout of {mesh_text} on {cluster.short_name} was found. Leave an axis open.")

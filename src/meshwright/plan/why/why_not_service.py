@@ -46,16 +46,16 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
     for name, value in asked.items():
         if name not in NAMES:
             raise InputError(f"{name} is nothing that a service chooses.{nearest(name, NAMES)}")
-        wanted = bool if name == "pools" else str if name in ("weights", "kv") else int
-        if type(value) is not wanted:
+        value_type = bool if name == "pools" else str if name in ("weights", "kv") else int
+        if type(value) is not value_type:
             raise InputError(f"--why-not {name}={value}: give {_EXAMPLES.get(name, 'a size, such as tensor=4')}.")
     setting, service = result.setting, result.service
     axes = {name: size for name, size in asked.items() if name in ENGINE_AXES}
     planned_axes = {name: size for name, size in result.axes.items() if name not in axes}
-    weights, caches = ((asked[name],) if name in asked else () for name in ("weights", "kv"))
+    weight_dtypes, cache_dtypes = ((asked[name],) if name in asked else () for name in ("weights", "kv"))
     stored = stored_dtypes(
-        weights or [pair.weights for pair in result.stored],
-        caches or [pair.cache for pair in result.stored],
+        weight_dtypes or [pair.weights for pair in result.stored],
+        cache_dtypes or [pair.cache for pair in result.stored],
         chip=setting.cluster.chip,
     )
     answer = ServiceWhyNot(asked=dict(asked))
@@ -64,29 +64,29 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
         priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, planned_axes), stored)
     except CannotRunError as error:
         return msgspec.structs.replace(answer, refusal=str(error))
-    engines = np.ones(len(priced.fleet), dtype=bool)
+    is_asked_engine = np.ones(len(priced.fleet), dtype=bool)
     for axis, size in axes.items():
-        engines &= priced.fleet.mesh[axis] == size
-    steps = engines[priced.decode.engine]
+        is_asked_engine &= priced.fleet.mesh[axis] == size
+    is_asked_step = is_asked_engine[priced.decode.engine]
     if "batch" in asked:
-        steps = steps & (priced.decode.batch == asked["batch"])
-    if not steps.any():
-        return msgspec.structs.replace(answer, refusal=_does_not_fit(result, priced, engines, asked))
-    every = all_services(priced, service, setting.model)
-    chosen = steps[every.decode] & (every.pools == asked.get("pools", every.pools))
-    if not chosen.any():
-        cut = f"; chunks of {service.chunk_len:,} tokens, one a step, may be too many to keep its batch full"
-        refusal = f"no engines that fit are left to prefill for it{cut * bool(service.chunk_len)}."
+        is_asked_step = is_asked_step & (priced.decode.batch == asked["batch"])
+    if not is_asked_step.any():
+        return msgspec.structs.replace(answer, refusal=_does_not_fit(result, priced, is_asked_engine, asked))
+    services = all_services(priced, service, setting.model)
+    is_chosen = is_asked_step[services.decode] & (services.pools == asked.get("pools", services.pools))
+    if not is_chosen.any():
+        chunks_phrase = f"; chunks of {service.chunk_len:,} tokens, one a step, may be too many to keep its batch full"
+        refusal = f"no engines that fit are left to prefill for it{chunks_phrase * bool(service.chunk_len)}."
         return msgspec.structs.replace(answer, refusal=refusal)
-    these: Services = select(every, chosen)
-    order = ranked(these, service)
-    over = _exceeded(these, result)
-    best = int(order[0]) if len(order) else int(np.argmin(np.max(list(over.values()), axis=0)))
-    plan = service_plan(priced, these, best, service)
+    chosen_services: Services = select(services, is_chosen)
+    order = ranked(chosen_services, service)
+    times_over = _exceeded(chosen_services, result)
+    index = int(order[0]) if len(order) else int(np.argmin(np.max(list(times_over.values()), axis=0)))
+    plan = service_plan(priced, chosen_services, index, service)
     return msgspec.structs.replace(
         answer,
         plan=plan,
-        misses={name: float(times[best]) for name, times in over.items() if times[best] > 1},
+        misses={name: float(times[index]) for name, times in times_over.items() if times[index] > 1},
         chip_s=_chip_seconds(result.plans[0], plan),
     )
 
@@ -96,39 +96,39 @@ _EXAMPLES = {"pools": "true or false", "weights": "a dtype, such as weights=bf16
 
 def _exceeded(these: Services, result: ServiceResult) -> dict[str, np.ndarray]:
     """Returns how many times each service exceeds each target, and the chips that there are."""
-    service, have = result.service, result.setting.cluster.num_chips
-    times = {"chips": these.num_chips / have}
-    targets = {"TTFT": (service.ttft_s, these.ttft_s), "TPOT": (service.tpot_s, these.tpot_s)}
-    for name, (target, seconds) in {**targets, "ITL": (service.itl_s, these.itl_s)}.items():
-        times |= {name: seconds / target} if target is not None else {}
-    return times
+    service, cluster_chips = result.service, result.setting.cluster.num_chips
+    times_over = {"chips": these.num_chips / cluster_chips}
+    target_and_value = {"TTFT": (service.ttft_s, these.ttft_s), "TPOT": (service.tpot_s, these.tpot_s)}
+    for name, (target, seconds) in {**target_and_value, "ITL": (service.itl_s, these.itl_s)}.items():
+        times_over |= {name: seconds / target} if target is not None else {}
+    return times_over
 
 
 def _does_not_fit(result: ServiceResult, priced: PricedFleet, engines: np.ndarray, asked: Mapping[str, Any]) -> str:
     """Says what the leanest of some engines needs at the asked batch, or at its smallest."""
     fleet, service = priced.fleet, result.service
     numbers = [int(number) for number in np.flatnonzero(engines & fleet.decodes)]
-    needs: list[tuple[float, int]] = []
+    bytes_of_engines: list[tuple[float, int]] = []
     for number in numbers:
         batch = int(asked.get("batch", fleet.batch_shards[number]))
         for dtypes in priced.stored:
             setting = phase_setting(result.setting.on(fleet.parts[number]), "decode", dtypes, service.max_len, batch)
             if batch % fleet.batch_shards[number] == 0:
                 memory = setting.memory(fleet.strategy(number, dtypes.precision))
-                needs.append((float(total_bytes(memory)), number))
-    if not needs:
+                bytes_of_engines.append((float(total_bytes(memory)), number))
+    if not bytes_of_engines:
         return does_not_fit(result.setting, service, priced)
-    need, number = min(needs)
-    chips = fleet.parts[number].num_chips
-    if need <= priced.room:
-        tried = set(priced.decode.batch[np.isin(priced.decode.engine, numbers)].tolist())
-        below, above = ([n for n in tried if (n < asked["batch"]) == side] for side in (True, False))
-        near = " or ".join(f"batch={end}" for end in (*sorted(below)[-1:], *sorted(above)[:1]))
-        return f"it fits, but batches are powers of two and the largest that fits. Ask for {near}."
-    what = f"batch {asked['batch']:,}" if "batch" in asked else "one sequence for each device with its own"
+    needed, number = min(bytes_of_engines)
+    num_chips = fleet.parts[number].num_chips
+    if needed <= priced.room:
+        tried_batches = set(priced.decode.batch[np.isin(priced.decode.engine, numbers)].tolist())
+        below, above = ([n for n in tried_batches if (n < asked["batch"]) == is_below] for is_below in (True, False))
+        batches_text = " or ".join(f"batch={end}" for end in (*sorted(below)[-1:], *sorted(above)[:1]))
+        return f"it fits, but batches are powers of two and the largest that fits. Ask for {batches_text}."
+    batch_text = f"batch {asked['batch']:,}" if "batch" in asked else "one sequence for each device with its own"
     return (
-        f"with {what} the leanest such engine ({chips} chips) needs {format_bytes(need)} per chip, "
-        f"{format_bytes(need - priced.room)} more than the {format_bytes(priced.room)} there are."
+        f"with {batch_text} the leanest such engine ({num_chips} chips) needs {format_bytes(needed)} per chip, "
+        f"{format_bytes(needed - priced.room)} more than the {format_bytes(priced.room)} there are."
     )
 
 
@@ -137,8 +137,8 @@ def _chip_seconds(first: ServicePlan, other: ServicePlan) -> dict[str, tuple[flo
     seconds: dict[str, list[float]] = {}
     for plan in (first, other):
         engine = plan.generate
-        per_token = engine.part.num_chips / (engine.batch_seqs * plan.step_tokens)
+        chip_share = engine.part.num_chips / (engine.batch_seqs * plan.step_tokens)
         for name in (*BOUNDS, "drafts"):
-            seconds.setdefault(name, []).append(per_token * engine.bounds_s.get(name, 0.0))
-        seconds.setdefault("prefill, idle", []).append(1 / plan.tokens_per_s_per_chip - per_token * engine.step_s)
-    return {name: (a, b) for name, (a, b) in seconds.items() if max(a, b) > 0}
+            seconds.setdefault(name, []).append(chip_share * engine.bounds_s.get(name, 0.0))
+        seconds.setdefault("prefill, idle", []).append(1 / plan.tokens_per_s_per_chip - chip_share * engine.step_s)
+    return {name: (first_s, other_s) for name, (first_s, other_s) in seconds.items() if max(first_s, other_s) > 0}

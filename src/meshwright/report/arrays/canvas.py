@@ -13,8 +13,8 @@ from meshwright.report.marks import Datum, plot
 
 def cell(x: float, y: float, width: float = 1, height: float = 1, **fields: Any) -> Datum:
     """Returns a row for `Canvas.boxes` and, in the middle of the box, for `Canvas.words`; with size 0 it is a point."""
-    middle = {"mid_x": x + width / 2, "mid_y": y + height / 2}
-    return {"x": x, "x2": x + width, "y": y, "y2": y + height, **middle, **fields}
+    middle_fields = {"mid_x": x + width / 2, "mid_y": y + height / 2}
+    return {"x": x, "x2": x + width, "y": y, "y2": y + height, **middle_fields, **fields}
 
 
 def shown(count: int, most: int, last: int = 1) -> list[int | None]:
@@ -38,10 +38,10 @@ def grid(
 
 def names(texts: Sequence[str | None], title: str, **style: Any) -> Any:
     """Returns an axis, drawn without a line, with the names of a `Canvas`'s columns or rows; None is a gap."""
-    plain = {"labelOverlap": False, "grid": False, "domain": False, "ticks": False}
-    middles = [number + 0.5 for number in range(len(texts))]
+    plain_style = {"labelOverlap": False, "grid": False, "domain": False, "ticks": False}
+    tick_values = [number + 0.5 for number in range(len(texts))]
     text = f"{json.dumps(['…' if text is None else text for text in texts])}[floor(datum.value)]"
-    return alt.Axis(**{"title": title or None, "values": middles, "labelExpr": text, **plain, **style})
+    return alt.Axis(**{"title": title or None, "values": tick_values, "labelExpr": text, **plain_style, **style})
 
 
 def texts_of(numbers: Sequence[int | None], text: Callable[[int], str] = str) -> list[str | None]:
@@ -62,16 +62,16 @@ class Canvas(msgspec.Struct, frozen=True):
         columns: Sequence[str | None], rows: Sequence[str | None], titles: tuple[str, str], **style: Any
     ) -> "Canvas":
         """Returns a canvas of cells with their columns named above and their rows to the left."""
-        above = names(columns, titles[0], orient="top", labelAngle=0, **style)
-        return Canvas((0, len(columns)), (0, len(rows)), above, names(rows, titles[1], **style))
+        column_axis = names(columns, titles[0], orient="top", labelAngle=0, **style)
+        return Canvas((0, len(columns)), (0, len(rows)), column_axis, names(rows, titles[1], **style))
 
     def at(self, x: str = "x", y: str = "y") -> Facts:
         """Returns the encodings of two fields as positions."""
-        across = alt.Scale(domain=list(self.columns), nice=False, zero=False)
-        down = alt.Scale(domain=list(self.rows), nice=False, zero=False, reverse=True)
+        x_scale = alt.Scale(domain=list(self.columns), nice=False, zero=False)
+        y_scale = alt.Scale(domain=list(self.rows), nice=False, zero=False, reverse=True)
         return {
-            "x": alt.X(f"{x}:Q", axis=self.column_names, scale=across),
-            "y": alt.Y(f"{y}:Q", axis=self.row_names, scale=down),
+            "x": alt.X(f"{x}:Q", axis=self.column_names, scale=x_scale),
+            "y": alt.Y(f"{y}:Q", axis=self.row_names, scale=y_scale),
         }
 
     def boxes(self, rows: Iterable[Datum], **style: Any) -> Layer:

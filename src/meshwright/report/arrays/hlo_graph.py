@@ -36,25 +36,25 @@ def _panel(graph: ComputationGraph) -> Layer:
     rows = _rows(graph)
     lanes, paths = _with_bends(graph, rows)
     _order(lanes, paths)
-    keys = {node.key for node in graph.nodes}
-    width, height = max(_width(lane, keys) for lane in lanes), len(lanes) * (BOX_PX[1] + GAP_PX[1])
-    centre = _centres(lanes, keys, width)
-    corner = {key: (x - BOX_PX[0] / 2, y - BOX_PX[1] / 2) for key, (x, y) in centre.items()}
+    node_keys = {node.key for node in graph.nodes}
+    width, height = max(_width(lane, node_keys) for lane in lanes), len(lanes) * (BOX_PX[1] + GAP_PX[1])
+    centres = _centres(lanes, node_keys, width)
+    corners = {key: (x - BOX_PX[0] / 2, y - BOX_PX[1] / 2) for key, (x, y) in centres.items()}
     boxes = [
-        cell(*corner[node.key], *BOX_PX, kind=node.kind, text=_cut(node.text, MAX_CHARACTERS)) for node in graph.nodes
+        cell(*corners[node.key], *BOX_PX, kind=node.kind, text=_cut(node.text, MAX_CHARACTERS)) for node in graph.nodes
     ]
-    heads = [{"x": centre[key][0], "y": corner[key][1] - 4} for key in {path[-1]: None for path in paths}]
+    arrow_heads = [{"x": centres[key][0], "y": corners[key][1] - 4} for key in {path[-1]: None for path in paths}]
     canvas = Canvas((0, width), (0, height))
     color = color_by("kind", COLORS, orient="top", symbolSize=140)
     layers = [
-        _lines(paths, centre, canvas),
-        canvas.points(heads, shape="triangle-down", color=MUTED, size=30),
+        _lines(paths, centres, canvas),
+        canvas.points(arrow_heads, shape="triangle-down", color=MUTED, size=30),
         canvas.boxes(boxes, cornerRadius=4, stroke="#B0B0B0", strokeWidth=0.8).encode(color=color),
         canvas.words(boxes, fontSize=11, fill=INK),
     ]
-    steps = sum(node.num_instructions for node in graph.nodes)
-    runs = "once" if graph.times == 1 else f"{graph.times:,} times"
-    note = f"{len(graph.nodes)} nodes of {steps:,} instructions, runs {runs}"
+    num_instructions = sum(node.num_instructions for node in graph.nodes)
+    runs_text = "once" if graph.times == 1 else f"{graph.times:,} times"
+    note = f"{len(graph.nodes)} nodes of {num_instructions:,} instructions, runs {runs_text}"
     note += f" with {len(graph.alike)} alike" if graph.alike else ""
     return panel(*layers, size=(width, height), title=_cut(graph.name, 60), note=note)
 
@@ -81,17 +81,17 @@ def _centres(lanes: Sequence[Sequence[str]], boxes: set[str], width: int) -> dic
 
 def _rows(graph: ComputationGraph) -> dict[str, int]:
     """Returns the row of each node: below all its inputs; a node without inputs is one above its uppermost user."""
-    before: dict[str, list[str]] = {node.key: [] for node in graph.nodes}
-    after: dict[str, list[str]] = {node.key: [] for node in graph.nodes}
-    for a, b in graph.edges:
-        before[b].append(a)
-        after[a].append(b)
+    keys_before: dict[str, list[str]] = {node.key: [] for node in graph.nodes}
+    keys_after: dict[str, list[str]] = {node.key: [] for node in graph.nodes}
+    for source, user in graph.edges:
+        keys_before[user].append(source)
+        keys_after[source].append(user)
     rows: dict[str, int] = {}
     for node in graph.nodes:
-        rows[node.key] = max((rows[key] + 1 for key in before[node.key]), default=0)
+        rows[node.key] = max((rows[key] + 1 for key in keys_before[node.key]), default=0)
     for node in reversed(graph.nodes):
-        if not before[node.key] and after[node.key]:
-            rows[node.key] = min(rows[key] for key in after[node.key]) - 1
+        if not keys_before[node.key] and keys_after[node.key]:
+            rows[node.key] = min(rows[key] for key in keys_after[node.key]) - 1
     lowest = min(rows.values())
     return {key: row - lowest for key, row in rows.items()}
 
@@ -102,11 +102,11 @@ def _with_bends(graph: ComputationGraph, rows: Mapping[str, int]) -> tuple[list[
     for key, row in rows.items():
         lanes[row].append(key)
     paths = []
-    for a, b in graph.edges:
-        bends = [f"{a}>{b}@{row}" for row in range(rows[a] + 1, rows[b])]
-        for row, bend in enumerate(bends, rows[a] + 1):
+    for source, user in graph.edges:
+        bends = [f"{source}>{user}@{row}" for row in range(rows[source] + 1, rows[user])]
+        for row, bend in enumerate(bends, rows[source] + 1):
             lanes[row].append(bend)
-        paths.append([a, *bends, b])
+        paths.append([source, *bends, user])
     return lanes, paths
 
 
@@ -115,34 +115,34 @@ def _order(lanes: list[list[str]], paths: Sequence[Sequence[str]]) -> None:
 
     Source: the barycentre heuristic of Sugiyama, Tagawa and Toda (1981).
     """
-    above: dict[str, list[str]] = {}
-    below: dict[str, list[str]] = {}
+    keys_above: dict[str, list[str]] = {}
+    keys_below: dict[str, list[str]] = {}
     for path in paths:
-        for a, b in pairwise(path):
-            above.setdefault(b, []).append(a)
-            below.setdefault(a, []).append(b)
+        for source, user in pairwise(path):
+            keys_above.setdefault(user, []).append(source)
+            keys_below.setdefault(source, []).append(user)
     for sweep in range(SWEEPS):
-        down = sweep % 2 == 0
-        neighbours = above if down else below
-        order = range(1, len(lanes)) if down else range(len(lanes) - 2, -1, -1)
-        for row in order:
-            beside = lanes[row - 1 if down else row + 1]
+        is_downward = sweep % 2 == 0
+        neighbours = keys_above if is_downward else keys_below
+        row_order = range(1, len(lanes)) if is_downward else range(len(lanes) - 2, -1, -1)
+        for row in row_order:
+            next_lane = lanes[row - 1 if is_downward else row + 1]
             # Positions count from the middle of a row, as rows are centred.
-            place = {key: number - len(beside) / 2 for number, key in enumerate(beside)}
-            own_place = {key: number - len(lanes[row]) / 2 for number, key in enumerate(lanes[row])}
-            near = {key: [place[node] for node in neighbours.get(key, []) if node in place] for key in lanes[row]}
-            middle = {key: fmean(places or [own_place[key]]) for key, places in near.items()}
-            lanes[row].sort(key=middle.__getitem__)
+            place_of = {key: number - len(next_lane) / 2 for number, key in enumerate(next_lane)}
+            own_place_of = {key: number - len(lanes[row]) / 2 for number, key in enumerate(lanes[row])}
+            near = {key: [place_of[node] for node in neighbours.get(key, []) if node in place_of] for key in lanes[row]}
+            mean_place = {key: fmean(places or [own_place_of[key]]) for key, places in near.items()}
+            lanes[row].sort(key=mean_place.__getitem__)
 
 
 def _lines(paths: Sequence[Sequence[str]], centre: Mapping[str, tuple[float, float]], canvas: Canvas) -> Layer:
     """Draws lines from the bottom of a box through the bends to just above the box at the other end."""
     rows = []
-    half = BOX_PX[1] / 2
+    half_px = BOX_PX[1] / 2
     for number, path in enumerate(paths):
         points = [(x, y + dy) for x, y in (centre[key] for key in path) for dy in (-12, 12)]
-        points[:2] = [(centre[path[0]][0], centre[path[0]][1] + half)]
-        points[-2:] = [(centre[path[-1]][0], centre[path[-1]][1] - half - 5)]
+        points[:2] = [(centre[path[0]][0], centre[path[0]][1] + half_px)]
+        points[-2:] = [(centre[path[-1]][0], centre[path[-1]][1] - half_px - 5)]
         rows += [{"path": number, "step": step, "x": x, "y": y} for step, (x, y) in enumerate(points)]
     mark = plot(rows).mark_line(color=MUTED, strokeWidth=1.1, opacity=0.75)
     return mark.encode(**canvas.at(), detail="path:N", order="step:Q")

@@ -18,37 +18,37 @@ PAIR = "visible pair of a partial block"
 
 def mask_figure(counted: CountedTable, *, title: str) -> Figure:
     """Draws the blocks of the first sequence and head, and the pairs within partial blocks where they are known."""
-    first = counted.table.of(0, 0)
-    merged = -(-max(first.kinds.shape[2:]) // MOST_BLOCKS)
-    shown = first.resized(first.q_block * merged, first.kv_block * merged)
-    rows, columns = (
+    whole_table = counted.table.of(0, 0)
+    blocks_merged = -(-max(whole_table.kinds.shape[2:]) // MOST_BLOCKS)
+    coarse = whole_table.resized(whole_table.q_block * blocks_merged, whole_table.kv_block * blocks_merged)
+    row_edges, column_edges = (
         np.append(np.arange(0, length, block), length)
-        for length, block in ((shown.q_len, shown.q_block), (shown.kv_len, shown.kv_block))
+        for length, block in ((coarse.q_len, coarse.q_block), (coarse.kv_len, coarse.kv_block))
     )
     blocks = [
         cell(x, y, x2 - x, y2 - y, kind=[*COLORS][kind])
-        for kinds, (y, y2) in zip(shown.kinds[0, 0], pairwise(rows.tolist()), strict=True)
-        for kind, (x, x2) in zip(kinds, pairwise(columns.tolist()), strict=True)
+        for kinds, (y, y2) in zip(coarse.kinds[0, 0], pairwise(row_edges.tolist()), strict=True)
+        for kind, (x, x2) in zip(kinds, pairwise(column_edges.tolist()), strict=True)
     ]
-    partial = (shown.kinds[0, 0] == PARTIAL).repeat(np.diff(rows), 0).repeat(np.diff(columns), 1)
-    pairs = [] if counted.points is None else _runs(counted.points & partial)
-    every = -(-max(shown.kinds.shape) // 8)
+    is_partial = (coarse.kinds[0, 0] == PARTIAL).repeat(np.diff(row_edges), 0).repeat(np.diff(column_edges), 1)
+    pairs = [] if counted.points is None else _runs(counted.points & is_partial)
+    tick_stride = -(-max(coarse.kinds.shape) // 8)
     style = {"grid": False, "domain": False, "tickColor": MUTED, "format": ",d"}
-    across = alt.Axis(title="keys", orient="top", values=columns[::every].tolist(), **style)
-    down = alt.Axis(title="queries", values=rows[::every].tolist(), **style)
-    canvas = Canvas((0, shown.kv_len), (0, shown.q_len), across, down)
+    x_axis = alt.Axis(title="keys", orient="top", values=column_edges[::tick_stride].tolist(), **style)
+    y_axis = alt.Axis(title="queries", values=row_edges[::tick_stride].tolist(), **style)
+    canvas = Canvas((0, coarse.kv_len), (0, coarse.q_len), x_axis, y_axis)
     colors = COLORS | ({PAIR: PALETTE[5]} if pairs else {})
-    edge = max(0.4, min(1.5, 40 / len(blocks) ** 0.5))
+    edge_px = max(0.4, min(1.5, 40 / len(blocks) ** 0.5))
     layers = [canvas.boxes(blocks).encode(color=color_by("kind", colors, orient="bottom", symbolSize=140))]
     if pairs:
         layers.append(canvas.boxes(pairs, color=PALETTE[5]))
-    layers.append(canvas.boxes(blocks, filled=False, stroke="white", strokeWidth=edge))
-    note = f"{first.sparsity():.1%} of blocks of {first.q_block} x {first.kv_block} are empty"
+    layers.append(canvas.boxes(blocks, filled=False, stroke="white", strokeWidth=edge_px))
+    note = f"{whole_table.sparsity():.1%} of blocks of {whole_table.q_block} x {whole_table.kv_block} are empty"
     note += " in the first head" * (counted.table.kinds.shape[1] > 1)
-    note += f", {merged} x {merged} of them drawn as one" * (merged > 1)
+    note += f", {blocks_merged} x {blocks_merged} of them drawn as one" * (blocks_merged > 1)
     # a pair is a whole number of pixels of a picture at scale 2, or pairs would have seams
-    side = SIDE_PX if counted.points is None else shown.kv_len * max(1, round(2 * SIDE_PX / shown.kv_len)) / 2
-    return themed(panel(*layers, size=(side, side * shown.q_len / shown.kv_len)), title, note)
+    side_px = SIDE_PX if counted.points is None else coarse.kv_len * max(1, round(2 * SIDE_PX / coarse.kv_len)) / 2
+    return themed(panel(*layers, size=(side_px, side_px * coarse.q_len / coarse.kv_len)), title, note)
 
 
 def _runs(points: np.ndarray) -> list[Datum]:

@@ -54,37 +54,37 @@ def ring_figure(frames: Sequence[RingFrame], *, title: str, subtitle: str = "", 
     is the device whose data it is (``sources``), or counts what is in it, and then a fuller block is darker; the
     subtitle says which.
     """
-    size = len(frames[0].held)
-    panels = [_panel(frame, size, counts=numbers != "sources") for frame in frames]
-    subtitle = f"{subtitle} {MEANINGS[numbers].format(size)}".strip()
+    num_devices = len(frames[0].held)
+    panels = [_panel(frame, num_devices, counts=numbers != "sources") for frame in frames]
+    subtitle = f"{subtitle} {MEANINGS[numbers].format(num_devices)}".strip()
     return themed(alt.concat(*panels, columns=min(COLUMNS, len(frames)), spacing=30), title, subtitle)
 
 
 def _panel(frame: RingFrame, size: int, *, counts: bool) -> Layer:
     side = max(16, min(46, PANEL_PX // size))
-    with_arrows = side >= MIN_SIDE_WITH_ARROWS_PX
-    neighbours = frame.moves and all((m.target - m.source) % size in (1, size - 1) for m in frame.moves)
-    numbers = [str(number) for number in range(size)]
+    has_arrows = side >= MIN_SIDE_WITH_ARROWS_PX
+    is_neighbourly = frame.moves and all((m.target - m.source) % size in (1, size - 1) for m in frame.moves)
+    number_texts = [str(number) for number in range(size)]
     style = {"labelFontSize": 10, "titleFontSize": 10, "titlePadding": 3}
-    canvas = Canvas.named(numbers, numbers, ("block", "device"), **style)
+    canvas = Canvas.named(number_texts, number_texts, ("block", "device"), **style)
     rows = [
-        _block(block, device, held, size, counts=counts)
+        _block(block, device, sources, size, counts=counts)
         for device, blocks in enumerate(frame.held)
-        for block, held in enumerate(blocks)
-        if held
+        for block, sources in enumerate(blocks)
+        if sources
     ]
     shade = alt.Color("share:Q", scale=alt.Scale(domain=[1 / size, 1], range=SHADES), legend=None)
     received = [cell(move.block, move.target) for move in frame.moves]
-    words = canvas.words(rows, fontSize=10 if with_arrows else 8).encode(color=alt.Color("ink:N", scale=None))
+    texts = canvas.words(rows, fontSize=10 if has_arrows else 8).encode(color=alt.Color("ink:N", scale=None))
     layers = [
         canvas.boxes([cell(0, 0, size, size)], filled=False, stroke="#D0D0D0", strokeWidth=1),
         canvas.boxes(rows, stroke="white", strokeWidth=1).encode(color=shade if counts else alt.ColorValue(PALETTE[4])),
         canvas.boxes(received, filled=False, stroke=INK, strokeWidth=1.8),
-        *(_arrows(frame.moves, size, canvas) if with_arrows and neighbours else []),
-        words,
+        *(_arrows(frame.moves, size, canvas) if has_arrows and is_neighbourly else []),
+        texts,
     ]
-    done = "added to what is there" if frame.phase == "reduce" else "passed on"
-    name, note = f"step {frame.step}", f"{len(frame.moves)} blocks {done}"
+    action = "added to what is there" if frame.phase == "reduce" else "passed on"
+    name, note = f"step {frame.step}", f"{len(frame.moves)} blocks {action}"
     if frame.phase == "start":
         name, note = "start", "before anything is sent"
     return panel(*layers, size=(size * side, size * side), title=name, note=note).resolve_scale(color="independent")
@@ -98,19 +98,19 @@ def _block(block: int, device: int, held: tuple[int, ...], size: int, *, counts:
 
 def _arrows(moves: Sequence[Move], size: int, canvas: Canvas) -> list[Layer]:
     """Draws an arrow from each sender's row to the receiver's; one that wraps around crosses the panel's edge."""
-    rows, heads = [], []
+    line_rows, head_rows = [], []
     for move in moves:
         wraps = abs(move.target - move.source) > 1
-        down = (move.target > move.source) != wraps
+        is_down = (move.target > move.source) != wraps
         # Blocks sent in both directions get lines beside each other.
-        across = move.block + (0.86 if down else 0.14)
-        start = move.source + 0.5
-        end = move.target + (0.2 if down else 0.8)
+        x = move.block + (0.86 if is_down else 0.14)
+        start_y = move.source + 0.5
+        end_y = move.target + (0.2 if is_down else 0.8)
         if wraps:
-            rows.append({"x": across, "y": start, "y2": size if down else 0})
-            start = 0 if down else size
-        rows.append({"x": across, "y": start, "y2": end})
-        heads.append({"x": across, "y": end, "angle": 180 if down else 0})
-    line = plot(rows).mark_rule(color=MUTED, strokeWidth=1.2).encode(**canvas.at(), y2="y2")
-    head = canvas.points(heads, shape="triangle", color=MUTED, size=26)
+            line_rows.append({"x": x, "y": start_y, "y2": size if is_down else 0})
+            start_y = 0 if is_down else size
+        line_rows.append({"x": x, "y": start_y, "y2": end_y})
+        head_rows.append({"x": x, "y": end_y, "angle": 180 if is_down else 0})
+    line = plot(line_rows).mark_rule(color=MUTED, strokeWidth=1.2).encode(**canvas.at(), y2="y2")
+    head = canvas.points(head_rows, shape="triangle", color=MUTED, size=26)
     return [line, head.encode(angle=alt.Angle("angle:Q", scale=None))]

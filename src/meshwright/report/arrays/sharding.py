@@ -49,19 +49,19 @@ def sharding_figure(
 
     A dim of more than 16 blocks shows its first and last ones, with a gap between.
     """
-    count = 1 + max(device for array in arrays for row in array.cells for cell in row for device in cell)
-    named, scale = count <= len(DEVICE_COLORS), alt.Scale(scheme="viridis", domain=[0, count - 1])
-    if named:
-        scale = alt.Scale(domain=list(range(count)), range=DEVICE_COLORS[:count])
-    color = alt.Color("device:N" if named else "device:Q", scale=scale, legend=None)
-    present = {_shared(array, devices) for array in arrays for row in array.cells for devices in row}
-    kinds = {kind: fill for kind, fill in SHARED.items() if kind in present}
-    fills = alt.Scale(domain=list(kinds), range=list(kinds.values()))
+    num_devices = 1 + max(device for array in arrays for row in array.cells for cell in row for device in cell)
+    is_named, scale = num_devices <= len(DEVICE_COLORS), alt.Scale(scheme="viridis", domain=[0, num_devices - 1])
+    if is_named:
+        scale = alt.Scale(domain=list(range(num_devices)), range=DEVICE_COLORS[:num_devices])
+    color = alt.Color("device:N" if is_named else "device:Q", scale=scale, legend=None)
+    present_kinds = {_shared(array, devices) for array in arrays for row in array.cells for devices in row}
+    fill_by_kind = {kind: fill for kind, fill in SHARED.items() if kind in present_kinds}
+    fill_scale = alt.Scale(domain=list(fill_by_kind), range=list(fill_by_kind.values()))
     legend = alt.Legend(orient="bottom", title=None, symbolType="square", symbolStrokeColor=INK, direction="vertical")
-    fill = alt.Fill("kind:N", scale=fills, legend=legend) if kinds else None
+    fill = alt.Fill("kind:N", scale=fill_scale, legend=legend) if fill_by_kind else None
     panels = [_panel(array, color, fill) for array in arrays]
-    fitting = ROW_OF_PANELS_PX // (max(panel.width for panel in panels) + 90)
-    chart = alt.concat(*panels, columns=max(1, min(len(panels), fitting)), spacing=40, align="each")
+    num_fitting = ROW_OF_PANELS_PX // (max(panel.width for panel in panels) + 90)
+    chart = alt.concat(*panels, columns=max(1, min(len(panels), num_fitting)), spacing=40, align="each")
     return themed(chart, title, subtitle)
 
 
@@ -80,11 +80,11 @@ def devices_text(devices: Sequence[int], max_characters: int) -> list[str]:
     text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
     if len(text) <= max_characters:
         return [text]
-    parts = text.split(",")
-    half = (len(parts) + 1) // 2
-    two = [",".join(parts[:half]) + ",", ",".join(parts[half:])]
-    short = [f"{min(devices)}…{max(devices)}", f"({len(devices)})"]
-    for lines in (two, short):
+    run_texts = text.split(",")
+    num_first = (len(run_texts) + 1) // 2
+    two_lines = [",".join(run_texts[:num_first]) + ",", ",".join(run_texts[num_first:])]
+    short_lines = [f"{min(devices)}…{max(devices)}", f"({len(devices)})"]
+    for lines in (two_lines, short_lines):
         if len(lines[1]) > 0 and max(map(len, lines)) <= max_characters:
             return lines
     return []
@@ -100,15 +100,15 @@ def _panel(array: ShardingPanel, color: Encoding, fill: Encoding | None) -> Laye
     cell_px = (max(38, min(110, PANEL_PX[0] // len(cols))), max(24, min(56, PANEL_PX[1] // len(rows))))
     col_names = texts_of(cols, array.col_labels.__getitem__)
     row_names = texts_of(rows, array.row_labels.__getitem__)
-    upright = max(len(name or "") for name in col_names) * CHARACTER_PX > cell_px[0]
-    turned = {"labelAngle": -60, "labelAlign": "left"} if upright else {"labelAngle": 0, "labelAlign": "center"}
-    above = names(col_names, array.col_title, orient="top", titlePadding=4, **turned)
-    beside = names(row_names, array.row_title, titleAngle=0, titleAlign="right", titlePadding=4)
-    canvas = Canvas((0, len(cols)), (0, len(rows)), above, beside)
+    is_turned = max(len(name or "") for name in col_names) * CHARACTER_PX > cell_px[0]
+    label_style = {"labelAngle": -60, "labelAlign": "left"} if is_turned else {"labelAngle": 0, "labelAlign": "center"}
+    column_axis = names(col_names, array.col_title, orient="top", titlePadding=4, **label_style)
+    row_axis = names(row_names, array.row_title, titleAngle=0, titleAlign="right", titlePadding=4)
+    canvas = Canvas((0, len(cols)), (0, len(rows)), column_axis, row_axis)
     blocks, texts = _blocks(array, rows, cols, cell_px)
-    split, shared = ([block for block in blocks if bool(block["kind"]) is wanted] for wanted in (False, True))
+    unshared, shared = ([block for block in blocks if bool(block["kind"]) is is_shared] for is_shared in (False, True))
     layers = [
-        canvas.boxes(split, opacity=0.65, stroke="white", strokeWidth=2).encode(color=color),
+        canvas.boxes(unshared, opacity=0.65, stroke="white", strokeWidth=2).encode(color=color),
         *([canvas.boxes(shared, stroke=INK, strokeWidth=1.5).encode(fill=fill)] if fill is not None else []),
         labels(texts, **canvas.at("mid_x", "mid_y"), fontSize=11, lineHeight=LINE_PX, baseline="middle"),
     ]
@@ -130,6 +130,6 @@ def _blocks(
         lines = [sigma + line if number == 0 else line for number, line in enumerate(lines)]
         if lines and len(lines) * LINE_PX <= cell_px[1] - 4:
             # Vega puts the first of several lines on the point: moving it up centres all of them.
-            raised = (len(lines) - 1) * LINE_PX / 2 / cell_px[1]
-            texts.append(cell(x, y - raised, text=lines))
+            lift = (len(lines) - 1) * LINE_PX / 2 / cell_px[1]
+            texts.append(cell(x, y - lift, text=lines))
     return blocks, texts

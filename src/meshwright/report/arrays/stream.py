@@ -31,15 +31,15 @@ class StreamFrame(msgspec.Struct, frozen=True, kw_only=True):
 
 def stream_figure(frames: Sequence[StreamFrame], *, title: str, subtitle: str = "") -> Figure:
     """Draws a panel per frame, four in a row. Raises InputError for an array of more than 16 tiles a side."""
-    most = max(max(len(tiles), len(tiles[0])) for tiles in frames[0].hbm.values())
-    if most > MOST_A_SIDE:
-        raise InputError(f"{most} tiles a side are too many to draw. Draw at most {MOST_A_SIDE}: a larger --block.")
+    max_side = max(max(len(tiles), len(tiles[0])) for tiles in frames[0].hbm.values())
+    if max_side > MOST_A_SIDE:
+        raise InputError(f"{max_side} tiles a side are too many to draw. Draw at most {MOST_A_SIDE}: a larger --block.")
     arrays_px = sum(_array_px(tiles) + GAP_PX for tiles in frames[0].hbm.values())
-    a_line = max(4, (arrays_px + EDGE_PX) // CHIP_PX[0])
-    lines = max(-(-len(frame.vmem) // a_line) for frame in frames)
-    width = max(arrays_px, a_line * CHIP_PX[0] + 7) + EDGE_PX
-    drawn = [_panel(frame, width, a_line, lines) for frame in frames]
-    return themed(alt.concat(*drawn, columns=min(COLUMNS, len(frames)), spacing=24), title, subtitle)
+    chips_per_line = max(4, (arrays_px + EDGE_PX) // CHIP_PX[0])
+    vmem_lines = max(-(-len(frame.vmem) // chips_per_line) for frame in frames)
+    width = max(arrays_px, chips_per_line * CHIP_PX[0] + 7) + EDGE_PX
+    panels = [_panel(frame, width, chips_per_line, vmem_lines) for frame in frames]
+    return themed(alt.concat(*panels, columns=min(COLUMNS, len(frames)), spacing=24), title, subtitle)
 
 
 def _array_px(tiles: Sequence[Sequence[str]]) -> int:
@@ -48,39 +48,39 @@ def _array_px(tiles: Sequence[Sequence[str]]) -> int:
 
 
 def _panel(frame: StreamFrame, width: int, a_line: int, vmem_lines: int) -> Layer:
-    lines = {"HBM": ARRAY_PX + 16, "VMEM": vmem_lines * LINE_PX, "registers": len(frame.products) * LINE_PX}
-    bands, names, tops, top, left = [], [], [], 0, EDGE_PX
-    for band, height in lines.items():
-        bands.append(cell(0, top, width, height + HEAD_PX + 4))
-        names.append(cell(EDGE_PX, top + 10, 0, 0, text=band))
-        tops.append(top + HEAD_PX)
-        top += height + HEAD_PX + 10
+    height_of_band = {"HBM": ARRAY_PX + 16, "VMEM": vmem_lines * LINE_PX, "registers": len(frame.products) * LINE_PX}
+    bands, names, tops, top_px, left_px = [], [], [], 0, EDGE_PX
+    for band, height in height_of_band.items():
+        bands.append(cell(0, top_px, width, height + HEAD_PX + 4))
+        names.append(cell(EDGE_PX, top_px + 10, 0, 0, text=band))
+        tops.append(top_px + HEAD_PX)
+        top_px += height + HEAD_PX + 10
     tiles, captions = [], []
-    for name, states in frame.hbm.items():
-        upright = states if len(states) > 1 else [[state] for state in states[0]]
-        wide, high = _array_px(states) / len(upright[0]), ARRAY_PX / len(upright)
-        for row, line in enumerate(upright):
+    for name, tile_states in frame.hbm.items():
+        tile_rows = tile_states if len(tile_states) > 1 else [[state] for state in tile_states[0]]
+        wide, high = _array_px(tile_states) / len(tile_rows[0]), ARRAY_PX / len(tile_rows)
+        for row, row_states in enumerate(tile_rows):
             y = tops[0] + row * high
-            tiles += [cell(left + n * wide, y, wide, high, kind=kind, text="") for n, kind in enumerate(line)]
-        captions.append(cell(left, tops[0] + ARRAY_PX + 9, _array_px(states), 0, text=name))
-        left += _array_px(states) + GAP_PX
-    places = [(EDGE_PX + n % a_line * CHIP_PX[0], tops[1] + n // a_line * LINE_PX) for n in range(len(frame.vmem))]
-    chips = list(zip(places, frame.vmem, strict=True))
-    for down, operands in enumerate(frame.products):
+            tiles += [cell(left_px + n * wide, y, wide, high, kind=kind, text="") for n, kind in enumerate(row_states)]
+        captions.append(cell(left_px, tops[0] + ARRAY_PX + 9, _array_px(tile_states), 0, text=name))
+        left_px += _array_px(tile_states) + GAP_PX
+    chip_places = [(EDGE_PX + n % a_line * CHIP_PX[0], tops[1] + n // a_line * LINE_PX) for n in range(len(frame.vmem))]
+    placed_chips = list(zip(chip_places, frame.vmem, strict=True))
+    for product_row, operands in enumerate(frame.products):
         signs = ("x", "+=" if operands[2][1] == "accumulating" else "=", "")
-        for place, (operand, sign) in enumerate(zip(operands, signs, strict=True)):
-            x, y = EDGE_PX + place * (CHIP_PX[0] + 16), tops[2] + down * LINE_PX
-            chips.append(((x, y), operand))
+        for operand_index, (operand, sign) in enumerate(zip(operands, signs, strict=True)):
+            x, y = EDGE_PX + operand_index * (CHIP_PX[0] + 16), tops[2] + product_row * LINE_PX
+            placed_chips.append(((x, y), operand))
             captions.append(cell(x + CHIP_PX[0] - 3, y, 19, CHIP_PX[1], text=sign))
-    tiles += [cell(x, y, CHIP_PX[0] - 3, CHIP_PX[1], kind=state, text=name) for (x, y), (name, state) in chips]
-    canvas = Canvas((0, width), (0, top))
+    tiles += [cell(x, y, CHIP_PX[0] - 3, CHIP_PX[1], kind=state, text=name) for (x, y), (name, state) in placed_chips]
+    canvas = Canvas((0, width), (0, top_px))
     color = color_by("kind", STATES, orient="top", symbolSize=140, columns=len(STATES))
-    inks = [{**tile, "ink": ink_on(STATES[tile["kind"]])} for tile in tiles if tile["text"]]
+    inked_texts = [{**tile, "ink": ink_on(STATES[tile["kind"]])} for tile in tiles if tile["text"]]
     layers = [
         canvas.boxes(bands, color="#FAFAFA", stroke="#DDDDDD"),
         canvas.boxes(tiles, stroke="white", strokeWidth=1).encode(color=color),
         canvas.words(names, align="left", fontSize=11, fill=MUTED),
         canvas.words(captions, fontSize=10, fill=INK),
-        canvas.words(inks, fontSize=10).encode(color=alt.Color("ink:N", scale=None)),
+        canvas.words(inked_texts, fontSize=10).encode(color=alt.Color("ink:N", scale=None)),
     ]
-    return panel(*layers, size=(width, top), title=frame.title, note=frame.note)
+    return panel(*layers, size=(width, top_px), title=frame.title, note=frame.note)

@@ -69,7 +69,7 @@ def systolic_figure(frames: Sequence[SystolicFrame], *, title: str, subtitle: st
 
 
 def _panel(frame: SystolicFrame, rows: int, cols: int) -> Layer:
-    side = max(8, min(36, PANEL_PX // (max(rows, cols) + REACH)))
+    side_px = max(8, min(36, PANEL_PX // (max(rows, cols) + REACH)))
     canvas = Canvas((-REACH, cols), (-REACH, rows + REACH))
     cells = _cells(frame, rows)
     color = color_by("kind", KINDS, orient="top", symbolSize=140)
@@ -79,7 +79,7 @@ def _panel(frame: SystolicFrame, rows: int, cols: int) -> Layer:
         *([canvas.words(cells, fontSize=10)] if max(rows, cols) <= MAX_SIDE_WITH_NUMBERS else []),
     ]
     note = f"{frame.num_busy} of {rows * cols} cells multiply"
-    size = (cols + REACH) * side, (rows + 2 * REACH) * side
+    size = (cols + REACH) * side_px, (rows + 2 * REACH) * side_px
     return panel(*layers, size=size, title=f"cycle {frame.cycle + 1}", note=note)
 
 
@@ -95,5 +95,5 @@ def _cells(frame: SystolicFrame, rows: int) -> list[Datum]:
                 cells.append(cell(col, row, kind="empty", text=""))
     cells += [cell(-entry.distance, entry.lane, kind="input waits", text=str(entry.value)) for entry in frame.inputs]
     cells += [cell(entry.lane, -entry.distance, kind="weight comes", text=str(entry.value)) for entry in frame.coming]
-    results = [(entry.lane, rows - 1 + entry.distance, entry.value) for entry in frame.results]
-    return cells + [cell(x, y, kind="result leaves", text=str(value)) for x, y, value in results]
+    result_places = [(entry.lane, rows - 1 + entry.distance, entry.value) for entry in frame.results]
+    return cells + [cell(x, y, kind="result leaves", text=str(value)) for x, y, value in result_places]

@@ -43,9 +43,9 @@ def tiling_figure(shape: Shape, *, name: str) -> Figure:
     if not shape.tiles:
         raise InputError(f"{name} is {layout_text(shape)}, which has no tiles to draw. Choose one of a TPU program.")
     plane = _plane(shape)
-    waste = 1 - shape.num_bytes / shape.padded_bytes
-    numbers, memory = format_bytes(shape.num_bytes), format_bytes(shape.padded_bytes)
-    note = f"{numbers} of numbers, {memory} in memory ({waste:.1%} padding)"
+    padding_share = 1 - shape.num_bytes / shape.padded_bytes
+    data_text, memory_text = format_bytes(shape.num_bytes), format_bytes(shape.padded_bytes)
+    note = f"{data_text} of numbers, {memory_text} in memory ({padding_share:.1%} padding)"
     chart = alt.hconcat(_tiles_panel(plane), _tile_panel(shape, plane), spacing=48)
     return themed(chart.resolve_scale(color="independent"), f"{name}: {layout_text(shape)}", note)
 
@@ -53,41 +53,41 @@ def tiling_figure(shape: Shape, *, name: str) -> Figure:
 def _plane(shape: Shape) -> _Plane:
     tile = (1, *shape.tiles[0])[-2:]
     sizes = (1, 1, *shape.physical)
-    dims = ("", "", *(f"dim {dim}" for dim in shape.order))
+    dim_names = ("", "", *(f"dim {dim}" for dim in shape.order))
     # A tile over one dim is a row; the other dims repeat the plane.
-    one_dim = len(shape.tiles[0]) == 1
-    names = ("", dims[-1]) if one_dim else (dims[-2], dims[-1])
-    rows = 1 if one_dim else sizes[-2]
-    return _Plane(names, (rows, sizes[-1]), (tile[0], tile[1]), math.prod(sizes) // (rows * sizes[-1]))
+    is_row = len(shape.tiles[0]) == 1
+    names = ("", dim_names[-1]) if is_row else (dim_names[-2], dim_names[-1])
+    num_rows = 1 if is_row else sizes[-2]
+    return _Plane(names, (num_rows, sizes[-1]), (tile[0], tile[1]), math.prod(sizes) // (num_rows * sizes[-1]))
 
 
 def _tiles_panel(plane: _Plane) -> Layer:
     counts = [math.ceil(size / tile) for size, tile in zip(plane.sizes, plane.tile, strict=True)]
-    downs, acrosses = (shown(count, most) for count, most in zip(counts, MAX_TILES, strict=True))
-    cells, gaps = grid(downs, acrosses)
-    tiles, used = [], []
+    row_numbers, col_numbers = (shown(count, max_shown) for count, max_shown in zip(counts, MAX_TILES, strict=True))
+    cells, gaps = grid(row_numbers, col_numbers)
+    tiles, used_areas = [], []
     for x, y, *tile in cells:
         height, width = (min(1.0, size / span - n) for size, span, n in zip(plane.sizes, plane.tile, tile, strict=True))
         tiles.append(cell(x + 0.02, y + 0.03, 0.96, 0.94))
-        used.append(cell(x + 0.02, y + 0.03, 0.96 * width, 0.94 * height))
+        used_areas.append(cell(x + 0.02, y + 0.03, 0.96 * width, 0.94 * height))
     rows, columns = (
         texts_of(numbers, partial(_range_label, size, tile))
-        for numbers, size, tile in zip((downs, acrosses), plane.sizes, plane.tile, strict=True)
+        for numbers, size, tile in zip((row_numbers, col_numbers), plane.sizes, plane.tile, strict=True)
     )
     across_title = f"{plane.names[1]} ({plane.sizes[1]:,})"
     down_title = f"{plane.names[0]} ({plane.sizes[0]:,})" if plane.names[0] else ""
     canvas = Canvas.named(columns, rows, (across_title, down_title), **AXES)
     layers = [
         canvas.boxes(tiles, color=PADDING, stroke="white", strokeWidth=1),
-        canvas.boxes(used, color=FILL, stroke="white", strokeWidth=1),
+        canvas.boxes(used_areas, color=FILL, stroke="white", strokeWidth=1),
         canvas.words(gaps, fontSize=14, fill=INK),
     ]
-    if any((tile["x2"], tile["y2"]) != (inside["x2"], inside["y2"]) for tile, inside in zip(tiles, used, strict=True)):
+    if any((tile["x2"], tile["y2"]) != (area["x2"], area["y2"]) for tile, area in zip(tiles, used_areas, strict=True)):
         layers += _legend(canvas, len(rows))
-    total = counts[0] * counts[1] * plane.copies
-    times = f", {plane.copies:,} times over for the other dims" if plane.copies > 1 else ""
-    name = f"{total:,} {'tile' if total == 1 else 'tiles'} of {plane.tile[0]} x {plane.tile[1]}"
-    note = f"{counts[0]:,} down, {counts[1]:,} across{times}"
+    num_tiles = counts[0] * counts[1] * plane.copies
+    copies_text = f", {plane.copies:,} times over for the other dims" if plane.copies > 1 else ""
+    name = f"{num_tiles:,} {'tile' if num_tiles == 1 else 'tiles'} of {plane.tile[0]} x {plane.tile[1]}"
+    note = f"{counts[0]:,} down, {counts[1]:,} across{copies_text}"
     return panel(*layers, size=(TILE_PX[1] * len(columns), TILE_PX[0] * len(rows)), title=name, note=note)
 
 
@@ -103,23 +103,23 @@ def _legend(canvas: Canvas, bottom: int) -> list[Layer]:
 
 def _tile_panel(shape: Shape, plane: _Plane) -> Layer:
     tiles = shape.tiles
-    downs, acrosses = (shown(count, most) for count, most in zip(plane.tile, MAX_CELLS, strict=True))
-    together = math.prod(tiles[-1]) if len(tiles) > 1 and tiles[-1][-1] == 1 else 1
-    numbered, gaps = grid(downs, acrosses)
+    row_numbers, col_numbers = (shown(size, max_shown) for size, max_shown in zip(plane.tile, MAX_CELLS, strict=True))
+    per_word = math.prod(tiles[-1]) if len(tiles) > 1 and tiles[-1][-1] == 1 else 1
+    positions, gaps = grid(row_numbers, col_numbers)
     cells = []
-    for x, y, *position in numbered:
+    for x, y, *position in positions:
         offset = tile_offset(tiles, tuple(position[-len(tiles[0]) :]))
-        shade = SHADES[(offset // together) % 2 if together > 1 else 0]
+        shade = SHADES[(offset // per_word) % 2 if per_word > 1 else 0]
         cells.append(cell(x, y, text=str(offset), shade=shade))
-    columns, rows = texts_of(acrosses), texts_of(downs)
+    columns, rows = texts_of(col_numbers), texts_of(row_numbers)
     canvas = Canvas.named(columns, rows, ("column of the tile", "row of the tile"), **AXES)
     boxes = canvas.boxes(cells, stroke="white", strokeWidth=1).encode(color=alt.Color("shade:N", scale=None))
-    packed = f"; {together} of one shade share a {together * shape.element_bits}-bit word" if together > 1 else ""
-    note = f"each element's place in memory{packed}"
+    word_text = f"; {per_word} of one shade share a {per_word * shape.element_bits}-bit word" if per_word > 1 else ""
+    note = f"each element's place in memory{word_text}"
     layers = [boxes, canvas.words([*cells, *gaps], fontSize=10, fill=INK)]
     return panel(*layers, size=(CELL_PX[1] * len(columns), CELL_PX[0] * len(rows)), title="inside a tile", note=note)
 
 
 def _range_label(size: int, tile: int, number: int) -> str:
-    last = min((number + 1) * tile, size) - 1
-    return f"{number * tile}" if last == number * tile else f"{number * tile}-{last}"
+    last_index = min((number + 1) * tile, size) - 1
+    return f"{number * tile}" if last_index == number * tile else f"{number * tile}-{last_index}"

@@ -23,7 +23,7 @@ LINE_POINTS = 40
 
 def bench_figures(report: BenchReport) -> dict[str, Figure]:
     """Maps file names to pictures, for every part of the report that has enough points."""
-    parts = {
+    draw_by_name = {
         "roofline.png": _roofline,
         "matmul.png": _matmul,
         "elementwise.png": _elementwise,
@@ -31,7 +31,7 @@ def bench_figures(report: BenchReport) -> dict[str, Figure]:
         "throughput.png": _throughput,
         "collectives.png": _collectives,
     }
-    figures = {name: draw(report) for name, draw in parts.items()}
+    figures = {name: draw(report) for name, draw in draw_by_name.items()}
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
@@ -42,17 +42,17 @@ def _where(report: BenchReport) -> str:
 def _roofline(report: BenchReport) -> Figure | None:
     """Draws products, multiply-add chains and layers under rates of the data sheet, else of this run; or None."""
     products = report.matmul.sweep if report.matmul else ()
-    largest = report.copy.largest() if report.copy else None
-    main = [p for p in products if p.dtype == products[0].dtype]
-    if not main or largest is None:
+    largest_copy = report.copy.largest() if report.copy else None
+    main_sweep = [p for p in products if p.dtype == products[0].dtype]
+    if not main_sweep or largest_copy is None:
         return None
-    sheet = chip(report.chip)
-    points = _points(report, main)
-    peak, memory, whose = sheet.peak_flops.get(main[0].dtype), sheet.hbm_bytes_per_s, "the data sheet"
+    datasheet = chip(report.chip)
+    points = _points(report, main_sweep)
+    peak, memory, origin = datasheet.peak_flops.get(main_sweep[0].dtype), datasheet.hbm_bytes_per_s, "the data sheet"
     if peak is None or memory is None:
-        peak, memory, whose = max(point.flops_per_s for point in points), largest.bytes_per_s, "this run"
-    what = "an emulated device" if report.platform == "cpu" else f"one {report.device_kind}"
-    title = f"Measured on {what}, under the rates of {whose}"
+        peak, memory, origin = max(point.flops_per_s for point in points), largest_copy.bytes_per_s, "this run"
+    device_words = "an emulated device" if report.platform == "cpu" else f"one {report.device_kind}"
+    title = f"Measured on {device_words}, under the rates of {origin}"
     return roofline_figure(peak_flops_per_s=peak, link_bytes_per_s={"memory": memory}, points=points, title=title)
 
 
@@ -65,15 +65,15 @@ def _points(report: BenchReport, products: Sequence[Product]) -> list[RooflinePo
     for chain in [chain for chain in report.elementwise.chains if chain.fused][::2] if report.elementwise else []:
         label = "1 multiply-add" if chain.repeats == 1 else f"{chain.repeats} fused"
         points.append(RooflinePoint(label, FLOPS_EACH * chain.repeats / (2 * ELEMENT_BYTES), chain.flops_per_s))
-    part = report.batch
-    if part is None or not part.layers:
+    batch = report.batch
+    if batch is None or not batch.layers:
         return points
-    for layer in dict.fromkeys((part.layers[0], part.layers[len(part.layers) // 2], part.layers[-1])):
+    for layer in dict.fromkeys((batch.layers[0], batch.layers[len(batch.layers) // 2], batch.layers[-1])):
         tokens = layer.tokens
         # Operands and results of every product are moved once.
-        shapes = [shard.shape for shard in weight_shards(part.sizes, part.dtype)]
+        shapes = [shard.shape for shard in weight_shards(batch.sizes, batch.dtype)]
         elements = sum(rows * columns + tokens * (rows + columns) for rows, columns in shapes)
-        intensity = layer_flops(part.sizes, tokens) / (elements * DTYPE_BYTES[part.dtype])
+        intensity = layer_flops(batch.sizes, tokens) / (elements * DTYPE_BYTES[batch.dtype])
         label = f"layer, {format_count(tokens)} token{'s' if tokens > 1 else ''}"
         points.append(RooflinePoint(label, intensity, layer.flops_per_s))
     return points
@@ -87,7 +87,7 @@ def _matmul(report: BenchReport) -> Figure | None:
     for product in sweep:
         curves.setdefault(product.dtype, []).append((product.n, product.flops_per_s))
     peaks = {dtype: peak for dtype, peak in chip(report.chip).peak_flops.items() if dtype in curves}
-    marks = [
+    peak_lines = [
         ReferenceLine(axis="y", value=peak, text=f"{dtype} peak {format_flops(peak)}") for dtype, peak in peaks.items()
     ]
     return curves_figure(
@@ -96,35 +96,35 @@ def _matmul(report: BenchReport) -> Figure | None:
         y_title="FLOP/s of a device",
         title="Square products",
         subtitle=_where(report),
-        references=marks,
+        references=peak_lines,
         x_ticks=[p.n for p in sweep],
     )
 
 
 def _elementwise(report: BenchReport) -> Figure | None:
-    part = report.elementwise
-    chains = part.chains if part else ()
-    fused, eager = ([chain for chain in chains if chain.fused is wanted] for wanted in (True, False))
-    if part is None or len(fused) < 2:
+    elementwise = report.elementwise
+    chains = elementwise.chains if elementwise else ()
+    fused, eager = ([chain for chain in chains if chain.fused is is_fused] for is_fused in (True, False))
+    if elementwise is None or len(fused) < 2:
         return None
     scale, unit = si_scale(max(chain.seconds.median_s for chain in chains), "s")
     curves = {
-        name: [(chain.repeats, chain.seconds.median_s / scale) for chain in chosen]
-        for name, chosen in (("one kernel", fused), ("op by op", eager))
-        if chosen
+        name: [(chain.repeats, chain.seconds.median_s / scale) for chain in chains_of_curve]
+        for name, chains_of_curve in (("one kernel", fused), ("op by op", eager))
+        if chains_of_curve
     }
-    marks = []
-    if part.doubles_at:
-        marks.append(_at(part.doubles_at, "time doubles at"))
-    if part.predicted_at and 1 < part.predicted_at < fused[-1].repeats:
-        marks.append(_at(part.predicted_at, "predicted", "end"))
+    reference_lines = []
+    if elementwise.doubles_at:
+        reference_lines.append(_at(elementwise.doubles_at, "time doubles at"))
+    if elementwise.predicted_at and 1 < elementwise.predicted_at < fused[-1].repeats:
+        reference_lines.append(_at(elementwise.predicted_at, "predicted", "end"))
     return curves_figure(
         curves,
         x_title="multiply-adds of every element",
         y_title=f"time ({unit})",
         title="How many multiply-adds fit before the time doubles",
         subtitle=_where(report),
-        references=marks,
+        references=reference_lines,
         x_ticks=[chain.repeats for chain in fused],
     )
 
@@ -151,22 +151,22 @@ def _throughput(report: BenchReport) -> Figure | None:
 
 def _over_batch(report: BenchReport, curves: Mapping[str, Points], y_title: str, title: str) -> Figure | None:
     """Draws curves over tokens per device with the measured and predicted knee; None for fewer than two layers."""
-    part = report.batch
-    if part is None or len(part.layers) < 2:
+    batch = report.batch
+    if batch is None or len(batch.layers) < 2:
         return None
-    tokens = [layer.tokens for layer in part.layers]
-    marks = []
-    if part.knee:
-        marks.append(_at(part.knee.at, "knee"))
-    if part.predicted_knee and tokens[0] < part.predicted_knee < tokens[-1]:
-        marks.append(_at(part.predicted_knee, "critical batch", "end"))
+    tokens = [layer.tokens for layer in batch.layers]
+    reference_lines = []
+    if batch.knee:
+        reference_lines.append(_at(batch.knee.at, "knee"))
+    if batch.predicted_knee and tokens[0] < batch.predicted_knee < tokens[-1]:
+        reference_lines.append(_at(batch.predicted_knee, "critical batch", "end"))
     return curves_figure(
         curves,
         x_title="tokens of a device",
         y_title=y_title,
         title=title,
         subtitle=_where(report),
-        references=marks,
+        references=reference_lines,
         x_ticks=tokens,
     )
 
@@ -181,7 +181,7 @@ def _collectives(report: BenchReport) -> Figure | None:
         return None
     sizes = [time.array_bytes for row in rows for time in row.times]
     # In microseconds: times range from a few to some thousands.
-    times = [us for row in rows for time in row.times for us in (time.seconds.median_s * 1e6, time.fitted_s * 1e6)]
+    times_us = [us for row in rows for time in row.times for us in (time.seconds.median_s * 1e6, time.fitted_s * 1e6)]
     x = log_axis(alt.X, "x", (min(sizes) / 1.5, max(sizes) * 1.5), "bytes of the array")
     groups: dict[tuple[str, int], list[Collective]] = {}
     for row in rows:
@@ -189,7 +189,7 @@ def _collectives(report: BenchReport) -> Figure | None:
     panels = []
     for number, group in enumerate(groups.values()):
         title = None if number % COLUMNS else "time (us)"
-        y = log_axis(alt.Y, "y", (min(times) / 1.5, max(times) * 1.5), title)
+        y = log_axis(alt.Y, "y", (min(times_us) / 1.5, max(times_us) * 1.5), title)
         panels.append(_panel(group, x, y))
     title = "Collectives: measured, and the fitted latency and rate"
     return themed(alt.concat(*panels, columns=COLUMNS), title, _where(report))
@@ -206,13 +206,13 @@ def _panel(found: Sequence[Collective], x: Encoding, y: Encoding) -> Layer:
     color = color_by("name", colors, orient="bottom", symbolType="circle", symbolOpacity=1)
     dots = plot(points).mark_point(filled=True, size=45, opacity=0.9).encode(x=x, y=y, color=color)
     name = f"{group.size} devices" if group.axis == "group" else f"{group.axis}, {group.size} devices"
-    fitted = lines({BOOK_NAMES[row.kind]: _fitted(row) for row in found}, x, y, color, strokeWidth=1.8)
-    return panel(*fitted, dots, size=PANEL_PX, title=name)
+    fitted_lines = lines({BOOK_NAMES[row.kind]: _fitted(row) for row in found}, x, y, color, strokeWidth=1.8)
+    return panel(*fitted_lines, dots, size=PANEL_PX, title=name)
 
 
 def _fitted(one: Collective) -> Points:
     """Returns points of latency + bytes / rate between the smallest and largest size: bent on logarithmic axes."""
-    first, last = one.times[0], one.times[-1]
-    sizes = np.geomspace(first.array_bytes, last.array_bytes, LINE_POINTS + 1)
-    seconds = np.interp(sizes, (first.array_bytes, last.array_bytes), (first.fitted_s, last.fitted_s))
+    smallest, largest = one.times[0], one.times[-1]
+    sizes = np.geomspace(smallest.array_bytes, largest.array_bytes, LINE_POINTS + 1)
+    seconds = np.interp(sizes, (smallest.array_bytes, largest.array_bytes), (smallest.fitted_s, largest.fitted_s))
     return list(zip(sizes.tolist(), (1e6 * seconds).tolist(), strict=True))

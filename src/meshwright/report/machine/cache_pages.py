@@ -33,16 +33,16 @@ def cache_figure(
         raise InputError(
             f"{cache.num_pages:,} pages; a picture shows {MAX_PAGES:,} at most. Give the engine fewer cache_bytes."
         )
-    states = dict.fromkeys(range(cache.num_pages), "free")
-    states |= {page: "not shared" for pages in cache.requests.values() for page in pages}
-    states |= {node.page: _state(node) for node in cache.tree if node.page >= 0}
-    all_states = [*states.values(), *(_state(node) for node in cache.tree if node.page < 0)]
-    drawn = {state: color for state, color in STATES.items() if state in all_states}
-    counts = "; ".join(f"{all_states.count(state):,} {state}" for state in drawn)
-    pools = [*([_tables(cache, states)] if cache.requests else []), _pool(states, drawn)]
-    parts = [alt.hconcat(*pools, spacing=40), *([_tree(cache.tree, text)] if cache.tree else [])]
-    note = f"{cache.num_pages:,} pages of {cache.page_len} positions: {counts}"
-    return themed(alt.vconcat(*parts, spacing=28), "Pages of the cache", note)
+    state_by_page = dict.fromkeys(range(cache.num_pages), "free")
+    state_by_page |= {page: "not shared" for pages in cache.requests.values() for page in pages}
+    state_by_page |= {node.page: _state(node) for node in cache.tree if node.page >= 0}
+    all_states = [*state_by_page.values(), *(_state(node) for node in cache.tree if node.page < 0)]
+    shown_colors = {state: color for state, color in STATES.items() if state in all_states}
+    counts_text = "; ".join(f"{all_states.count(state):,} {state}" for state in shown_colors)
+    pool_panels = [*([_tables(cache, state_by_page)] if cache.requests else []), _pool(state_by_page, shown_colors)]
+    panels = [alt.hconcat(*pool_panels, spacing=40), *([_tree(cache.tree, text)] if cache.tree else [])]
+    note = f"{cache.num_pages:,} pages of {cache.page_len} positions: {counts_text}"
+    return themed(alt.vconcat(*panels, spacing=28), "Pages of the cache", note)
 
 
 def _state(one: TreePage) -> str:
@@ -53,8 +53,8 @@ def _box(x: float, y: float, state: str, text: str = "", filled: float = 1) -> D
     """Returns a row of a page in its colour, of which ``filled`` is drawn."""
     color = STATES[state]
     box = cell(x + 0.03, y + 0.06, 0.94 * filled, 0.88, state=state, color=color, text=text, ink=ink_on(color))
-    pale = "".join(f"{255 - 6 * (255 - int(color[first : first + 2], 16)) // 10:02X}" for first in (1, 3, 5))
-    return box | {"mid_x": x + 0.5, "pale": f"#{pale}"}
+    pale_hex = "".join(f"{255 - 6 * (255 - int(color[digit : digit + 2], 16)) // 10:02X}" for digit in (1, 3, 5))
+    return box | {"mid_x": x + 0.5, "pale": f"#{pale_hex}"}
 
 
 def _field(name: str) -> alt.Color:
@@ -66,19 +66,19 @@ def _tables(cache: CacheSnapshot, states: Mapping[int, str]) -> Layer:
     rows = shown(len(requests), MAX_REQUESTS)
     columns = shown(max(map(len, cache.requests.values())), MAX_TABLE, last=2)
     cells, gaps = grid(rows, columns)
-    boxes, used = list[Datum](), list[Datum]()
+    boxes, used_boxes = list[Datum](), list[Datum]()
     for x, y, row, column in cells:
-        number = requests[row]
-        if column < len(cache.requests[number]):
-            page = cache.requests[number][column]
-            filled = min(1.0, max(0.0, cache.lengths[number] / cache.page_len - column))
+        request = requests[row]
+        if column < len(cache.requests[request]):
+            page = cache.requests[request][column]
+            filled_share = min(1.0, max(0.0, cache.lengths[request] / cache.page_len - column))
             boxes.append(_box(x, y, states[page], str(page)))
-            used.append(_box(x, y, states[page], filled=filled))
-    firsts = texts_of(columns, lambda column: f"{column * cache.page_len}")
-    canvas = Canvas.named(firsts, texts_of(rows, lambda row: f"request {requests[row]}"), ("", ""), **AXES)
+            used_boxes.append(_box(x, y, states[page], filled=filled_share))
+    first_positions = texts_of(columns, lambda column: f"{column * cache.page_len}")
+    canvas = Canvas.named(first_positions, texts_of(rows, lambda row: f"request {requests[row]}"), ("", ""), **AXES)
     layers = [
         canvas.boxes(boxes).encode(color=_field("pale")),
-        canvas.boxes(used).encode(color=_field("color")),
+        canvas.boxes(used_boxes).encode(color=_field("color")),
         canvas.words([gap for gap in gaps if gap["x"] == 0 or gap["y"] == 0], fill=INK),
         canvas.words(boxes, fontSize=11).encode(color=_field("ink")),
     ]
@@ -88,38 +88,38 @@ def _tables(cache: CacheSnapshot, states: Mapping[int, str]) -> Layer:
 
 def _pool(states: Mapping[int, str], colors: Mapping[str, str]) -> Layer:
     num_pages = len(states)
-    across = 16 if num_pages <= 256 else 32
-    boxes = [_box(page % across, page // across, states[page], str(page)) for page in range(num_pages)]
-    rows: list[str | None] = [str(first) for first in range(0, num_pages, across)]
-    canvas = Canvas.named([str(column) for column in range(across)], rows, ("", ""), **AXES)
+    pages_per_row = 16 if num_pages <= 256 else 32
+    boxes = [_box(page % pages_per_row, page // pages_per_row, states[page], str(page)) for page in range(num_pages)]
+    rows: list[str | None] = [str(first_page) for first_page in range(0, num_pages, pages_per_row)]
+    canvas = Canvas.named([str(column) for column in range(pages_per_row)], rows, ("", ""), **AXES)
     layers = [
         canvas.boxes(boxes).encode(color=color_by("state", colors, orient="bottom")),
         canvas.words([box for box in boxes if box["state"] != "free"], fontSize=11).encode(color=_field("ink")),
     ]
-    size = PAGE_PX[0] * across, PAGE_PX[1] * len(rows)
+    size = PAGE_PX[0] * pages_per_row, PAGE_PX[1] * len(rows)
     return panel(*layers, size=size, title="all pages", note="by number, as they lie in memory")
 
 
 def _tree(tree: Sequence[TreePage], text: Callable[[Sequence[int]], str]) -> Layer:
     """Draws a column for each page of a prompt, and a row for each end of a branch."""
-    places, edges = list[tuple[int, int]](), list[Datum]()
+    coords, edges = list[tuple[int, int]](), list[Datum]()
     boxes, notes, row, columns = list[Datum](), list[Datum](), -1, 0
-    first, last = NODE_LETTERS
+    num_first, num_last = NODE_LETTERS
     for node in tree[:MAX_NODES]:
-        column, above = (0, -1) if node.parent is None else (places[node.parent][0] + 1, places[node.parent][1])
-        row = above if above >= 0 and (column, above) not in places else row + 1
-        places.append((column, row))
+        column, parent_row = (0, -1) if node.parent is None else (coords[node.parent][0] + 1, coords[node.parent][1])
+        row = parent_row if parent_row >= 0 and (column, parent_row) not in coords else row + 1
+        coords.append((column, row))
         columns = max(columns, column + 1)
-        spelt = text(node.tokens).replace("\n", "\\n")
+        label = text(node.tokens).replace("\n", "\\n")
         # no SVG has control characters, and parts of a character are not worth a font of their own
-        spelt = "".join(letter if letter.isprintable() and letter != "\ufffd" else "·" for letter in spelt)
-        spelt = spelt if len(spelt) <= first + last + 1 else f"{spelt[:first]}…{spelt[-last:]}"
-        box = _box(column, row, _state(node), spelt, filled=0.84) | {"mid_x": column + 0.425}
+        label = "".join(letter if letter.isprintable() and letter != "\ufffd" else "·" for letter in label)
+        label = label if len(label) <= num_first + num_last + 1 else f"{label[:num_first]}…{label[-num_last:]}"
+        box = _box(column, row, _state(node), label, filled=0.84) | {"mid_x": column + 0.425}
         boxes.append(box)
-        users = "idle" if not node.users else f"{node.users} {'request' if node.users == 1 else 'requests'}"
-        notes.append(box | {"text": "on the host" if node.page < 0 else f"page {node.page}, {users}"})
+        users_text = "idle" if not node.users else f"{node.users} {'request' if node.users == 1 else 'requests'}"
+        notes.append(box | {"text": "on the host" if node.page < 0 else f"page {node.page}, {users_text}"})
         if node.parent is not None:
-            edges.append({"x": column - 0.18, "y": above + 0.5, "x2": box["x"], "y2": row + 0.5})
+            edges.append({"x": column - 0.18, "y": parent_row + 0.5, "x2": box["x"], "y2": row + 0.5})
     canvas = Canvas((0, columns), (0, row + 1))
     layers = [
         plot(edges).mark_rule(color=MUTED, strokeWidth=1.5).encode(**canvas.at(), x2="x2", y2="y2"),
@@ -127,6 +127,6 @@ def _tree(tree: Sequence[TreePage], text: Callable[[Sequence[int]], str]) -> Lay
         canvas.words(boxes, fontSize=11, dy=-7).encode(color=_field("ink")),
         canvas.words(notes, fontSize=10, dy=9).encode(color=_field("ink")),
     ]
-    left_out = f"; {len(tree) - MAX_NODES:,} more are not drawn" if len(tree) > MAX_NODES else ""
-    note = f"a box is a page of tokens that follow those to its left{left_out}"
+    left_out_text = f"; {len(tree) - MAX_NODES:,} more are not drawn" if len(tree) > MAX_NODES else ""
+    note = f"a box is a page of tokens that follow those to its left{left_out_text}"
     return panel(*layers, size=(NODE_PX[0] * columns, NODE_PX[1] * (row + 1)), title="prefix tree", note=note)

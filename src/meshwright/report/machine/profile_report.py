@@ -35,27 +35,27 @@ MAX_SAMPLES = 1500
 def write_report(profile: Profile, folder: Path) -> list[Path]:
     """Writes all files of the report and returns their paths, the page first."""
     folder.mkdir(parents=True, exist_ok=True)
-    how = f"{profile.plan.model.name} on {profile.plan.cluster.short_name}; {profile.plan.calibration.describe()}"
-    written = [save(where_figure(profile), folder / WHERE)]
-    written.append(save(parts_figure(profile.comparison.parts, subtitle=how), folder / PARTS))
+    subtitle = f"{profile.plan.model.name} on {profile.plan.cluster.short_name}; {profile.plan.calibration.describe()}"
+    written_paths = [save(where_figure(profile), folder / WHERE)]
+    written_paths.append(save(parts_figure(profile.comparison.parts, subtitle=subtitle), folder / PARTS))
     if profile.memory.samples:
-        written.append(save(memory_timeline_figure(profile.memory), folder / MEMORY))
-    written.append(save_trace(profile, folder / TIMELINE))
+        written_paths.append(save(memory_timeline_figure(profile.memory), folder / MEMORY))
+    written_paths.append(save_trace(profile, folder / TIMELINE))
     write_text_whole(folder / REPORT, report_text(profile))
-    return [folder / REPORT, *written]
+    return [folder / REPORT, *written_paths]
 
 
 def report_text(profile: Profile) -> str:
     """Returns the page as Markdown."""
     plan, comparison = profile.plan, profile.comparison
-    left = len(comparison.steps) - MAX_STEPS
-    rest = f"\n{left} further steps differ by less.\n" if left > 0 else ""
+    num_left = len(comparison.steps) - MAX_STEPS
+    rest_text = f"\n{num_left} further steps differ by less.\n" if num_left > 0 else ""
     sections = {
         "Furthest from the prediction": _terms(profile),
         "Where the wall time of a step goes": f"![where]({WHERE})\n\n{_where(profile)}\n{WHERE_WORDS}",
         "Parts of the model": f"![parts]({PARTS})\n\n{as_markdown(times_table(comparison.parts, 'part'))}",
         "Kinds of work": _classes(profile),
-        "Derived steps": as_markdown(times_table(comparison.steps[:MAX_STEPS], "step")) + rest,
+        "Derived steps": as_markdown(times_table(comparison.steps[:MAX_STEPS], "step")) + rest_text,
         "Instructions": _ops(profile),
         "Float32 products": _float32(profile),
         "Memory": _memory(profile),
@@ -90,12 +90,12 @@ def headline_rows(profile: Profile) -> list[tuple[str, float | None, float | Non
 def _summary(profile: Profile) -> str:
     # the share of communication that is overlapped; None without communication
     predicted, terms = profile.comparison.predicted, profile.comparison.terms
-    spent = sum(row.predicted_s or 0.0 for row in terms if row.name.startswith("collective"))
-    overlaps = max(0.0, 1 - predicted.exposed_s / spent) if spent else None, profile.times.overlap
+    comms_s = sum(row.predicted_s or 0.0 for row in terms if row.name.startswith("collective"))
+    overlap_shares = max(0.0, 1 - predicted.exposed_s / comms_s) if comms_s else None, profile.times.overlap
     rows: list[tuple[str, float | None, float | None, Show]] = [
         *headline_rows(profile),
         ("FLOPs of products on a device", profile.predicted_flops, profile.flops, partial(format_flops, unit="FLOP")),
-        ("communication hidden behind compute", *overlaps, "{:.0%}".format),
+        ("communication hidden behind compute", *overlap_shares, "{:.0%}".format),
     ]
     return as_markdown(Table.compared(rows))
 
@@ -115,10 +115,10 @@ def times_table(rows: Sequence[TimeRow], what: str) -> Table:
 
 
 def _terms(profile: Profile) -> str:
-    lines = [f"- **{hint.term}** ({difference_words(hint.difference_s)}): {hint.text}." for hint in profile.advice]
-    nothing = "Nothing is further from its prediction than 2% of the step."
+    hint_lines = [f"- **{hint.term}** ({difference_words(hint.difference_s)}): {hint.text}." for hint in profile.advice]
+    no_hint_text = "Nothing is further from its prediction than 2% of the step."
     table = as_markdown(times_table(profile.comparison.terms, "kind of work"))
-    return table + "\n" + ("\n".join(lines) or nothing) + "\n"
+    return table + "\n" + ("\n".join(hint_lines) or no_hint_text) + "\n"
 
 
 def difference_words(seconds: float) -> str:
@@ -128,10 +128,10 @@ def difference_words(seconds: float) -> str:
 
 def _where(profile: Profile) -> str:
     mean, predicted = profile.times.mean, profile.comparison.predicted
-    rows = [(name, predicted.parts[name], seconds) for name, seconds in mean.parts.items()]
+    rows = [(name, predicted.parts[name], seconds_headings) for name, seconds_headings in mean.parts.items()]
     rows.append(("whole step", predicted.total_s, mean.total_s))
-    seconds = [Heading(title, format_seconds) for title in ("predicted", "mean device")]
-    columns: list[str | Heading] = ["", *seconds, Heading("share", PERCENT)]
+    seconds_headings = [Heading(title, format_seconds) for title in ("predicted", "mean device")]
+    columns: list[str | Heading] = ["", *seconds_headings, Heading("share", PERCENT)]
     return as_markdown(Table(columns, [[*row, row[-1] / mean.total_s] for row in rows]))
 
 
@@ -148,12 +148,12 @@ def _rate(amount: float, seconds: float) -> float | None:
 
 
 def _classes(profile: Profile) -> str:
-    whole, flops = profile.times.mean.total_s, profile.flops
+    step_s, flops = profile.times.mean.total_s, profile.flops
     columns: TableColumns = {
         "kind": "kind",
         "by itself": OWN,
         "of the wall time": ("wall_s", format_seconds),
-        "share": (lambda row: row.wall_s / whole, PERCENT),
+        "share": (lambda row: row.wall_s / step_s, PERCENT),
         "FLOP share": (lambda row: row.flops / flops if flops else None, PERCENT),
         **RATES,
     }
@@ -162,18 +162,18 @@ def _classes(profile: Profile) -> str:
 
 
 def _ops(profile: Profile) -> str:
-    whole, shown = profile.times.mean.total_s, profile.times.ops[:MAX_OPS]
+    step_s, shown_ops = profile.times.mean.total_s, profile.times.ops[:MAX_OPS]
     columns: TableColumns = {
         "instruction": "name",
         "kind": "kind",
         "derived step": "step",
         "times": COUNT,
         "by itself": OWN,
-        "share": (lambda op: op.wall_s / whole, PERCENT),
+        "share": (lambda op: op.wall_s / step_s, PERCENT),
         "FLOP/s": RATES["FLOP/s"],
     }
-    count = f"\nThe longest {len(shown)} of {len(profile.times.ops)} instructions of a mean device.\n"
-    return as_markdown(Table.of(shown, columns)) + count
+    count_text = f"\nThe longest {len(shown_ops)} of {len(profile.times.ops)} instructions of a mean device.\n"
+    return as_markdown(Table.of(shown_ops, columns)) + count_text
 
 
 _UNITS = {
@@ -190,16 +190,16 @@ def _float32(profile: Profile) -> str:
     if not rows:
         return "None: no product of the program takes float32 operands.\n"
     flops = sum(row.flops for row in rows)
-    missed = f" {len(profile.missed)} of them miss the matrix units." if profile.platform != "cpu" else ""
-    head = f"{len(rows)} products take float32 operands, {flops / profile.flops:.0%} of the FLOPs.{missed} "
-    what: TableColumns = {
+    missed_text = f" {len(profile.missed)} of them miss the matrix units." if profile.platform != "cpu" else ""
+    head_text = f"{len(rows)} products take float32 operands, {flops / profile.flops:.0%} of the FLOPs.{missed_text} "
+    columns: TableColumns = {
         "instruction": "name",
         "derived step": "step",
         "operands": "operands",
         "precision": "precision",
     }
-    shown = Table.of(rows[:MAX_PRODUCTS], {**what, "times": COUNT, "by itself": ("seconds", format_seconds)})
-    return head + _UNITS[profile.platform] + "\n\n" + as_markdown(shown)
+    table = Table.of(rows[:MAX_PRODUCTS], {**columns, "times": COUNT, "by itself": ("seconds", format_seconds)})
+    return head_text + _UNITS[profile.platform] + "\n\n" + as_markdown(table)
 
 
 def _memory(profile: Profile) -> str:
@@ -207,10 +207,10 @@ def _memory(profile: Profile) -> str:
     lines = [f"![memory]({MEMORY})\n"] if memory.samples else []
     peak = memory.peak
     if peak:
-        whose = (
+        owner_text = (
             "the first device" if memory.counted == "device" else "the process, all emulated devices and the runtime"
         )
-        lines.append(f"Peak {format_bytes(peak.num_bytes)} after {format_seconds(peak.at_s)}, of {whose}.\n")
+        lines.append(f"Peak {format_bytes(peak.num_bytes)} after {format_seconds(peak.at_s)}, of {owner_text}.\n")
     rows = [
         ("predicted, all items", sum(profile.predicted_memory.values())),
         ("compiler: arguments", memory.arguments_bytes),
@@ -235,21 +235,21 @@ def where_figure(profile: Profile) -> Figure:
     bars = {"predicted": profile.comparison.predicted.parts, "mean": profile.times.mean.parts}
     if len(devices) > 1:
         bars |= {f"device {number}": times.parts for number, times in devices[:MAX_DEVICES]}
-    shown = f"; {MAX_DEVICES} of {len(devices)} devices shown" if len(devices) > MAX_DEVICES else ""
-    subtitle = f"The wall time of a step, predicted and under the profiler{shown}"
+    shown_text = f"; {MAX_DEVICES} of {len(devices)} devices shown" if len(devices) > MAX_DEVICES else ""
+    subtitle = f"The wall time of a step, predicted and under the profiler{shown_text}"
     return step_breakdown_figure(bars, title="Where the time of a step goes", subtitle=subtitle)
 
 
 def parts_figure(rows: Sequence[TimeRow], *, subtitle: str = "") -> Figure:
     """Draws two bars for each of the longest rows, predicted above measured. Raises InputError for no row."""
-    chosen = sorted(rows, key=lambda row: -max(row.predicted_s or 0.0, row.measured_s or 0.0))[:MAX_ROWS]
-    if not chosen:
+    longest_rows = sorted(rows, key=lambda row: -max(row.predicted_s or 0.0, row.measured_s or 0.0))[:MAX_ROWS]
+    if not longest_rows:
         raise InputError("there is nothing to compare. Give a trace with events of the program.")
-    longest = max(max(row.predicted_s or 0.0, row.measured_s or 0.0) for row in chosen)
-    scale, unit = si_scale(longest, "s")
+    longest_s = max(max(row.predicted_s or 0.0, row.measured_s or 0.0) for row in longest_rows)
+    scale, unit = si_scale(longest_s, "s")
     bars = [
         {"row": row.name, "what": what, "time": (seconds or 0.0) / scale}
-        for row in chosen
+        for row in longest_rows
         for what, seconds in (("predicted", row.predicted_s), ("measured", row.measured_s))
     ]
     colors = {"predicted": PALETTE[4], "measured": PALETTE[0]}
@@ -258,15 +258,15 @@ def parts_figure(rows: Sequence[TimeRow], *, subtitle: str = "") -> Figure:
         plot(bars)
         .mark_bar()
         .encode(
-            y=alt.Y("row:N", sort=[row.name for row in chosen], title=None, axis=y_axis),
+            y=alt.Y("row:N", sort=[row.name for row in longest_rows], title=None, axis=y_axis),
             yOffset=alt.YOffset("what:N", sort=list(colors)),
             x=alt.X("time:Q", title=f"time per step ({unit})", axis=x_axis),
             color=color_by("what", colors, orient="bottom"),
         )
     )
-    shown = f"the {MAX_ROWS} longest of {len(rows)} rows shown" if len(rows) > MAX_ROWS else ""
-    subtitle = "; ".join(text for text in (subtitle, shown) if text)
-    return themed(chart, "Parts of the model", subtitle, width=WIDTH_PX, height=ROW_PX * len(chosen))
+    shown_text = f"the {MAX_ROWS} longest of {len(rows)} rows shown" if len(rows) > MAX_ROWS else ""
+    subtitle = "; ".join(text for text in (subtitle, shown_text) if text)
+    return themed(chart, "Parts of the model", subtitle, width=WIDTH_PX, height=ROW_PX * len(longest_rows))
 
 
 def memory_timeline_figure(memory: MemoryProfile) -> Figure:
@@ -280,20 +280,20 @@ def memory_timeline_figure(memory: MemoryProfile) -> Figure:
     stride = max(1, len(memory.samples) // MAX_SAMPLES)
     samples = sorted({*memory.samples[::stride], peak, memory.samples[-1]})
     rows = [{"x": sample.at_s / time_scale, "y": sample.num_bytes / scale} for sample in samples]
-    across, up = (0.0, end_s / time_scale), (0.0, 1.15 * peak.num_bytes / scale)
-    frame = Frame(x=across, y=up, size=(MEMORY_PX["width"], MEMORY_PX["height"]), log=(False, False))
-    x = alt.X("x:Q", title=f"time ({time_unit})", axis=alt.Axis(grid=False), scale=alt.Scale(domain=across, nice=False))
-    y = alt.Y("y:Q", title=f"memory ({unit})", scale=alt.Scale(domain=up, nice=False))
-    highest = peak.at_s / time_scale, peak.num_bytes / scale
-    top = {"x": highest[0], "y": highest[1], "text": format_bytes(peak.num_bytes)}
-    taken = frame.dots([highest]) + frame.curve([(row["x"], row["y"]) for row in rows[:: 1 + len(rows) // 100]])
+    x_span, y_span = (0.0, end_s / time_scale), (0.0, 1.15 * peak.num_bytes / scale)
+    frame = Frame(x=x_span, y=y_span, size=(MEMORY_PX["width"], MEMORY_PX["height"]), log=(False, False))
+    x = alt.X("x:Q", title=f"time ({time_unit})", axis=alt.Axis(grid=False), scale=alt.Scale(domain=x_span, nice=False))
+    y = alt.Y("y:Q", title=f"memory ({unit})", scale=alt.Scale(domain=y_span, nice=False))
+    peak_point = peak.at_s / time_scale, peak.num_bytes / scale
+    peak_row = {"x": peak_point[0], "y": peak_point[1], "text": format_bytes(peak.num_bytes)}
+    areas = frame.dots([peak_point]) + frame.curve([(row["x"], row["y"]) for row in rows[:: 1 + len(rows) // 100]])
     area = plot(rows).mark_area(color=PALETTE[4], opacity=0.5, line={"color": PALETTE[0]})
     lines = [ReferenceLine(axis="x", value=m.at_s / time_scale, text=m.text, color=MUTED) for m in memory.marks]
     chart = alt.layer(
         area.encode(x=x, y=y),
-        *(reference(line, frame, taken, font=10) for line in lines),
-        plot([top]).mark_point(filled=True, color=INK).encode(x=x, y=y),
-        point_labels([top], frame, taken, fill=INK),
+        *(reference(line, frame, areas, font=10) for line in lines),
+        plot([peak_row]).mark_point(filled=True, color=INK).encode(x=x, y=y),
+        point_labels([peak_row], frame, areas, fill=INK),
     )
-    what = "of the first device" if memory.counted == "device" else "resident in the process, the runtime included"
-    return themed(chart, "Memory of the first steps", f"Bytes {what}; the peak is marked", **MEMORY_PX)
+    owner = "of the first device" if memory.counted == "device" else "resident in the process, the runtime included"
+    return themed(chart, "Memory of the first steps", f"Bytes {owner}; the peak is marked", **MEMORY_PX)

@@ -63,10 +63,10 @@ def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list
     """
     lanes = Lanes()
     for name, steps in _passes(priced, num_microbatches):
-        begin, number = lanes.compute_end_s, len(lanes.slices)
-        lanes.links_end_s = max(lanes.links_end_s, begin)
-        for cost, times in steps:
-            seconds, name, kind = float(cost.time_s) * times, label_text(cost.step), class_of_op(cost.step.op)
+        begin_s, slice_index = lanes.compute_end_s, len(lanes.slices)
+        lanes.links_end_s = max(lanes.links_end_s, begin_s)
+        for cost, num_times in steps:
+            seconds, name, kind = float(cost.time_s) * num_times, label_text(cost.step), class_of_op(cost.step.op)
             if seconds > 0 and not cost.step.is_collective:
                 lanes.compute(name, seconds, kind=kind)
             elif seconds > 0 and cost.hides and priced.rates.overlaps:
@@ -74,12 +74,12 @@ def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list
             elif seconds > 0:
                 lanes.compute_end_s = lanes.send(name, seconds, kind=kind, when=lanes.compute_end_s)
         lanes.compute_end_s = max(lanes.compute_end_s, lanes.links_end_s)
-        if lanes.compute_end_s > begin:
-            whole = Slice(lane="compute", what=name, kind="pass", start_s=begin, end_s=lanes.compute_end_s)
-            lanes.slices.insert(number, whole)
-    bubble = float(priced.estimate.terms.get("bubble", 0.0))
-    if bubble:
-        lanes.compute("pipeline bubble", bubble, kind="idle")
+        if lanes.compute_end_s > begin_s:
+            pass_slice = Slice(lane="compute", what=name, kind="pass", start_s=begin_s, end_s=lanes.compute_end_s)
+            lanes.slices.insert(slice_index, pass_slice)
+    bubble_s = float(priced.estimate.terms.get("bubble", 0.0))
+    if bubble_s:
+        lanes.compute("pipeline bubble", bubble_s, kind="idle")
     return lanes.slices
 
 
@@ -87,32 +87,32 @@ def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tupl
     """Yields (name, [(cost, times)]) of every pass in order: forward and backward per microbatch, then the update."""
     blocks = []
     for block in priced.costs.blocks:
-        here = max((float(cost.here) for cost in block.forward), default=0.0)
-        blocks.append((block, max(1, round(here / count)) if here else 0))
-    slices = count * sum(repeats * (len(block.forward) + len(block.backward)) for block, repeats in blocks)
-    one_by_one = slices <= MAX_SLICES
+        runs_here = max((float(cost.here) for cost in block.forward), default=0.0)
+        blocks.append((block, max(1, round(runs_here / count)) if runs_here else 0))
+    num_slices = count * sum(repeats * (len(block.forward) + len(block.backward)) for block, repeats in blocks)
+    is_one_by_one = num_slices <= MAX_SLICES
     # layers that run again for later ones, on average
-    often = {
+    runs = {
         id(cost): float(block.steps.times_again(priced.pipeline.runs) / block.steps.repeat)
         for block, _ in blocks
         for cost in block.again
     }
-    for microbatch in range(count) if one_by_one else [count - 1]:
-        which = f", microbatch {microbatch}" if count > 1 else ""
+    for microbatch in range(count) if is_one_by_one else [count - 1]:
+        microbatch_text = f", microbatch {microbatch}" if count > 1 else ""
         forward = [(block.name, "forward", repeats, block.forward) for block, repeats in blocks]
         backward = [(block.name, "backward", repeats, block.backward) for block, repeats in reversed(blocks)]
         for name, phase, repeats, costs in forward + backward:
             if phase == "backward" and microbatch < count - 1:
                 costs = tuple(cost for cost in costs if cost.step.scope != "step")
-            if not one_by_one:
+            if not is_one_by_one:
                 times = [
-                    repeats * (1.0 if cost.step.scope == "step" else count * often.get(id(cost), 1.0)) for cost in costs
+                    repeats * (1.0 if cost.step.scope == "step" else count * runs.get(id(cost), 1.0)) for cost in costs
                 ]
                 yield f"{name} {phase}, {repeats} x {count} microbatches", list(zip(costs, times, strict=True))
                 continue
             for number in range(repeats) if phase == "forward" else reversed(range(repeats)):
                 suffix = f" {number}" if repeats > 1 else ""
-                yield f"{name}{suffix} {phase}{which}", [(cost, often.get(id(cost), 1.0)) for cost in costs]
+                yield f"{name}{suffix} {phase}{microbatch_text}", [(cost, runs.get(id(cost), 1.0)) for cost in costs]
     yield "update", [(cost, float(cost.here)) for cost in priced.costs.once]
 
 
@@ -121,19 +121,19 @@ def _passes(priced: PricedStrategy, count: int) -> Iterator[tuple[str, list[tupl
 
 def measured_events(trace: DeviceTrace, program: TracedProgram) -> Iterator[TraceEvent]:
     """Yields a process per device with a thread per stream or host thread, and one thread for the steps."""
-    zero = trace.windows[0].start_s
-    end = trace.windows[-1].end_s
-    inside = [event for event in trace.events if event.start_s >= zero and event.end_s <= end]
-    if len(inside) > MAX_EVENTS:
-        inside = sorted(inside, key=lambda event: -event.seconds)[:MAX_EVENTS]
+    zero_s = trace.windows[0].start_s
+    end_s = trace.windows[-1].end_s
+    in_windows = [event for event in trace.events if event.start_s >= zero_s and event.end_s <= end_s]
+    if len(in_windows) > MAX_EVENTS:
+        in_windows = sorted(in_windows, key=lambda event: -event.seconds)[:MAX_EVENTS]
     for device in trace.devices:
         device_events = sorted(
-            (event for event in inside if event.device == device), key=lambda event: (event.start_s, -event.end_s)
+            (event for event in in_windows if event.device == device), key=lambda event: (event.start_s, -event.end_s)
         )
         lanes, pid = _nested(device_events), 10 + device
         yield from _names(pid, f"device {device}, measured", ["steps", *(name for name, _ in lanes)], order=pid)
         for number, window in enumerate(trace.windows):
-            yield _slice(pid, 1, f"step {number}", "step", window.start_s - zero, window.seconds)
+            yield _slice(pid, 1, f"step {number}", "step", window.start_s - zero_s, window.seconds)
         for tid, (_, events) in enumerate(lanes, start=2):
             for event in events:
                 fact = program.fact(event.op)
@@ -142,7 +142,7 @@ def measured_events(trace: DeviceTrace, program: TracedProgram) -> Iterator[Trac
                     args["waited_us"] = f"{event.waited_s * _US:.1f}"
                 name = str(fact.label) if fact.label else event.op
                 kind = str(fact.kind) if program.is_work(event.op) else "control"
-                yield {**_slice(pid, tid, name, kind, event.start_s - zero, event.seconds), "args": args}
+                yield {**_slice(pid, tid, name, kind, event.start_s - zero_s, event.seconds), "args": args}
 
 
 def _nested(events: Iterable[OpEvent]) -> list[tuple[str, list[OpEvent]]]:
@@ -152,15 +152,15 @@ def _nested(events: Iterable[OpEvent]) -> list[tuple[str, list[OpEvent]]]:
     """
     lanes: dict[tuple[str, int], tuple[list[OpEvent], list[float]]] = {}
     for event in events:
-        for number in range(1000):
-            group, ends = lanes.setdefault((event.lane, number), ([], []))
-            while ends and ends[-1] <= event.start_s:
-                ends.pop()
-            if not ends or event.end_s <= ends[-1]:
+        for depth in range(1000):
+            group, open_end_s = lanes.setdefault((event.lane, depth), ([], []))
+            while open_end_s and open_end_s[-1] <= event.start_s:
+                open_end_s.pop()
+            if not open_end_s or event.end_s <= open_end_s[-1]:
                 group.append(event)
-                ends.append(event.end_s)
+                open_end_s.append(event.end_s)
                 break
-    return [(lane if not number else f"{lane} ({number + 1})", group) for (lane, number), (group, _) in lanes.items()]
+    return [(lane if not depth else f"{lane} ({depth + 1})", group) for (lane, depth), (group, _) in lanes.items()]
 
 
 def _slice(pid: int, tid: int, name: str, kind: str, start_s: float, seconds: float) -> TraceEvent:

@@ -22,21 +22,21 @@ def load_figure(
 
     ``{}`` in a title is its unit. ``capacity`` is a vertical line in all panels.
     """
-    parts = [_panel(name, of, capacity, x) for name, of in panels.items()]
-    return themed(alt.hconcat(*parts, spacing=28), title, subtitle)
+    load_panels = [_panel(name, curves_of_panel, capacity, x) for name, curves_of_panel in panels.items()]
+    return themed(alt.hconcat(*load_panels, spacing=28), title, subtitle)
 
 
 def _panel(name: str, of: tuple[str, Points, Points], capacity: float | None, x_title: str) -> Layer:
     unit, predicted, measured = of
     values = [y for _, y in (*predicted, *measured) if y == y and y > 0] or [1.0]
     scale, unit_name = si_scale(max(values), unit) if unit else (1.0, "")
-    least, most, title = min(values) / scale / 1.3, max(values) / scale * 1.3, name.format(unit_name)
-    whole = all(float(x).is_integer() for x, _ in (*predicted, *measured))
-    ticks = {"tickMinStep": 1} if whole else {}
+    min_y, max_y, title = min(values) / scale / 1.3, max(values) / scale * 1.3, name.format(unit_name)
+    is_whole = all(float(x).is_integer() for x, _ in (*predicted, *measured))
+    ticks = {"tickMinStep": 1} if is_whole else {}
     x = alt.X("x:Q", title=x_title, scale=alt.Scale(zero=True), axis=alt.Axis(grid=False, format="~g", **ticks))
     y = alt.Y("y:Q", title=title, scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=5))
-    if unit and most > LOG_FROM * least:
-        y = log_axis(alt.Y, "y", (least, most), title)
+    if unit and max_y > LOG_FROM * min_y:
+        y = log_axis(alt.Y, "y", (min_y, max_y), title)
     color = color_by("name", {"predicted": PALETTE[0], "measured": PALETTE[5]}, orient="top", symbolType="circle")
     layers = lines({"predicted": _scaled(predicted, scale)}, x, y, color) if predicted else []
     rows = [{"x": a, "y": b, "name": "measured"} for a, b in _scaled(measured, scale) if b == b]

@@ -51,35 +51,35 @@ def comm_compute_figure(
 
 def _times(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, color: Encoding) -> Layer:
     compute_s = curves[-1].compute_s
-    every = [s for s in (*compute_s, *(s for curve in curves for s in curve.seconds)) if s > 0]
-    low, high = min(every) / 1.3, max(every) * 1.3
+    positive_s = [s for s in (*compute_s, *(s for curve in curves for s in curve.seconds)) if s > 0]
+    low, high = min(positive_s) / 1.3, max(positive_s) * 1.3
     y = log_axis(alt.Y, "y", (low, high), "time", labelExpr=SECONDS_LABEL)
     # a logarithmic axis has no zero: it leaves a gap
-    shown = [(curve, [(t, s or math.nan) for t, s in zip(tokens, curve.seconds, strict=True)]) for curve in curves]
-    work = [{"x": batch, "y": s, "text": "compute"} for batch, s in zip(tokens, compute_s, strict=True)]
-    dashed = plot(work).mark_line(strokeDash=(6, 4), strokeWidth=2, color="black").encode(x=x, y=y)
+    series = [(curve, [(t, s or math.nan) for t, s in zip(tokens, curve.seconds, strict=True)]) for curve in curves]
+    compute_rows = [{"x": batch, "y": s, "text": "compute"} for batch, s in zip(tokens, compute_s, strict=True)]
+    dashed = plot(compute_rows).mark_line(strokeDash=(6, 4), strokeWidth=2, color="black").encode(x=x, y=y)
     frame = Frame(x=(min(tokens), max(tokens)), y=(low, high), size=PANEL_PX)
-    along = list(zip(tokens, compute_s, strict=True))
-    taken = [box for points in (*(points for _, points in shown), along) for box in frame.curve(points)]
-    label = point_labels([{**work[-1], "along": along}], frame, taken, fill="black")
-    return panel(*_lines(shown, x, y, color), dashed, label, size=PANEL_PX)
+    compute_points = list(zip(tokens, compute_s, strict=True))
+    areas = [box for points in (*(points for _, points in series), compute_points) for box in frame.curve(points)]
+    compute_label = point_labels([{**compute_rows[-1], "along": compute_points}], frame, areas, fill="black")
+    return panel(*_lines(series, x, y, color), dashed, compute_label, size=PANEL_PX)
 
 
 def _ratios(tokens: Sequence[float], curves: Sequence[CommsCurve], x: Encoding, color: Encoding) -> Layer:
-    shown = [
-        (c, [(batch, work / s) for batch, work, s in zip(tokens, c.compute_s, c.seconds, strict=True) if s > 0])
+    series = [
+        (c, [(batch, math_s / s) for batch, math_s, s in zip(tokens, c.compute_s, c.seconds, strict=True) if s > 0])
         for c in curves
     ]
-    ratios = [ratio for _, points in shown for _, ratio in points]
-    up = (min([1.0, *ratios]) / 1.2, max([1.0, *ratios]) * 1.2)
-    y = log_axis(alt.Y, "y", up, "compute / communication")
-    frame = Frame(x=(min(tokens), max(tokens)), y=up, size=PANEL_PX)
-    taken = [box for _, points in shown for box in frame.curve(points)]
-    taken += frame.dots([(curve.crossing, 1.0) for curve in curves if curve.crossing])
+    ratios = [ratio for _, points in series for _, ratio in points]
+    y_range = (min([1.0, *ratios]) / 1.2, max([1.0, *ratios]) * 1.2)
+    y = log_axis(alt.Y, "y", y_range, "compute / communication")
+    frame = Frame(x=(min(tokens), max(tokens)), y=y_range, size=PANEL_PX)
+    areas = [box for _, points in series for box in frame.curve(points)]
+    areas += frame.dots([(curve.crossing, 1.0) for curve in curves if curve.crossing])
     crossings = plot({"x": curve.crossing, "y": 1.0} for curve in curves if curve.crossing)
     rings = crossings.mark_point(size=60, filled=False, color="black", opacity=1).encode(x=x, y=y)
-    even = reference(ReferenceLine(axis="y", value=1.0, text="above: compute-bound", color=MUTED), frame, taken)
-    return panel(*_lines(shown, x, y, color, dotted=True), even, rings, size=PANEL_PX)
+    even_line = reference(ReferenceLine(axis="y", value=1.0, text="above: compute-bound", color=MUTED), frame, areas)
+    return panel(*_lines(series, x, y, color, dotted=True), even_line, rings, size=PANEL_PX)
 
 
 def _lines(
@@ -88,8 +88,8 @@ def _lines(
     """Returns a layer per curve, with ``dotted`` a second one where memory binds; strong curves are wide."""
     layers = []
     for curve, points in shown:
-        bound, width = curve.memory_bound if dotted else 0, 3.2 if curve.strong else 1.8
-        layers += lines({curve.name: points[bound:]}, x, y, color, strokeWidth=width)
-        if bound:
-            layers += lines({curve.name: points[: bound + 1]}, x, y, color, strokeWidth=width, strokeDash=(2, 3))
+        num_bound, width = curve.memory_bound if dotted else 0, 3.2 if curve.strong else 1.8
+        layers += lines({curve.name: points[num_bound:]}, x, y, color, strokeWidth=width)
+        if num_bound:
+            layers += lines({curve.name: points[: num_bound + 1]}, x, y, color, strokeWidth=width, strokeDash=(2, 3))
     return layers

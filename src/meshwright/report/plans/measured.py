@@ -19,24 +19,24 @@ def loss_figure(losses: Sequence[float], tokens: Sequence[float], *, subtitle: s
     if len(losses) != len(tokens) or not losses:
         raise InputError(f"there are {len(losses)} losses and {len(tokens)} token counts. Give one of each per step.")
     scale, unit = si_scale(max(tokens), "")
-    seen = [count / scale for count in tokens]
-    reach = int(len(losses) * MEAN_FRACTION / 2)
-    from_zero, near = alt.Scale(zero=True), alt.Scale(zero=False)
-    x = alt.X("x:Q", title=f"tokens ({unit})" if unit else "tokens", scale=from_zero, axis=alt.Axis(tickCount=7))
-    y = alt.Y("y:Q", title="cross-entropy (nats per token)", scale=near, axis=alt.Axis(tickCount=6))
-    single, mean = "loss of a step", f"mean over {2 * reach + 1} steps"
-    colors = {single: PALETTE[4], mean: PALETTE[0]} if reach else {single: PALETTE[0]}
+    xs = [num_tokens / scale for num_tokens in tokens]
+    half = int(len(losses) * MEAN_FRACTION / 2)
+    token_scale, loss_scale = alt.Scale(zero=True), alt.Scale(zero=False)
+    x = alt.X("x:Q", title=f"tokens ({unit})" if unit else "tokens", scale=token_scale, axis=alt.Axis(tickCount=7))
+    y = alt.Y("y:Q", title="cross-entropy (nats per token)", scale=loss_scale, axis=alt.Axis(tickCount=6))
+    single, mean = "loss of a step", f"mean over {2 * half + 1} steps"
+    colors = {single: PALETTE[4], mean: PALETTE[0]} if half else {single: PALETTE[0]}
     color = color_by("name", colors, orient="top-right", symbolType="stroke", symbolStrokeWidth=3)
     # A line through a single step is invisible: it gets a point.
-    strong = {"strokeWidth": 2.4, "point": len(losses) == 1}
-    pale = {"strokeWidth": 1.2, "opacity": 0.8}
-    layers = lines({single: list(zip(seen, losses, strict=True))}, x, y, color, **(pale if reach else strong))
-    if reach:
-        layers += lines({mean: list(zip(seen, _centred_mean(losses, reach), strict=True))}, x, y, color, **strong)
+    strong_style = {"strokeWidth": 2.4, "point": len(losses) == 1}
+    pale_style = {"strokeWidth": 1.2, "opacity": 0.8}
+    layers = lines({single: list(zip(xs, losses, strict=True))}, x, y, color, **(pale_style if half else strong_style))
+    if half:
+        layers += lines({mean: list(zip(xs, _centred_mean(losses, half), strict=True))}, x, y, color, **strong_style)
     if math.isfinite(losses[-1]):
-        end = [{"x": seen[-1], "y": losses[-1], "text": f"{losses[-1]:.3f}"}]
-        layers.append(plot(end).mark_circle(size=60, color=MUTED, opacity=1).encode(x="x:Q", y="y:Q"))
-        layers.append(labels(end, "x:Q", "y:Q", align="left", baseline="middle", dx=8, fill=INK))
+        last_row = [{"x": xs[-1], "y": losses[-1], "text": f"{losses[-1]:.3f}"}]
+        layers.append(plot(last_row).mark_circle(size=60, color=MUTED, opacity=1).encode(x="x:Q", y="y:Q"))
+        layers.append(labels(last_row, "x:Q", "y:Q", align="left", baseline="middle", dx=8, fill=INK))
     return themed(alt.layer(*layers), "Training loss", subtitle, width=600, height=340)
 
 
@@ -47,8 +47,8 @@ def _centred_mean(losses: Sequence[float], reach: int) -> list[float]:
     """
     means = []
     for step in range(len(losses)):
-        near = min(reach, step, len(losses) - 1 - step)
-        window = losses[step - near : step + near + 1]
+        reach_here = min(reach, step, len(losses) - 1 - step)
+        window = losses[step - reach_here : step + reach_here + 1]
         means.append(math.fsum(window) / len(window) if all(map(math.isfinite, window)) else math.nan)
     return means
 
@@ -69,14 +69,14 @@ def accuracy_figure(predictions: Sequence[Comparison], *, title: str, subtitle: 
     ends = min(seconds, default=0.1) / 1.3, max(seconds, default=10.0) * 1.3
     x = log_axis(alt.X, "measured", ends, "measured seconds of a step")
     y = log_axis(alt.Y, "predicted", ends, "predicted seconds of a step")
-    equal = plot({"measured": end, "predicted": end, "low": end * (1 - BAND), "high": end * (1 + BAND)} for end in ends)
+    ideal = plot({"measured": end, "predicted": end, "low": end * (1 - BAND), "high": end * (1 + BAND)} for end in ends)
     # With more groups than colours, colours repeat with another shape. Equal domains merge both into one legend.
     groups = list(dict.fromkeys(point["group"] for point in points))
     colors = [PALETTE[number % len(PALETTE)] for number in range(len(groups))]
     shapes = [SHAPES[number // len(PALETTE) % len(SHAPES)] for number in range(len(groups))]
     chart = alt.layer(
-        equal.mark_area(color="#DDDDDD", opacity=0.6, clip=True).encode(x=x, y="low:Q", y2="high"),
-        equal.mark_line(color=MUTED, strokeWidth=1, clip=True).encode(x=x, y=y),
+        ideal.mark_area(color="#DDDDDD", opacity=0.6, clip=True).encode(x=x, y="low:Q", y2="high"),
+        ideal.mark_line(color=MUTED, strokeWidth=1, clip=True).encode(x=x, y=y),
         plot(points)
         .mark_point(filled=True, size=32, opacity=0.65, clip=True)
         .encode(

@@ -39,12 +39,12 @@ def pareto_figure(
 ) -> Figure:
     """Draws memory (bytes) over step time and, if ``cost`` has several points, dollars per billion tokens over it."""
     scale, unit = si_scale(max([limit_bytes or 0.0, *(amount for _, amount, _ in memory)]), "B")
-    limit = []
+    limit_lines = []
     if limit_bytes is not None:
         text = f"what a chip holds: {format_bytes(limit_bytes)}"
-        limit.append(ReferenceLine(axis="y", value=limit_bytes / scale, text=text, at="end", color=MUTED))
+        limit_lines.append(ReferenceLine(axis="y", value=limit_bytes / scale, text=text, at="end", color=MUTED))
     # A step function: between two step times the memory of the faster plan is needed.
-    panels = [_panel(memory, scale, f"memory of a chip ({unit})", "step-after", limit)]
+    panels = [_panel(memory, scale, f"memory of a chip ({unit})", "step-after", limit_lines)]
     if len(cost) > 1:
         panels.append(_panel(cost, 1.0, "cost of a billion tokens ($)", "linear", []))
     return themed(alt.hconcat(*panels, spacing=36), title, subtitle)
@@ -56,27 +56,27 @@ def _panel(points: PlanPoints, scale: float, y_title: str, interpolate: str, lim
     rows: list[Datum] = [
         {"x": step_s / x_scale, "y": amount / scale, "text": label} for step_s, amount, label in points
     ]
-    across, up = (sorted(row[axis] for row in rows) for axis in "xy")
-    room = 0.08 * (across[-1] - across[0]) or 0.1 * across[-1]
-    low, high = max(0.0, across[0] - room), across[-1] + 2 * room
-    x = _Axis(alt.X, "x", across, (low, high), f"time per step ({x_unit})")
-    top = max([up[-1], *(line.value for line in limit)])
-    y = _Axis(alt.Y, "y", [*up, top], (0, 1.08 * top), y_title)
+    xs, ys = (sorted(row[axis] for row in rows) for axis in "xy")
+    margin = 0.08 * (xs[-1] - xs[0]) or 0.1 * xs[-1]
+    low, high = max(0.0, xs[0] - margin), xs[-1] + 2 * margin
+    x = _Axis(alt.X, "x", xs, (low, high), f"time per step ({x_unit})")
+    max_y = max([ys[-1], *(line.value for line in limit)])
+    y = _Axis(alt.Y, "y", [*ys, max_y], (0, 1.08 * max_y), y_title)
 
     frame = Frame(x=x.domain, y=y.domain, size=PANEL_PX, log=(x.log, y.log))
-    named = [row for row in rows if row["text"]]
+    labelled = [row for row in rows if row["text"]]
     # a step function keeps the memory of the faster plan up to the time of the slower one
     corners = [(row["x"], row["y"]) for row in rows]
     if interpolate == "step-after":
         corners = [corners[0], *(corner for a, b in pairwise(corners) for corner in ((b[0], a[1]), b))]
-    taken = [*frame.curve(corners), *frame.dots([(row["x"], row["y"]) for row in rows], half=4)]
-    every, chosen = (plot(dots).encode(x=x.drawn, y=y.drawn) for dots in (rows, named))
+    areas = [*frame.curve(corners), *frame.dots([(row["x"], row["y"]) for row in rows], half=4)]
+    all_points, labelled_dots = (plot(dots).encode(x=x.drawn, y=y.drawn) for dots in (rows, labelled))
     return panel(
-        every.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
-        *(reference(line, frame, taken) for line in limit),
-        point_labels(named, frame, taken, fill=INK),
-        every.mark_circle(size=26, opacity=1, color=PALETTE[4]),
-        chosen.mark_circle(size=60, opacity=1, color=PALETTE[0]),
+        all_points.mark_line(interpolate=interpolate, strokeWidth=1.5, color=PALETTE[0], opacity=0.6),
+        *(reference(line, frame, areas) for line in limit),
+        point_labels(labelled, frame, areas, fill=INK),
+        all_points.mark_circle(size=26, opacity=1, color=PALETTE[4]),
+        labelled_dots.mark_circle(size=60, opacity=1, color=PALETTE[0]),
         size=PANEL_PX,
     )
 
@@ -85,12 +85,12 @@ class _Axis:
     """An axis over sorted values; it is logarithmic if the last is over `LOG_FROM` times the first."""
 
     def __init__(self, channel: Any, field: str, values: Sequence[float], linear: tuple[float, float], title: str):
-        log = values[-1] > LOG_FROM * values[0]
-        self.domain = (values[0] / 1.25, values[-1] * 1.25) if log else linear
-        self.log = log
+        is_log = values[-1] > LOG_FROM * values[0]
+        self.domain = (values[0] / 1.25, values[-1] * 1.25) if is_log else linear
+        self.log = is_log
         scale, axis = alt.Scale(domain=list(self.domain), nice=False), alt.Axis(tickCount=6, grid=field == "y")
         self.drawn = channel(f"{field}:Q", title=title, scale=scale, axis=axis)
-        if log:
+        if is_log:
             self.drawn = log_axis(channel, field, self.domain, title, grid=field == "y")
 
 
@@ -114,28 +114,28 @@ def services_figure(
     """
     x, y, name = chosen
     check_positive((curve, value) for curve, points in curves.items() for point in points for value in point)
-    across = [x, *(ms for points in curves.values() for ms, _ in points)]
-    up = [y, *(rate for points in curves.values() for _, rate in points)]
-    low, high = min(across), max(across)
+    all_ms = [x, *(ms for points in curves.values() for ms, _ in points)]
+    all_rates = [y, *(rate for points in curves.values() for _, rate in points)]
+    low, high = min(all_ms), max(all_ms)
     domain = (low / 1.05, high * 1.05)
-    shared = log_axis(alt.X, "x", domain, WHOLE + " (ms)")
-    tall = (min(up) / 1.5, max(up) * 1.5)
-    rate_axis = log_axis(alt.Y, "y", tall, "output tokens per second and chip")
-    drawn = {"strokeWidth": 2.4, "point": {"size": 28}}
+    ms_axis = log_axis(alt.X, "x", domain, WHOLE + " (ms)")
+    y_range = (min(all_rates) / 1.5, max(all_rates) * 1.5)
+    rate_axis = log_axis(alt.Y, "y", y_range, "output tokens per second and chip")
+    style = {"strokeWidth": 2.4, "point": {"size": 28}}
     rows = [{"x": x, "y": y, "text": name}]
-    first = plot(rows).mark_point(size=170, color=INK, strokeWidth=2.4, opacity=1).encode(x=shared, y=rate_axis)
-    frame = Frame(x=domain, y=tall, size=SIZE_PX)
-    taken = [box for points in curves.values() for box in (*frame.curve(points), *frame.dots(points, half=4))]
-    label = point_labels(rows, frame, [*taken, *frame.dots([(x, y)], half=9)], fill=INK)
+    chosen_mark = plot(rows).mark_point(size=170, color=INK, strokeWidth=2.4, opacity=1).encode(x=ms_axis, y=rate_axis)
+    frame = Frame(x=domain, y=y_range, size=SIZE_PX)
+    areas = [box for points in curves.values() for box in (*frame.curve(points), *frame.dots(points, half=4))]
+    chosen_label = point_labels(rows, frame, [*areas, *frame.dots([(x, y)], half=9)], fill=INK)
     legend = {"orient": "right", "symbolStrokeWidth": 3}
-    above = lines(curves, shared, rate_axis, stroke_colors(curves, **legend), **drawn)
-    shown = {WHOLE: [(ms, ms) for ms in sorted({ms for points in split.values() for ms, _ in points})]}
+    rate_lines = lines(curves, ms_axis, rate_axis, stroke_colors(curves, **legend), **style)
+    ms_of = {WHOLE: [(ms, ms) for ms in sorted({ms for points in split.values() for ms, _ in points})]}
     # a logarithmic axis has no zero: parts below a thousandth of the time are not seen
-    seen = {part: [(ms, s if s > ms / 1000 else float("nan")) for ms, s in points] for part, points in split.items()}
-    shown |= {part: points for part, points in seen.items() if any(s == s for _, s in points)}
-    least = min(s for points in shown.values() for _, s in points if s == s)
-    parts = log_axis(alt.Y, "y", (least / 1.3, high * 1.3), "ms of each part by itself")
-    colors = {WHOLE: INK, **palette_of(part for part in shown if part != WHOLE)}
-    below = lines(shown, shared, parts, color_by("name", colors, symbolType="stroke", **legend), **drawn)
-    panels = (panel(*above, first, label, size=SIZE_PX), panel(*below, size=SPLIT_PX))
+    visible = {part: [(ms, s if s > ms / 1000 else float("nan")) for ms, s in points] for part, points in split.items()}
+    ms_of |= {part: points for part, points in visible.items() if any(s == s for _, s in points)}
+    min_ms = min(s for points in ms_of.values() for _, s in points if s == s)
+    parts_axis = log_axis(alt.Y, "y", (min_ms / 1.3, high * 1.3), "ms of each part by itself")
+    colors = {WHOLE: INK, **palette_of(part for part in ms_of if part != WHOLE)}
+    part_lines = lines(ms_of, ms_axis, parts_axis, color_by("name", colors, symbolType="stroke", **legend), **style)
+    panels = (panel(*rate_lines, chosen_mark, chosen_label, size=SIZE_PX), panel(*part_lines, size=SPLIT_PX))
     return themed(alt.concat(*panels, columns=1, spacing=28).resolve_scale(color="independent"), title, subtitle)

@@ -43,43 +43,43 @@ def timeline_figure(
             f"Draw the schedule with fewer stages or microbatches."
         )
     scale, shown_unit = si_scale(simulation.makespan_s, "s") if unit == "s" else (1.0, unit)
-    shortest = min((end - start for _, _, start, end in passes if end > start), default=1.0)
-    width = min(max(simulation.makespan_s / shortest * OP_PX, SCHEDULE_PX[0]), SCHEDULE_PX[1])
+    shortest_s = min((end_x - start for _, _, start, end_x in passes if end_x > start), default=1.0)
+    width = min(max(simulation.makespan_s / shortest_s * OP_PX, SCHEDULE_PX[0]), SCHEDULE_PX[1])
     row_px = 28 if schedule.num_devices <= 16 else 16 if schedule.num_devices <= 40 else 10
     font = 10 if row_px >= 28 else 8
-    split = {(device, op.microbatch, op.chunk) for device, op, _, _ in passes if op.kind == "W"}
+    split_keys = {(device, op.microbatch, op.chunk) for device, op, _, _ in passes if op.kind == "W"}
     rows, colors = [], {}
-    for device, op, start, end in passes:
-        what = {"F": "forward", "B": "backward", "W": "weight gradients"}[op.kind]
-        if op.kind == "B" and (device, op.microbatch, op.chunk) in split:
-            what = "input gradients"
-        group = what if schedule.num_chunks == 1 else f"{what}, chunk {op.chunk}"
-        white, hue = 0.6 * op.chunk / max(schedule.num_chunks - 1, 1), COLORS[what]
-        parts = (int(hue[first : first + 2], 16) for first in (1, 3, 5))
-        color = "#" + "".join(f"{round(part + (255 - part) * white):02X}" for part in parts)
-        colors[list(COLORS).index(what), op.chunk] = group, color
+    for device, op, start, end_x in passes:
+        pass_name = {"F": "forward", "B": "backward", "W": "weight gradients"}[op.kind]
+        if op.kind == "B" and (device, op.microbatch, op.chunk) in split_keys:
+            pass_name = "input gradients"
+        group = pass_name if schedule.num_chunks == 1 else f"{pass_name}, chunk {op.chunk}"
+        white_share, hex_color = 0.6 * op.chunk / max(schedule.num_chunks - 1, 1), COLORS[pass_name]
+        channels = (int(hex_color[digit : digit + 2], 16) for digit in (1, 3, 5))
+        color = "#" + "".join(f"{round(channel + (255 - channel) * white_share):02X}" for channel in channels)
+        colors[list(COLORS).index(pass_name), op.chunk] = group, color
         text = str(op.microbatch) if row_px >= LEAST_ROW_WITH_NUMBERS_PX else ""
         px = width * scale / simulation.makespan_s
-        rows.append(span(start / scale, end / scale, text, color, px, font=font, device=device, what=group))
-    end = simulation.makespan_s / scale
+        rows.append(span(start / scale, end_x / scale, text, color, px, font=font, device=device, what=group))
+    end_x = simulation.makespan_s / scale
     y = alt.Y("device:O", title="device", axis=alt.Axis(ticks=False, domain=False, labelOverlap=True))
     axis = alt.Axis(grid=False, tickCount=10)
-    x = alt.X("start:Q", title=f"time ({shown_unit})", scale=alt.Scale(domain=[0, end], nice=False), axis=axis)
-    idle = plot({"device": device, "start": 0, "end": end} for device in range(schedule.num_devices))
+    x = alt.X("start:Q", title=f"time ({shown_unit})", scale=alt.Scale(domain=[0, end_x], nice=False), axis=axis)
+    idle = plot({"device": device, "start": 0, "end": end_x} for device in range(schedule.num_devices))
     legend = dict(colors[key] for key in sorted(colors))
     color = color_by("what", legend, orient="bottom", columns=4)
-    edge = 1.0 if row_px >= 16 else 0.4
+    edge_px = 1.0 if row_px >= 16 else 0.4
     chart = alt.layer(
         idle.mark_bar(height=alt.RelativeBandSize(band=0.88), color=IDLE).encode(y=y, x=x, x2="end"),
-        spans(rows, y=y, x=x, color=color, band=0.88, edge=edge, font=font),
+        spans(rows, y=y, x=x, color=color, band=0.88, edge=edge_px, font=font),
     )
     return themed(chart, title, subtitle, width=round(width), height=row_px * schedule.num_devices)
 
 
 def _timed(schedule: Schedule, simulation: Simulation) -> Iterator[tuple[int, StagePass, float, float]]:
     """Yields (device, pass, start, end) of every pass."""
-    for device, times in enumerate(zip(schedule.orders, simulation.start_s, simulation.end_s, strict=True)):
-        for op, start, end in zip(*times, strict=True):
+    for device, device_times in enumerate(zip(schedule.orders, simulation.start_s, simulation.end_s, strict=True)):
+        for op, start, end in zip(*device_times, strict=True):
             yield device, op, start, end
 
 
@@ -88,21 +88,21 @@ def timeline_text(schedule: Schedule, simulation: Simulation, *, width: int) -> 
 
     A pass is its letter and microbatch, then dashes to its end; odd chunks have lower-case letters; dots are idle.
     """
-    label = len(str(schedule.num_devices - 1)) + 2
-    shortest = min((end - start for _, _, start, end in _timed(schedule, simulation) if end > start), default=0.0)
-    columns = int((width - label) * shortest / simulation.makespan_s)
+    label_width = len(str(schedule.num_devices - 1)) + 2
+    shortest_s = min((end - start for _, _, start, end in _timed(schedule, simulation) if end > start), default=0.0)
+    columns = int((width - label_width) * shortest_s / simulation.makespan_s)
     if not columns:
         return ""
-    per_s = columns / shortest
-    lines = [["."] * round(simulation.makespan_s * per_s) for _ in schedule.orders]
+    columns_per_s = columns / shortest_s
+    lines = [["."] * round(simulation.makespan_s * columns_per_s) for _ in schedule.orders]
     for device, op, start, end in _timed(schedule, simulation):
-        first, last = round(start * per_s), round(end * per_s)
+        first_col, last_col = round(start * columns_per_s), round(end * columns_per_s)
         letter = op.kind.lower() if op.chunk % 2 else op.kind
         text = f"{letter}{op.microbatch}"
-        if len(text) > last - first:
+        if len(text) > last_col - first_col:
             text = letter
-        lines[device][first:last] = text.ljust(last - first, "-")[: last - first]
-    return "".join(f"{device:>{label - 2}}  {''.join(line)}\n" for device, line in enumerate(lines))
+        lines[device][first_col:last_col] = text.ljust(last_col - first_col, "-")[: last_col - first_col]
+    return "".join(f"{device:>{label_width - 2}}  {''.join(line)}\n" for device, line in enumerate(lines))
 
 
 # -- compute and links ------------------------------------------------------------------------------------
@@ -126,30 +126,30 @@ SHORT = {"forward": "F", "backward": "B", "recompute": "R"}
 
 def two_streams_figure(pairs: Sequence[LaneSlices], *, title: str, subtitle: str = "") -> Figure:
     """Draws a pair of lanes per data-parallel variant on one time axis, with the total time at the end of each pair."""
-    longest = max(pair.total_s for pair in pairs)
-    scale, unit = si_scale(longest, "s")
+    longest_s = max(pair.total_s for pair in pairs)
+    scale, unit = si_scale(longest_s, "s")
     rows, names, totals = [], [], []
     for number, pair in enumerate(pairs):
         for box in pair.slices:
             # Only passes are labelled: with their letter and layer.
             text = f"{SHORT[box.what]}{box.layer + 1}" if box.what in SHORT else ""
-            start, end, px = box.start_s / scale, box.end_s / scale, WIDTH_PX * scale / longest
+            start, end, px = box.start_s / scale, box.end_s / scale, WIDTH_PX * scale / longest_s
             rows.append(span(start, end, text, STREAM_COLORS[box.what], px, lane=f"{number} {box.lane}", what=box.what))
         names += [{"lane": f"{number} compute", "text": f"{pair.name}: compute"}]
         names += [{"lane": f"{number} links", "text": "links"}]
         totals.append({"lane": f"{number} compute", "end": pair.total_s / scale, "text": format_seconds(pair.total_s)})
-    whats = {row["what"] for row in rows}
-    shown = {what: color for what, color in STREAM_COLORS.items() if what in whats}
+    slice_kinds = {row["what"] for row in rows}
+    shown_colors = {what: color for what, color in STREAM_COLORS.items() if what in slice_kinds}
     # An empty band separates the pairs.
     lanes = [f"{number} {lane}" for number in range(len(pairs)) for lane in ("compute", "links", "gap")][:-1]
     y = alt.Y("lane:N", sort=lanes, scale=alt.Scale(domain=lanes), axis=None)
-    domain = alt.Scale(domain=[0, longest / scale * 1.08], nice=False)
+    domain = alt.Scale(domain=[0, longest_s / scale * 1.08], nice=False)
     x = alt.X("start:Q", title=f"time ({unit})", scale=domain, axis=alt.Axis(tickCount=10))
-    color = color_by("what", shown, orient="bottom", columns=len(shown))
-    beside = plot(names).mark_text(align="right", baseline="middle", dx=-8, fontSize=12, fill=INK)
+    color = color_by("what", shown_colors, orient="bottom", columns=len(shown_colors))
+    lane_names = plot(names).mark_text(align="right", baseline="middle", dx=-8, fontSize=12, fill=INK)
     chart = alt.layer(
         spans(rows, y=y, x=x, color=color, band=0.9, edge=0.3),
-        beside.encode(y=y, x=alt.XValue(0), text="text:N"),
+        lane_names.encode(y=y, x=alt.XValue(0), text="text:N"),
         labels(totals, "end:Q", y, align="left", baseline="middle", dx=6, fill=INK, fontWeight="bold"),
     )
     return themed(chart, title, subtitle, width=WIDTH_PX, height=alt.Step(LANE_PX))
@@ -168,34 +168,34 @@ def slots_figure(pools: Mapping[str, Sequence[SlotSpan]], *, title: str, subtitl
     Grey boxes are held by requests that have all their tokens; in pale ones a slot is free. Raises InputError if there
     are too many boxes to be seen.
     """
-    every = [(name, slot_span) for name, slot_spans in pools.items() for slot_span in slot_spans]
-    held = {(name, slot_span.replica, slot_span.slot) for name, slot_span in every}
-    if not 0 < len(every) <= MAX_SPANS or len(held) > MAX_SLOTS:
+    pairs = [(name, slot_span) for name, slot_spans in pools.items() for slot_span in slot_spans]
+    slots = {(name, slot_span.replica, slot_span.slot) for name, slot_span in pairs}
+    if not 0 < len(pairs) <= MAX_SPANS or len(slots) > MAX_SLOTS:
         raise InputError(
-            f"{len(every):,} spans in {len(held):,} slots; a picture shows 1 to {MAX_SPANS:,} in at most {MAX_SLOTS} "
+            f"{len(pairs):,} spans in {len(slots):,} slots; a picture shows 1 to {MAX_SPANS:,} in at most {MAX_SLOTS} "
             f"slots. Simulate fewer seconds, a lower --rate, or smaller engines and batches."
         )
-    scale, unit = si_scale(max(slot_span.end_s for _, slot_span in every), "s")
-    end = max(slot_span.end_s for _, slot_span in every) / scale
-    order = [key for name in pools for key in sorted(held) if key[0] == name]
-    numbered = {name for name, replica, _ in held if replica}
-    rows = {key: f"{key[0]}{f' {key[1] + 1}' * (key[0] in numbered)}, slot {key[2] + 1}" for key in order}
-    row_px = 22 if len(order) <= 24 else 12 if len(order) <= 64 else 7
+    scale, unit = si_scale(max(slot_span.end_s for _, slot_span in pairs), "s")
+    end = max(slot_span.end_s for _, slot_span in pairs) / scale
+    slot_keys = [key for name in pools for key in sorted(slots) if key[0] == name]
+    numbered = {name for name, replica, _ in slots if replica}
+    row_name_of = {key: f"{key[0]}{f' {key[1] + 1}' * (key[0] in numbered)}, slot {key[2] + 1}" for key in slot_keys}
+    row_px = 22 if len(slot_keys) <= 24 else 12 if len(slot_keys) <= 64 else 7
     boxes = []
-    for name, slot_span in every:
-        what = "ended, held" if slot_span.phase == "ended" else slot_span.phase
-        times = (slot_span.start_s / scale, slot_span.end_s / scale)
-        row = rows[name, slot_span.replica, slot_span.slot]
+    for name, slot_span in pairs:
+        state = "ended, held" if slot_span.phase == "ended" else slot_span.phase
+        bounds = (slot_span.start_s / scale, slot_span.end_s / scale)
+        row = row_name_of[name, slot_span.replica, slot_span.slot]
         text = str(slot_span.request + 1) if row_px > 7 else ""
-        boxes.append(span(*times, text, SLOT_COLORS[what], WIDTH_PX / end, slot=row, what=what))
-    names = [rows[key] for key in order]
+        boxes.append(span(*bounds, text, SLOT_COLORS[state], WIDTH_PX / end, slot=row, what=state))
+    names = [row_name_of[key] for key in slot_keys]
     y = alt.Y("slot:O", sort=names, title=None, axis=alt.Axis(ticks=False, domain=False, labelOverlap=True))
     x = alt.X("start:Q", title=f"time ({unit})", scale=alt.Scale(domain=[0, end], nice=False))
-    free = plot({"slot": name, "start": 0, "end": end} for name in names)
-    shown = {name: color for name, color in SLOT_COLORS.items() if any(box["what"] == name for box in boxes)}
-    color = color_by("what", shown, orient="bottom")
+    free_bars = plot({"slot": name, "start": 0, "end": end} for name in names)
+    shown_colors = {name: color for name, color in SLOT_COLORS.items() if any(box["what"] == name for box in boxes)}
+    color = color_by("what", shown_colors, orient="bottom")
     chart = alt.layer(
-        free.mark_bar(height=alt.RelativeBandSize(band=0.88), color=IDLE).encode(y=y, x=x, x2="end"),
+        free_bars.mark_bar(height=alt.RelativeBandSize(band=0.88), color=IDLE).encode(y=y, x=x, x2="end"),
         spans(boxes, y=y, x=x, color=color, band=0.88, edge=0.6 if row_px > 12 else 0.1, font=10),
     )
-    return themed(chart, title, subtitle, width=WIDTH_PX, height=row_px * len(order))
+    return themed(chart, title, subtitle, width=WIDTH_PX, height=row_px * len(slot_keys))

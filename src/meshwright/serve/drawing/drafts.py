@@ -59,14 +59,14 @@ class NgramDrafter:
         return [self._found(drafting) for drafting in asked]
 
     def _found(self, one: Drafting) -> list[int]:
-        tokens, places = one.tokens, self._places.setdefault(one.number, {})
+        tokens, end_by_ngram = one.tokens, self._places.setdefault(one.number, {})
         # without the last n-gram, which is the one to look for
         for end in range(self._done.get(one.number, 0), len(tokens)):
-            places.update((tuple(tokens[end - length : end]), end) for length in self._lengths if length <= end)
+            end_by_ngram.update((tuple(tokens[end - length : end]), end) for length in self._lengths if length <= end)
         self._done[one.number] = len(tokens)
         for length in self._lengths:
-            if place := places.get(tuple(tokens[-length:])):
-                return tokens[place : place + one.most]
+            if ngram_end := end_by_ngram.get(tuple(tokens[-length:])):
+                return tokens[ngram_end : ngram_end + one.most]
         return []
 
     def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
@@ -98,32 +98,32 @@ class ModelDrafter:
 
     def propose(self, asked: Sequence[Drafting], table: np.ndarray) -> list[list[int]]:
         """Returns what the model draws after each other. Nothing is read before the last step is dispatched."""
-        drawn = []
+        draws = []
         for number in range(max(drafting.most for drafting in asked)):
             rows, outputs = self._rows([drafting for drafting in asked if drafting.most > number], table, number)
             logits, self._cache = self._step.step(self._params, self._cache, self._drawer.latest, rows, 1)
-            drawn.append(self._drawer.draw(logits, outputs, adjusted=False))
+            draws.append(self._drawer.draw(logits, outputs, adjusted=False))
         for drafting in asked:
             self._ends[drafting.slot] = len(drafting.tokens) + drafting.most - 1
         # a draw has rows of those requests alone that want more drafts than there were
-        tokens = [iter(np.asarray(draw.token).tolist()) for draw in drawn]
-        return [[next(draw) for draw in tokens[: drafting.most]] for drafting in asked]
+        token_iterators = [iter(np.asarray(draw.token).tolist()) for draw in draws]
+        return [[next(iterator) for iterator in token_iterators[: drafting.most]] for drafting in asked]
 
     def _rows(self, asked: Sequence[Drafting], table: np.ndarray, number: int) -> tuple[PackedRows, list[OutputRow]]:
         """Returns the rows that draw the drafts after ``number`` others, first with those that the cache lacks."""
-        tokens, sources, positions, slots, last = [], list[int](), list[int](), list[int](), list[int]()
+        tokens, sources, positions, slots, last_rows = [], list[int](), list[int](), list[int](), list[int]()
         for drafting in asked:
             end = len(drafting.tokens) + number
             # beyond a wrong draft the cache is written again
-            first = end - 1 if number else min(self._ends[drafting.slot], end - 1)
-            tokens += [0] if number else drafting.tokens[first:]
-            sources += [drafting.slot if number else -1] * (end - first)
-            positions += range(first, end)
-            slots += [drafting.slot] * (end - first)
-            last.append(len(positions) - 1)
+            start = end - 1 if number else min(self._ends[drafting.slot], end - 1)
+            tokens += [0] if number else drafting.tokens[start:]
+            sources += [drafting.slot if number else -1] * (end - start)
+            positions += range(start, end)
+            slots += [drafting.slot] * (end - start)
+            last_rows.append(len(positions) - 1)
         size = next(size for size in self._sizes if size >= len(tokens))
         cache_slots = slots_of(np.array(positions), table, slots, self._step.storage.page_len)
-        rows = PackedRows(tokens, sources, positions, cache_slots, [], [], [], table, last)
+        rows = PackedRows(tokens, sources, positions, cache_slots, [], [], [], table, last_rows)
         rows = rows.each_alone(slots)
         outputs = [OutputRow(drafting.slot, drafting.num_before + number) for drafting in asked]
         return PackedRows.joined([rows], PackedShape(size, size, size, 1)), outputs

@@ -58,31 +58,31 @@ def _draw(logits: Array, latest: Array, rows: SamplingRows, more: dict[str, Arra
 def _draw_adjusted(
     logits: Array, latest: Array, history: TokenHistory, rows: SamplingRows, more: dict[str, Array]
 ) -> tuple[Array, TokenHistory, Drawn]:
-    slots, counts, targets = more["slots"], more["counts"], more["targets"]
+    slots, nums_before, target_tokens = more["slots"], more["counts"], more["targets"]
     row_history = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), history)
     # summed in an order that does not depend on the number of rows
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    logprobs = shifted - jnp.log(sum_of_halves(jnp.exp(shifted)))
+    shifted_logits = logits - logits.max(axis=-1, keepdims=True)
+    logprobs = shifted_logits - jnp.log(sum_of_halves(jnp.exp(shifted_logits)))
     repetition, presence, frequency = (more[name][:, None] for name in _PENALTIES)
-    met = row_history.in_prompt | (row_history.in_output > 0)
-    factor = jnp.where(met, repetition, 1.0)
+    is_seen = row_history.in_prompt | (row_history.in_output > 0)
+    repetition_factor = jnp.where(is_seen, repetition, 1.0)
     adjusted = logits + jnp.where(more["has_bias"][:, None], row_history.bias, 0.0)
-    adjusted = jnp.where(adjusted > 0, adjusted / factor, adjusted * factor)
+    adjusted = jnp.where(adjusted > 0, adjusted / repetition_factor, adjusted * repetition_factor)
     adjusted -= presence * (row_history.in_output > 0) + frequency * row_history.in_output
     token_ids = jnp.arange(logits.shape[1])
-    allowed = more["allowed"][:, token_ids // 32] >> (token_ids % 32)[None] & 1
-    adjusted = jnp.where(row_history.late & more["early"][:, None] | (allowed == 0), -jnp.inf, adjusted)
-    token = draw(adjusted, rows, counts)
-    wanted = jnp.where(targets >= 0, targets, token)
-    logprob = jnp.take_along_axis(logprobs, wanted[:, None], axis=1)[:, 0]
-    top_logprob, top = jax.lax.top_k(logprobs, min(MOST_LOGPROBS, logits.shape[1]))
+    allowed_bits = more["allowed"][:, token_ids // 32] >> (token_ids % 32)[None] & 1
+    adjusted = jnp.where(row_history.late & more["early"][:, None] | (allowed_bits == 0), -jnp.inf, adjusted)
+    token = draw(adjusted, rows, nums_before)
+    scored_tokens = jnp.where(target_tokens >= 0, target_tokens, token)
+    logprob = jnp.take_along_axis(logprobs, scored_tokens[:, None], axis=1)[:, 0]
+    top_logprob, top_tokens = jax.lax.top_k(logprobs, min(MOST_LOGPROBS, logits.shape[1]))
     history = history._replace(in_output=history.in_output.at[slots, token].add(1, mode="drop"))
-    return latest.at[slots].set(token, mode="drop"), history, Drawn(token, logprob, top, top_logprob)
+    return latest.at[slots].set(token, mode="drop"), history, Drawn(token, logprob, top_tokens, top_logprob)
 
 
 @partial(jax.jit, donate_argnums=0)
 def _enter(history: TokenHistory, slot: Array, own: TokenHistory) -> TokenHistory:
-    return jax.tree.map(lambda all, row: all.at[slot].set(row), history, own)
+    return jax.tree.map(lambda array, row: array.at[slot].set(row), history, own)
 
 
 class OutputRow(NamedTuple):
@@ -119,15 +119,15 @@ class TokenDrawer:
         self._fewest[slot] = request.min_tokens if request.stop_tokens else 0
         if not adjusts(request):
             return
-        vocab = self._size[1]
-        prompt, late = np.zeros(vocab, bool), np.zeros(vocab, bool)
-        entry = TokenHistory(prompt, np.bincount(output, minlength=vocab), np.zeros(vocab), late)
-        prompt[list(request.prompt)] = True
+        vocab_size = self._size[1]
+        in_prompt, is_late = np.zeros(vocab_size, bool), np.zeros(vocab_size, bool)
+        entry = TokenHistory(in_prompt, np.bincount(output, minlength=vocab_size), np.zeros(vocab_size), is_late)
+        in_prompt[list(request.prompt)] = True
         for token, bias in sampling.logit_bias:
             entry.bias[token] += bias
-        late[list(request.stop_tokens)] = True
+        is_late[list(request.stop_tokens)] = True
         history = self._all()
-        entry = TokenHistory(*(np.asarray(array, all.dtype) for array, all in zip(entry, history, strict=True)))
+        entry = TokenHistory(*(np.asarray(row, array.dtype) for row, array in zip(entry, history, strict=True)))
         self._history = _enter(history, np.int32(slot), entry)
 
     def _all(self) -> TokenHistory:
@@ -144,31 +144,31 @@ class TokenDrawer:
         With ``adjusted`` the rules of `adjusts` hold, the tokens are those of ``allowed``, bits [O, V / 32], and there
         are log-probabilities.
         """
-        size = logits.shape[0]
-        program, settings = self.compiled(size, adjusted), self._given(size, rows)
+        num_rows = logits.shape[0]
+        program, settings = self.compiled(num_rows, adjusted), self._given(num_rows, rows)
         if not adjusted:
             self.latest, token = program(logits, self.latest, *settings)
             return Drawn(token)
         if allowed is None:
-            if size not in self._all_allowed:
-                self._all_allowed[size] = jnp.full(self._mask_shape(size), -1, jnp.int32)
-            allowed = self._all_allowed[size]
+            if num_rows not in self._all_allowed:
+                self._all_allowed[num_rows] = jnp.full(self._mask_shape(num_rows), -1, jnp.int32)
+            allowed = self._all_allowed[num_rows]
         settings[1]["allowed"] = allowed
-        self.latest, self._history, drawn = program(logits, self.latest, self._all(), *settings)
-        return drawn
+        self.latest, self._history, drawn_rows = program(logits, self.latest, self._all(), *settings)
+        return drawn_rows
 
     def _mask_shape(self, size: int) -> tuple[int, int]:
         return size, -(-self._size[1] // 32)
 
     def _given(self, size: int, rows: Sequence[OutputRow]) -> tuple[SamplingRows, dict[str, Any]]:
         """Returns the settings of ``size`` rows."""
-        slots, counts = np.full(size, self._size[0], np.int32), np.zeros(size, np.int32)
-        targets = np.full(size, -1, np.int32)
+        slots, nums_before = np.full(size, self._size[0], np.int32), np.zeros(size, np.int32)
+        target_tokens = np.full(size, -1, np.int32)
         if rows:
-            slots[: len(rows)], counts[: len(rows)], targets[: len(rows)] = np.array(rows, np.int32).T
+            slots[: len(rows)], nums_before[: len(rows)], target_tokens[: len(rows)] = np.array(rows, np.int32).T
         arrays: dict[str, Any] = {name: array[slots] for name, array in self._penalties.items()}
-        arrays |= {"slots": slots, "counts": counts, "targets": targets}
-        arrays |= {"early": counts < self._fewest[slots], "has_bias": self._has_bias[slots]}
+        arrays |= {"slots": slots, "counts": nums_before, "targets": target_tokens}
+        arrays |= {"early": nums_before < self._fewest[slots], "has_bias": self._has_bias[slots]}
         return {name: array[slots] for name, array in self._fields.items()}, arrays
 
     def compiled(self, size: int, adjusted: bool) -> jax.stages.Compiled:

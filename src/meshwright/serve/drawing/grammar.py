@@ -42,8 +42,8 @@ class GrammarReader:
     ``end_tokens``, without these where no more may follow."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: Collection[int]) -> None:
-        ends = sorted(end_tokens) or None
-        self._tokenizer = LLTokenizer(_plain(tokenizer), n_vocab=vocab_size, eos_token=ends)
+        end_token_ids = sorted(end_tokens) or None
+        self._tokenizer = LLTokenizer(_plain(tokenizer), n_vocab=vocab_size, eos_token=end_token_ids)
         self.read = lru_cache(MOST_KEPT)(self._read)
         """Returns a grammar, given its kind and text: a schema, a list of choices in JSON, an expression in Rust's
         syntax, a grammar in Lark's. Raises InputError for one that is not valid, or that no text matches."""
@@ -63,30 +63,30 @@ class GrammarReader:
         # the first mask makes the most work, for which no step should wait, and shows what can never match
         can_begin = not matcher.is_error() and any(matcher.compute_bitmask())
         if not can_begin or matcher.is_error():
-            why = matcher.get_error().removesuffix("<non-verbose/>").strip()
-            raise _invalid(kind, why if why and not why.startswith("NoExtension") else "no text matches")
+            reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
+            raise _invalid(kind, reason if reason and not reason.startswith("NoExtension") else "no text matches")
         return Grammar(matcher)
 
 
 def _invalid(kind: GrammarKind, why: str) -> InputError:
-    words = {"json_schema": "json schema", "lark": "grammar"}.get(kind, kind)
-    return InputError(f"the {words} is not valid: {one_line(why)[:400]}. Correct it, or leave it out.")
+    kind_words = {"json_schema": "json schema", "lark": "grammar"}.get(kind, kind)
+    return InputError(f"the {kind_words} is not valid: {one_line(why)[:400]}. Correct it, or leave it out.")
 
 
 def _plain(tokenizer: Tokenizer) -> str:
     """Returns a tokenizer, as JSON, whose special tokens have names that no text has: a text with the name of one is
     made of other tokens."""
     document = json.loads(tokenizer.to_str())
-    names = {token["content"]: f"\ufdd0{token['id']}\ufdd1" for token in document["added_tokens"] if token["special"]}
+    renamed = {token["content"]: f"\ufdd0{token['id']}\ufdd1" for token in document["added_tokens"] if token["special"]}
     for token in document["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
+        token["content"] = renamed.get(token["content"], token["content"])
     model = document["model"]
     if isinstance(model.get("vocab"), dict):
-        model["vocab"] = {names.get(name, name): number for name, number in model["vocab"].items()}
+        model["vocab"] = {renamed.get(name, name): number for name, number in model["vocab"].items()}
     elif "vocab" in model:
-        model["vocab"] = [[names.get(name, name), score] for name, score in model["vocab"]]
+        model["vocab"] = [[renamed.get(name, name), score] for name, score in model["vocab"]]
     if "unk_token" in model:
-        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+        model["unk_token"] = renamed.get(model["unk_token"], model["unk_token"])
     return json.dumps(document | {"post_processor": None})
 
 
@@ -107,8 +107,8 @@ class TokenMasks:
     def of(self, size: int, rows: Sequence[MaskedRow]) -> np.ndarray:
         """Returns bits [size, V / 32]: 1 for a token that may be drawn, everywhere in rows without a grammar."""
         masks = allocate_token_bitmask(size, self._vocab_size)
-        if alone := [(masked.matcher, masked.row) for masked in rows if not masked.drafts]:
-            fill_next_token_bitmask_par(self._executor, alone, masks)
-        if drafted := [(masked.matcher, masked.row, masked.drafts) for masked in rows if masked.drafts]:
-            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, masks)
+        if undrafted_rows := [(masked.matcher, masked.row) for masked in rows if not masked.drafts]:
+            fill_next_token_bitmask_par(self._executor, undrafted_rows, masks)
+        if drafted_rows := [(masked.matcher, masked.row, masked.drafts) for masked in rows if masked.drafts]:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted_rows, masks)
         return masks

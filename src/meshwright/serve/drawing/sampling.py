@@ -64,8 +64,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def adjusts(self) -> bool:
         """True if logits change before the temperature."""
-        neutral = self.repetition_penalty == 1 and not self.presence_penalty and not self.frequency_penalty
-        return bool(self.logit_bias) or not neutral
+        is_neutral = self.repetition_penalty == 1 and not self.presence_penalty and not self.frequency_penalty
+        return bool(self.logit_bias) or not is_neutral
 
 
 LIKELIEST = Sampling()
@@ -104,15 +104,15 @@ def draw(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, " B
 def _sample(logits: Array, rows: SamplingRows, counts: Any, likeliest: Array) -> Array:
     temperature, top_k, top_p, min_p, seed, number = (jnp.asarray(rows[name]) for name in _DTYPES)
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    limited = jnp.any((top_k > 0) | (top_p < 1))  # sorting [B, V] is left out where nobody asks for it
-    kept = lax.cond(limited, lambda: kept_tokens(scaled, top_k, top_p), lambda: jnp.ones(scaled.shape, bool))
-    kept &= scaled >= scaled.max(axis=-1, keepdims=True) + jnp.log(min_p)[:, None]
-    fold = jax.vmap(jax.random.fold_in)
+    is_limited = jnp.any((top_k > 0) | (top_p < 1))  # sorting [B, V] is left out where nobody asks for it
+    is_kept = lax.cond(is_limited, lambda: kept_tokens(scaled, top_k, top_p), lambda: jnp.ones(scaled.shape, bool))
+    is_kept &= scaled >= scaled.max(axis=-1, keepdims=True) + jnp.log(min_p)[:, None]
+    fold_in = jax.vmap(jax.random.fold_in)
     # of seed, number and place alone: the rest of a batch changes nothing
-    keys = fold(fold(jax.vmap(jax.random.key)(seed), number), jnp.asarray(counts))
+    keys = fold_in(fold_in(jax.vmap(jax.random.key)(seed), number), jnp.asarray(counts))
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (logits.shape[1],)))(keys)
-    drawn = jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
-    return jnp.where(temperature > 0, drawn, likeliest)
+    drawn_tokens = jnp.argmax(jnp.where(is_kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
+    return jnp.where(temperature > 0, drawn_tokens, likeliest)
 
 
 def kept_tokens(logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"]) -> Bool[Array, "B V"]:
@@ -120,12 +120,12 @@ def kept_tokens(logits: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Flo
 
     Of equal logits the earlier token ranks first. At least one token is kept.
     """
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    places = jnp.argsort(order, axis=-1)
-    inside = jnp.arange(logits.shape[1])[None] < jnp.where(top_k > 0, top_k, logits.shape[1])[:, None]
-    ordered = jnp.take_along_axis(logits, order, axis=-1)
-    probabilities = jax.nn.softmax(jnp.where(inside, ordered, -jnp.inf), axis=-1)
-    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    token_of_rank = jnp.argsort(-logits, axis=-1, stable=True)
+    rank_of_token = jnp.argsort(token_of_rank, axis=-1)
+    is_in_top_k = jnp.arange(logits.shape[1])[None] < jnp.where(top_k > 0, top_k, logits.shape[1])[:, None]
+    ranked_logits = jnp.take_along_axis(logits, token_of_rank, axis=-1)
+    probabilities = jax.nn.softmax(jnp.where(is_in_top_k, ranked_logits, -jnp.inf), axis=-1)
+    sum_before = jnp.cumsum(probabilities, axis=-1) - probabilities
     # rounding may bring the sum before an unlikely token to 1
-    kept = inside & ((before < top_p[:, None]) | (top_p[:, None] >= 1))
-    return jnp.take_along_axis(kept, places, axis=-1)
+    is_kept = is_in_top_k & ((sum_before < top_p[:, None]) | (top_p[:, None] >= 1))
+    return jnp.take_along_axis(is_kept, rank_of_token, axis=-1)

@@ -112,8 +112,8 @@ class Writer:
     def __init__(self, served: ServedModel, name: str, created_s: int) -> None:
         self.served, self.name, self.created_s = served, name, created_s
         self.usage_null = b""
-        head = {"id": name, "object": self.kind, "created": created_s, "model": served.name}
-        self._start = b"data: " + encode(head)[:-1] + b',"choices":['
+        head_fields = {"id": name, "object": self.kind, "created": created_s, "model": served.name}
+        self._start = b"data: " + encode(head_fields)[:-1] + b',"choices":['
         self._heads: dict[int, bytes] = {}
 
     def event(self, choice: GrowingText, usage: Usage | None = None) -> bytes:
@@ -124,8 +124,8 @@ class Writer:
         text = self.before_text + encode(piece) + self.after_text if piece else self.no_text
         logprobs = encode(self.logprobs(choice, entries)) if entries else b"null"
         finish = b'"%b"' % choice.finish.encode() if choice.finish else b"null"
-        end = self.usage_null if usage is None else b',"usage":' + encode(usage)
-        return b'%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (self._head(choice), text, logprobs, finish, end)
+        tail = self.usage_null if usage is None else b',"usage":' + encode(usage)
+        return b'%b%b,"logprobs":%b,"finish_reason":%b}]%b}\n\n' % (self._head(choice), text, logprobs, finish, tail)
 
     def first(self, choice: GrowingText) -> bytes:
         """Returns the event that begins a choice; b"" for none."""
@@ -137,12 +137,12 @@ class Writer:
 
     def answer(self, choices: Sequence[GrowingText], usage: Usage) -> bytes:
         """Returns the whole answer."""
-        rows = []
+        choice_rows = []
         for choice in choices:
             text, entries = choice.take()
-            rows.append(self.row(choice, text, self.logprobs(choice, entries) if choice.reports else None))
-        head = {"id": self.name, "created": self.created_s, "model": self.served.name}
-        return encode(self.whole(**head, choices=rows, usage=usage))
+            choice_rows.append(self.row(choice, text, self.logprobs(choice, entries) if choice.reports else None))
+        head_fields = {"id": self.name, "created": self.created_s, "model": self.served.name}
+        return encode(self.whole(**head_fields, choices=choice_rows, usage=usage))
 
     def row(self, choice: GrowingText, text: str, logprobs: Any) -> Any:
         """Returns a choice of a whole answer."""
@@ -168,17 +168,17 @@ class CompletionWriter(Writer):
     def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> CompletionLogprobs:
         columns = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for token, reported in entries:
-            first = choice.at_start
-            text, raw = self._token(token, first)
+            is_first = choice.at_start
+            text, raw = self._token(token, is_first)
             columns.tokens.append(text)
             columns.token_logprobs.append(None if reported is None else reported.logprob)
-            top = dict[str, float]()
-            for likely, value in (*reported.top, (token, reported.logprob)) if reported else ():
-                name = self._token(likely, first)[0]
+            logprob_of_text = dict[str, float]()
+            for likely_token, logprob in (*reported.top, (token, reported.logprob)) if reported else ():
+                likely_text = self._token(likely_token, is_first)[0]
                 # One text may be that of several tokens: the sampled one has it, or the likeliest of the others.
-                is_taken = likely != token and (name == text or name in top)
-                top.setdefault(f"token_id:{likely}" if is_taken else name, value)
-            columns.top_logprobs.append(top if reported else None)
+                is_taken = likely_token != token and (likely_text == text or likely_text in logprob_of_text)
+                logprob_of_text.setdefault(f"token_id:{likely_token}" if is_taken else likely_text, logprob)
+            columns.top_logprobs.append(logprob_of_text if reported else None)
             columns.text_offset.append(choice.place(token, raw))
         return columns
 
@@ -202,18 +202,18 @@ class ChatWriter(Writer):
         return b"%b%b%b}\n\n" % (self._head(choice), delta, self.usage_null)
 
     def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> ChatLogprobs:
-        rows = []
+        chat_tokens = []
         for token, reported in entries:
             if reported is not None:
-                first = choice.at_start
+                is_first = choice.at_start
                 top = []
-                for likely, value in reported.top:
-                    text, raw = self.served.piece(likely, first=first)
-                    top.append(LikelyToken(token=text, logprob=value, bytes=list(raw)))
-                text, raw = self.served.piece(token, first=first)
-                rows.append(ChatToken(token=text, logprob=reported.logprob, bytes=list(raw), top_logprobs=top))
+                for likely_token, logprob in reported.top:
+                    text, raw = self.served.piece(likely_token, first=is_first)
+                    top.append(LikelyToken(token=text, logprob=logprob, bytes=list(raw)))
+                text, raw = self.served.piece(token, first=is_first)
+                chat_tokens.append(ChatToken(token=text, logprob=reported.logprob, bytes=list(raw), top_logprobs=top))
                 choice.place(token, raw)
-        return ChatLogprobs(rows)
+        return ChatLogprobs(chat_tokens)
 
     def row(self, choice: GrowingText, text: str, logprobs: Any) -> ChatChoice:
         message = AnswerMessage(content=text)

@@ -128,14 +128,14 @@ class Handlers:
 
     def route(self, row: Operation) -> Route:
         """Returns the route of an operation."""
-        call, decoder = getattr(self, row.name), msgspec.json.Decoder(row.body) if row.body else None
+        handler, decoder = getattr(self, row.name), msgspec.json.Decoder(row.body) if row.body else None
 
         async def endpoint(request: Request) -> Any:
             body = None
             if decoder is not None:
                 body = await read_body(request, decoder, self.options.most_body_bytes)
                 self._named(body.model)
-            answer = await call(request, body)
+            answer = await handler(request, body)
             if isinstance(answer, msgspec.Struct):
                 return Response(msgspec.json.encode(answer), media_type="application/json")
             return answer
@@ -157,14 +157,14 @@ class Handlers:
     async def tokenize(self, _: Request, body: TokenizeBody) -> TokenizeAnswer:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give a prompt or messages, one of the two.", param="prompt")
-        text, special = body.prompt, body.add_special_tokens is not False
+        text, adds_special = body.prompt, body.add_special_tokens is not False
         if text is None:
             text = await chat_text(self.served, body.messages or [], body.tools, template_variables(body))
-            special = bool(body.add_special_tokens)
-        tokens = await encoded(self.served, text, special)
-        shown = [self.served.piece(token)[0] for token in tokens] if body.return_token_strs else None
-        length = self.frontend.max_len
-        return TokenizeAnswer(count=len(tokens), max_model_len=length, tokens=tokens, token_strs=shown)
+            adds_special = bool(body.add_special_tokens)
+        tokens = await encoded(self.served, text, adds_special)
+        token_texts = [self.served.piece(token)[0] for token in tokens] if body.return_token_strs else None
+        max_len = self.frontend.max_len
+        return TokenizeAnswer(count=len(tokens), max_model_len=max_len, tokens=tokens, token_strs=token_texts)
 
     async def detokenize(self, _: Request, body: DetokenizeBody) -> DetokenizeAnswer:
         require_tokens(body.tokens, self.frontend.vocab_size, "tokens")
@@ -201,15 +201,15 @@ class Handlers:
         return Response(msgspec.json.encode(description), media_type="application/json")
 
     def _card(self, served: ServedModel) -> ModelCard:
-        name, parent, length = served.name, served.parent, self.frontend.max_len
-        return ModelCard(id=name, created=served.created, root=parent or name, parent=parent, max_model_len=length)
+        name, parent, max_len = served.name, served.parent, self.frontend.max_len
+        return ModelCard(id=name, created=served.created, root=parent or name, parent=parent, max_model_len=max_len)
 
     def _named(self, name: str | None) -> ServedModel:
         """Returns the model, or adapter, that a request names. Raises RequestError for another name."""
         served = self.models_by_name.get(self.served.name if name is None else name)
         if served is None:
-            there = ", ".join(map(repr, self.models_by_name))
-            message = f"the model {name!r} is not served here; {there} {'are' if self.served.adapters else 'is'}."
+            names_text = ", ".join(map(repr, self.models_by_name))
+            message = f"the model {name!r} is not served here; {names_text} {'are' if self.served.adapters else 'is'}."
             raise RequestError(message, 404, param="model", code="model_not_found")
         return served
 

@@ -71,8 +71,8 @@ async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend)
     if body.functions:
         raise RequestError("functions are not supported. Send tools, which replace them.", param="functions")
     _require_room(body.n or 1, frontend)
-    effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
-    text = await chat_text(served, body.messages, body.tools, effort | template_variables(body))
+    effort_variables = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+    text = await chat_text(served, body.messages, body.tools, effort_variables | template_variables(body))
     _require_length(text, "messages", served, frontend)
     prompt = tuple(await encoded(served, text, bool(body.add_special_tokens)))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -95,14 +95,14 @@ async def _grammar(body: GenerationBody, served: ServedModel) -> Grammar | None:
             forms.append(("response_format", "json_schema", {"type": "object"}))
     if (outputs := body.structured_outputs) is not None:
         any_object = {"type": "object"} if outputs.json_object else None
-        by_kind: dict[GrammarKind, Any] = {"regex": outputs.regex, "choice": outputs.choice, "lark": outputs.grammar}
-        by_kind["json_schema"] = any_object if outputs.json is None else outputs.json
-        chosen = [("structured_outputs", kind, value) for kind, value in by_kind.items() if value is not None]
-        if not chosen:
+        kind_forms: dict[GrammarKind, Any] = {"regex": outputs.regex, "choice": outputs.choice, "lark": outputs.grammar}
+        kind_forms["json_schema"] = any_object if outputs.json is None else outputs.json
+        given_forms = [("structured_outputs", kind, value) for kind, value in kind_forms.items() if value is not None]
+        if not given_forms:
             raise RequestError(
                 "structured_outputs is empty. Give json, regex, choice or grammar.", param="structured_outputs"
             )
-        forms += chosen
+        forms += given_forms
     if not forms:
         return None
     if len(forms) > 1:
@@ -131,12 +131,12 @@ async def chat_text(
 def template_variables(body: Any) -> dict[str, Any]:
     """Returns the variables of a chat template that a body sets."""
     variables = dict(body.chat_template_kwargs or {})
-    taken = sorted({"messages", "tools"} & variables.keys())
-    if taken:
-        raise RequestError(f"chat_template_kwargs has {taken[0]}. Give it beside it.", param="chat_template_kwargs")
-    continues, begins = bool(body.continue_final_message), body.add_generation_prompt
-    begins = not continues if begins is None else begins
-    return {"add_generation_prompt": begins} | variables | {"continue_final_message": continues}
+    reserved = sorted({"messages", "tools"} & variables.keys())
+    if reserved:
+        raise RequestError(f"chat_template_kwargs has {reserved[0]}. Give it beside it.", param="chat_template_kwargs")
+    is_continued, adds_prompt = bool(body.continue_final_message), body.add_generation_prompt
+    adds_prompt = not is_continued if adds_prompt is None else adds_prompt
+    return {"add_generation_prompt": adds_prompt} | variables | {"continue_final_message": is_continued}
 
 
 async def encoded(served: ServedModel, text: str, special: bool) -> list[int]:
@@ -148,10 +148,10 @@ async def encoded(served: ServedModel, text: str, special: bool) -> list[int]:
 
 def _require_length(text: str, param: str, served: ServedModel, frontend: Frontend) -> None:
     """Raises RequestError for a text that has more characters than all positions could."""
-    most = frontend.max_len * served.longest_piece
-    if len(text) > most:
+    limit = frontend.max_len * served.longest_piece
+    if len(text) > limit:
         raise RequestError(
-            f"{param} has {len(text):,} characters; {frontend.max_len:,} positions hold {most:,} at most. Shorten it.",
+            f"{param} has {len(text):,} characters; {frontend.max_len:,} positions hold {limit:,} at most. Shorten it.",
             param=param,
             code="context_length_exceeded",
         )
@@ -160,17 +160,17 @@ def _require_length(text: str, param: str, served: ServedModel, frontend: Fronte
 def require_tokens(tokens: Sequence[int], vocab_size: int, param: str) -> None:
     """Raises RequestError for a token outside the vocabulary."""
     if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
-        wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-        raise RequestError(f"{param} has token {wrong}; the model has tokens 0 to {vocab_size - 1}.", param=param)
+        wrong_token = min(tokens) if min(tokens) < 0 else max(tokens)
+        raise RequestError(f"{param} has token {wrong_token}; the model has tokens 0 to {vocab_size - 1}.", param=param)
 
 
 def sampling_of(body: GenerationBody, vocab_size: int, *, seed: int, number: int) -> Sampling:
     """Returns how a body samples. Raises RequestError for a setting that samples cannot have."""
-    bias = list[tuple[int, float]]()
-    for name, value in (body.logit_bias or {}).items():
-        if not (name.isascii() and name.isdecimal() and len(name) < 11 and int(name) < vocab_size):
-            raise RequestError(f"logit_bias has {name!r}, which is no token of the model.", param="logit_bias")
-        bias.append((int(name), value))
+    logit_bias = list[tuple[int, float]]()
+    for token, value in (body.logit_bias or {}).items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 11 and int(token) < vocab_size):
+            raise RequestError(f"logit_bias has {token!r}, which is no token of the model.", param="logit_bias")
+        logit_bias.append((int(token), value))
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=max(0, body.top_k or 0),
@@ -181,26 +181,26 @@ def sampling_of(body: GenerationBody, vocab_size: int, *, seed: int, number: int
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=tuple(bias),
+        logit_bias=tuple(logit_bias),
     )
 
 
 def _require_room(count: int, frontend: Frontend) -> None:
     """Raises RequestError for more sequences than there may ever be."""
     if count > frontend.max_queued:
-        most = f"this server takes {frontend.max_queued:,} sequences at once"
-        raise RequestError(f"{count:,} sequences were asked for; {most}. Ask for fewer.", param="n")
+        limit_text = f"this server takes {frontend.max_queued:,} sequences at once"
+        raise RequestError(f"{count:,} sequences were asked for; {limit_text}. Ask for fewer.", param="n")
 
 
 def _prompts(given: str | list[Any]) -> list[str | list[int]]:
     """Returns the prompts of a text, texts, tokens, or lists of tokens."""
     if isinstance(given, str):
         return [given]
-    kinds = {type(item) for item in given}
-    if kinds == {int}:
+    item_types = {type(item) for item in given}
+    if item_types == {int}:
         return [given]
-    if len(kinds) != 1:
-        fault = "mixes texts and tokens" if kinds else "is an empty list"
+    if len(item_types) != 1:
+        fault = "mixes texts and tokens" if item_types else "is an empty list"
         raise RequestError(f"prompt {fault}. Give a text, texts, tokens, or lists of tokens.", param="prompt")
     return given
 
@@ -213,36 +213,36 @@ def _asked(
     logprobs: int | None,
     grammar: Grammar | None,
 ) -> AskedText:
-    n, echo = body.n or 1, isinstance(body, CompletionBody) and bool(body.echo)
-    options, vocab_size = body.stream_options, frontend.vocab_size
-    if options is not None and not body.stream:
+    n, is_echoed = body.n or 1, isinstance(body, CompletionBody) and bool(body.echo)
+    stream_options, vocab_size = body.stream_options, frontend.vocab_size
+    if stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream. Set stream to true.", param="stream_options")
     if body.return_hidden_states:
         raise RequestError("return_hidden_states is not supported. Leave it out.", param="return_hidden_states")
     if body.stop_token_ids:
         require_tokens(body.stop_token_ids, vocab_size, "stop_token_ids")
-    ends = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else served.end_tokens)
+    stop_tokens = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else served.end_tokens)
     seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32  # clients send 64 signed bits
-    requests, reports = list[TokenRequest](), echo and logprobs is not None
+    requests, scores_prompts = list[TokenRequest](), is_echoed and logprobs is not None
     for prompt in prompts:
         require_tokens(prompt, vocab_size, "prompt")
-        limit = _max_tokens(body, len(prompt), frontend.max_len)
+        max_tokens = _max_tokens(body, len(prompt), frontend.max_len)
         requests += (
             TokenRequest(
                 prompt=prompt,
-                max_tokens=limit,
+                max_tokens=max_tokens,
                 min_tokens=body.min_tokens or 0,
                 sampling=sampling_of(body, vocab_size, seed=seed, number=number),
                 # Who has a prompt scored drops the one token after it, so one that ends the text is reported too.
-                stop_tokens=frozenset() if reports and limit == 1 else ends,
+                stop_tokens=frozenset() if scores_prompts and max_tokens == 1 else stop_tokens,
                 logprobs=logprobs,
                 adapter=served.adapter,
-                echo=reports or (echo and limit == 0),
+                echo=scores_prompts or (is_echoed and max_tokens == 0),
                 grammar=grammar,
             )
             for number in range(len(requests), len(requests) + n)  # sequences of one seed would else be alike
         )
-    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    stop_strings = [body.stop] if isinstance(body.stop, str) else body.stop or []
     keeps_stop, skips_special = body.include_stop_str_in_output or body.no_stop_trim, body.skip_special_tokens
     return AskedText(
         prompts=prompts,
@@ -250,12 +250,12 @@ def _asked(
         text=served.whole if skips_special is False else served.text,
         special=served.special,
         skips_special=skips_special is not False,
-        stops=StopStrings(tuple(dict.fromkeys(stop)), keep=bool(keeps_stop)),
+        stops=StopStrings(tuple(dict.fromkeys(stop_strings)), keep=bool(keeps_stop)),
         n=n,
         logprobs=logprobs is not None,
         stream=bool(body.stream),
-        include_usage=options is not None and bool(options.include_usage),
-        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        include_usage=stream_options is not None and bool(stream_options.include_usage),
+        continuous_usage=stream_options is not None and bool(stream_options.continuous_usage_stats),
     )
 
 

@@ -189,60 +189,60 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 
 async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body], most_bytes: int) -> _Body:
     """Reads and decodes a body of JSON. Raises RequestError, with the name of a field at fault."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise RequestError(f"Content-Type is {kind!r}. Send JSON, with Content-Type: application/json.")
-    too_large = RequestError(f"the body has more than {most_bytes:,} bytes. Send a smaller one.", 413)
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > most_bytes:
-        raise too_large
-    raw = bytearray()
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise RequestError(f"Content-Type is {content_type!r}. Send JSON, with Content-Type: application/json.")
+    too_large_error = RequestError(f"the body has more than {most_bytes:,} bytes. Send a smaller one.", 413)
+    content_length = request.headers.get("content-length", "")
+    if content_length.isdecimal() and int(content_length[:20]) > most_bytes:
+        raise too_large_error
+    raw_body = bytearray()
     async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > most_bytes:  # a body in chunks has no Content-Length
-            raise too_large
+        raw_body += chunk
+        if len(raw_body) > most_bytes:  # a body in chunks has no Content-Length
+            raise too_large_error
     try:
-        return decoder.decode(raw)
+        return decoder.decode(raw_body)
     except msgspec.ValidationError as error:
-        raise _misfit(str(error), decoder.type, raw) from None
+        raise _misfit(str(error), decoder.type, raw_body) from None
     except DAMAGED_JSON as error:
         raise RequestError(f"the body is not JSON in UTF-8: {error}. Send a JSON object.") from None
 
 
 def _misfit(said: str, kind: Any, raw: bytearray) -> RequestError:
     """Returns the error for what msgspec says of a body: "Expected `int`, got `str` - at `$.n`"."""
-    what, _, path = said.partition(" - at `")
+    fault_text, _, path = said.partition(" - at `")
     path = path.removesuffix("`").removeprefix("$").removeprefix(".")
-    field = kind
+    field_type = kind
     with suppress(LookupError, TypeError):
         for name in path.split("."):
-            hint = get_type_hints(field)[name]
-            kinds = (part for part in (*get_args(hint), hint) if part is not NoneType and not isinstance(part, str))
-            field = next(kinds, None)
-        if get_origin(field) is Literal:
-            what += f": give one of {', '.join(get_args(field))}"
-    if what.startswith("Object contains unknown field"):
-        names = [f"{path}.{what.split('`')[1]}".removeprefix(".")]
+            hint = get_type_hints(field_type)[name]
+            types = (part for part in (*get_args(hint), hint) if part is not NoneType and not isinstance(part, str))
+            field_type = next(types, None)
+        if get_origin(field_type) is Literal:
+            fault_text += f": give one of {', '.join(get_args(field_type))}"
+    if fault_text.startswith("Object contains unknown field"):
+        paths = [f"{path}.{fault_text.split('`')[1]}".removeprefix(".")]
         with suppress(*DAMAGED_JSON):
             # msgspec names the first one alone, and clients send several
-            names = list(_unknown(msgspec.json.decode(raw), inspect.type_info(kind))) or names
-        rest = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        predicate, left = ("are not fields", "them") if names[1:] else ("is not a field", "it")
-        message = f"{', '.join(names[:_MOST_NAMED])}{rest} {predicate} that this server knows. Leave {left} out."
-        return RequestError(message, param=names[0])
+            paths = list(_unknown(msgspec.json.decode(raw), inspect.type_info(kind))) or paths
+        rest = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
+        predicate, pronoun = ("are not fields", "them") if paths[1:] else ("is not a field", "it")
+        message = f"{', '.join(paths[:_MOST_NAMED])}{rest} {predicate} that this server knows. Leave {pronoun} out."
+        return RequestError(message, param=paths[0])
     param = path.partition("[")[0] or None
-    if what.startswith("Object missing required field"):
-        param = param or what.split("`")[1]
-    where = path or "the body"
-    if what.startswith("Expected `null`"):
-        return RequestError(f"{where} is not supported by this server. Leave it out.", param=param)
+    if fault_text.startswith("Object missing required field"):
+        param = param or fault_text.split("`")[1]
+    where_text = path or "the body"
+    if fault_text.startswith("Expected `null`"):
+        return RequestError(f"{where_text} is not supported by this server. Leave it out.", param=param)
     with suppress(*DAMAGED_JSON, LookupError, TypeError):
         value = msgspec.json.decode(raw)
         for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
             value = value[int(index) if index else name]
         if isinstance(value, str | float | int):
-            where += f" is {msgspec.json.encode(value).decode()[:60]}"
-    return RequestError(f"{where}: {what[:1].lower()}{what[1:]}.", param=param)
+            where_text += f" is {msgspec.json.encode(value).decode()[:60]}"
+    return RequestError(f"{where_text}: {fault_text[:1].lower()}{fault_text[1:]}.", param=param)
 
 
 def _unknown(found: Any, kind: inspect.Type, path: str = "") -> Iterator[str]:
@@ -256,10 +256,10 @@ def _unknown(found: Any, kind: inspect.Type, path: str = "") -> Iterator[str]:
         for number, item in enumerate(found):
             yield from _unknown(item, kind.item_type, f"{path}[{number}]")
     elif isinstance(kind, inspect.StructType) and isinstance(found, dict):
-        types = {field.encode_name: field.type for field in kind.fields}
+        type_of_field = {field.encode_name: field.type for field in kind.fields}
         for name, value in found.items():
-            where = f"{path}.{name}".removeprefix(".")
-            if name in types:
-                yield from _unknown(value, types[name], where)
+            field_path = f"{path}.{name}".removeprefix(".")
+            if name in type_of_field:
+                yield from _unknown(value, type_of_field[name], field_path)
             elif kind.forbid_unknown_fields:
-                yield where
+                yield field_path

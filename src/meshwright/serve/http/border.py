@@ -42,16 +42,16 @@ class Border:
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         sent = headers.get(b"x-request-id", b"").decode("latin-1")
-        name = sent if _REQUEST_ID.fullmatch(sent) else secrets.token_hex(16)  # it goes into a header and the log
-        known: dict[str, Any] = {}
+        request_id = sent if _REQUEST_ID.fullmatch(sent) else secrets.token_hex(16)  # it goes into a header and the log
+        log_fields: dict[str, Any] = {}
         start_s, status = time.perf_counter(), 0
-        scope.setdefault("state", {}).update(request_id=name, start_s=start_s, known=known)
+        scope.setdefault("state", {}).update(request_id=request_id, start_s=start_s, known=log_fields)
 
         async def send_named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
@@ -67,11 +67,11 @@ class Border:
             raise
         finally:
             if self.log is not None:
-                line = {"time": round(time.time(), 3), "request_id": name, "method": scope["method"]}
+                line_fields = {"time": round(time.time(), 3), "request_id": request_id, "method": scope["method"]}
                 took_s = time.perf_counter() - start_s
-                self.log({**line, "path": scope["path"], "status": status, "seconds": took_s, **known})
+                self.log({**line_fields, "path": scope["path"], "status": status, "seconds": took_s, **log_fields})
 
     def _knows(self, given: bytes) -> bool:
-        scheme, _, sent = given.partition(b" ")
+        scheme, _, sent_key = given.partition(b" ")
         # in a time that does not tell how much of a wrong key is right
-        return scheme.lower() == b"bearer" and any(hmac.compare_digest(sent, key) for key in self.keys)
+        return scheme.lower() == b"bearer" and any(hmac.compare_digest(sent_key, key) for key in self.keys)

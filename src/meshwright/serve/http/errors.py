@@ -59,8 +59,8 @@ def error_of(error: Exception) -> tuple[int, ErrorAnswer, Mapping[str, str]]:
         message = str(error) if status < 500 or isinstance(error, UserError) else "the server failed; its log says how."
         if isinstance(error, BusyError):
             headers = {"Retry-After": str(error.retry_after_s)}
-    kind = _TYPES.get(HTTPStatus(status), "invalid_request_error" if status < 500 else "server_error")
-    detail = ErrorDetail(message=one_line(message), type=kind, param=param, code=code)
+    error_type = _TYPES.get(HTTPStatus(status), "invalid_request_error" if status < 500 else "server_error")
+    detail = ErrorDetail(message=one_line(message), type=error_type, param=param, code=code)
     return status, ErrorAnswer(detail), headers
 
 

@@ -38,16 +38,16 @@ class Exchange:
         for choice in self.choices:
             choice.times.start_s = scope["state"]["start_s"]  # from its head on, so encoding counts
         with self.frontend.open(self.asked.requests) as feed:
-            watch, accepted = asyncio.create_task(_abandon_when_gone(receive, feed)), False
+            watch_task, is_accepted = asyncio.create_task(_abandon_when_gone(receive, feed)), False
             try:
                 await feed.accepted()  # before any status is sent: what can never run is a 400
-                accepted = True
+                is_accepted = True
                 await (self._stream(feed, send) if self.asked.stream else self._whole(feed, send))
             except AbandonedError:
                 self.log["error"] = "the client went"
             finally:
-                watch.cancel()
-                if accepted:  # what was refused is no sequence that ended
+                watch_task.cancel()
+                if is_accepted:  # what was refused is no sequence that ended
                     self._note_end()
 
     async def _whole(self, feed: Feed, send: Send) -> None:
@@ -59,7 +59,7 @@ class Exchange:
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, feed: Feed, send: Send) -> None:
-        writer, continuous = self.writer, self.asked.continuous_usage
+        writer, is_continuous = self.writer, self.asked.continuous_usage
         if self.asked.include_usage:
             writer.usage_null = b',"usage":null'
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -68,26 +68,26 @@ class Exchange:
             if events:
                 await _send(send, events)
             while arrived := await feed.take():
-                changed = self._absorb(feed, arrived)
-                usage = self.usage() if continuous else None
-                events = b"".join([writer.event(choice, usage) for choice in changed])
+                changed_choices = self._absorb(feed, arrived)
+                usage = self.usage() if is_continuous else None
+                events = b"".join([writer.event(choice, usage) for choice in changed_choices])
                 if events:
                     await _send(send, events)
-            last = writer.last(self.usage()) if self.asked.include_usage else b""
+            last_event = writer.last(self.usage()) if self.asked.include_usage else b""
         except AbandonedError:
             raise  # nobody is there to read an end
         except Exception as error:  # the status is sent: the stream says it
             status, answer, _ = error_of(error)
             self.log["error"] = answer.error.message
-            last = b"data: " + msgspec.json.encode(answer) + b"\n\n"
+            last_event = b"data: " + msgspec.json.encode(answer) + b"\n\n"
             if status == 500:
-                await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+                await send({"type": "http.response.body", "body": last_event + DONE, "more_body": False})
                 raise
-        await send({"type": "http.response.body", "body": last + DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": last_event + DONE, "more_body": False})
 
     def _absorb(self, feed: Feed, arrived: list[Arrived]) -> list[GrowingText]:
         """Adds outputs to their choices, and returns those that changed."""
-        changed: dict[int, GrowingText] = {}
+        changed_by_place: dict[int, GrowingText] = {}
         choices, metrics = self.choices, self.metrics
         for place, output, at_s in arrived:
             choice = choices[place]
@@ -98,24 +98,24 @@ class Exchange:
                 metrics.admitted(choice.times, output.admitted_s)
             if output.token is not None:
                 metrics.generation_tokens += 1
-                gap = choice.times.token(at_s)
-                if gap is None:
+                gap_s = choice.times.token(at_s)
+                if gap_s is None:
                     metrics.started(choice.times)
                 else:
-                    metrics.inter_token.add(gap)
+                    metrics.inter_token.add(gap_s)
             if choice.push(output):
                 feed.cancel(place)  # the engine knows stop tokens, not strings
             if choice.finish:
                 metrics.ended(choice.times, choice.finish, at_s)
-            changed[place] = choice
-        return list(changed.values())
+            changed_by_place[place] = choice
+        return list(changed_by_place.values())
 
     def usage(self) -> Usage:
         """Returns the tokens until now."""
         drawn = sum(choice.num_tokens for choice in self.choices)
         # Sequences of one prompt share it: what the first found in the cache is what was cached of it.
-        cached = sum(choice.cached for choice in self.choices[:: self.asked.n])
-        details = CachedTokens(cached) if cached else None
+        num_cached = sum(choice.cached for choice in self.choices[:: self.asked.n])
+        details = CachedTokens(num_cached) if num_cached else None
         total = self.prompt_tokens + drawn
         return Usage(
             prompt_tokens=self.prompt_tokens, completion_tokens=drawn, total_tokens=total, prompt_tokens_details=details
@@ -123,18 +123,18 @@ class Exchange:
 
     def _note_end(self) -> None:
         """Notes what was not finished, and writes down what the log line says."""
-        now = time.perf_counter()
+        now_s = time.perf_counter()
         for choice in self.choices:
             if not choice.finish:
-                self.metrics.ended(choice.times, "abort", now)
-        firsts = [choice.times.ttft_s for choice in self.choices if choice.times.ttft_s is not None]
-        means = [choice.times.tpot_s for choice in self.choices if choice.times.tpot_s is not None]
+                self.metrics.ended(choice.times, "abort", now_s)
+        ttfts_s = [choice.times.ttft_s for choice in self.choices if choice.times.ttft_s is not None]
+        tpots_s = [choice.times.tpot_s for choice in self.choices if choice.times.tpot_s is not None]
         self.log |= {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": sum(choice.num_tokens for choice in self.choices),
             "finish_reasons": [choice.finish or "abort" for choice in self.choices],
-            "ttft_s": min(firsts) if firsts else None,
-            "tpot_s": sum(means) / len(means) if means else None,
+            "ttft_s": min(ttfts_s) if ttfts_s else None,
+            "tpot_s": sum(tpots_s) / len(tpots_s) if tpots_s else None,
         }
 
 

@@ -48,42 +48,42 @@ class GrowingText:
             if self._echoes:
                 self.entries.append((self.prompt[0], None))
                 self.entries += ((logprob.token, logprob) for logprob in output.prompt)
-        text = special = ""
+        text = special_text = ""
         # the stop token that ended it counts, as vLLM counts it
         self.num_tokens += output.token is not None or (output.finish == "stop" and self._max_tokens > 0)
         if output.token is not None:
             text = self._stream.push(output.token)
-            special = self._special.get(output.token, "") if self._skips_special else ""
+            special_text = self._special.get(output.token, "") if self._skips_special else ""
             if self.reports:
                 self.entries.append((output.token, output.logprob))
         if output.finish is not None:
             text += self._stream.finish()
-        stopped = False
+        is_stopped = False
         if self.times.num_tokens < self._min_tokens:
             self.piece += text
-        elif text or special:
-            certain, stopped = self._scan.push(text)
-            if special and not stopped:
+        elif text or special_text:
+            certain_text, is_stopped = self._scan.push(text)
+            if special_text and not is_stopped:
                 # a stop string may hold a special token that the text leaves out
-                rest, stopped = self._scan.push(special, hidden=True)
-                certain += rest
-            self.piece += certain
+                rest_text, is_stopped = self._scan.push(special_text, hidden=True)
+                certain_text += rest_text
+            self.piece += certain_text
         if output.finish is not None:
-            self.finish = "stop" if stopped or output.finish == "stop" else "length"
-            if not stopped:
+            self.finish = "stop" if is_stopped or output.finish == "stop" else "length"
+            if not is_stopped:
                 self.piece += self._scan.finish()
             return False
-        if stopped:
+        if is_stopped:
             self.finish = "stop"
-        return stopped
+        return is_stopped
 
     def place(self, token: int, raw: bytes) -> int:
         """Returns where in the text the next reported token begins, in characters that are whole before it. ``raw`` are
         its bytes; a special token that the text leaves out has no width."""
-        offset, special = self._offset, self._special.get(token)
+        offset, token_text = self._offset, self._special.get(token)
         is_echo = self._echoes and self._placed < len(self.prompt)
         self._placed += 1
-        if special is None or (self._echo.startswith(special, offset) if is_echo else not self._skips_special):
+        if token_text is None or (self._echo.startswith(token_text, offset) if is_echo else not self._skips_special):
             self._offset += len(self._utf8.decode(raw))
             self.at_start = False
         return offset

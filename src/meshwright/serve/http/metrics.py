@@ -63,11 +63,11 @@ class _Histogram:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        done, rows = 0, list[tuple[str, float]]()
+        num_below, buckets = 0, list[tuple[str, float]]()
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            done += count
-            rows.append(("+Inf" if bound == float("inf") else str(float(bound)), done))
-        return rows
+            num_below += count
+            buckets.append(("+Inf" if bound == float("inf") else str(float(bound)), num_below))
+        return buckets
 
 
 class ServerMetrics(Collector):
@@ -115,35 +115,35 @@ class ServerMetrics(Collector):
     def line(self) -> str:
         """Returns a line of the log on what was done since the last call, "" if that is nothing; what is used of the
         devices meanwhile is kept. May run in another thread."""
-        (start_s, counts, sums), (end_s, now_counts, now_sums) = self._seen, self._present()
+        (start_s, old_counts, old_sums), (end_s, now_counts, now_sums) = self._seen, self._present()
         self._seen, took_s = (end_s, now_counts, now_sums), end_s - start_s
-        added = {key: np.subtract(now, sums.get(key, 0)) for key, now in now_sums.items()}
-        steps, state = self._priced({key: row for key, row in added.items() if row[0]}), self.frontend.state
-        work, prices = sum(steps.values(), np.zeros(len(_STEPS))) / took_s, self._prices if now_sums else None
+        added_sums = {key: np.subtract(now_row, old_sums.get(key, 0)) for key, now_row in now_sums.items()}
+        steps, state = self._priced({key: row for key, row in added_sums.items() if row[0]}), self.frontend.state
+        rates, prices = sum(steps.values(), np.zeros(len(_STEPS))) / took_s, self._prices if now_sums else None
         if prices and prices.peak_flops_per_s:
-            self._utilisation = work[5] / prices.peak_flops_per_s, (work[3] + work[4]) / prices.peak_bytes_per_s
+            self._utilisation = rates[5] / prices.peak_flops_per_s, (rates[3] + rates[4]) / prices.peak_bytes_per_s
         if not steps:
             return ""
-        prompt, new, looked, hit = now_counts - counts
-        words = [
-            f"{state.running} run, {self._num_waiting:,} wait; tokens/s {format_params(round(prompt / took_s))} in, "
-            f"{format_params(round(new / took_s))} out; cache {self._cache_share:.0%}"
-            + (f", hits {hit / looked:.0%}" if looked else "")
+        num_in, num_out, num_looked_up, num_hit = now_counts - old_counts
+        phrases = [
+            f"{state.running} run, {self._num_waiting:,} wait; tokens/s {format_params(round(num_in / took_s))} in, "
+            f"{format_params(round(num_out / took_s))} out; cache {self._cache_share:.0%}"
+            + (f", hits {num_hit / num_looked_up:.0%}" if num_looked_up else "")
         ]
-        decode = [row for (kind, _), row in steps.items() if kind == "decode"]
-        if decode:
-            num, measured_s, planned_s = sum(decode)[:3]
-            planned = "" if np.isnan(planned_s) else f", planned {format_seconds(planned_s / num)}"
-            words.append(f"decode {format_seconds(measured_s / num)}{planned}")
+        decode_rows = [row for (kind, _), row in steps.items() if kind == "decode"]
+        if decode_rows:
+            num_steps, measured_s, planned_s = sum(decode_rows)[:3]
+            planned_text = "" if np.isnan(planned_s) else f", planned {format_seconds(planned_s / num_steps)}"
+            phrases.append(f"decode {format_seconds(measured_s / num_steps)}{planned_text}")
         if self._utilisation:
             mfu, mbu = (f"{share:.{int(share < 0.0995)}%}" for share in self._utilisation)
-            words.append(f"MFU {mfu}, MBU {mbu}")
-        return "; ".join(words)
+            phrases.append(f"MFU {mfu}, MBU {mbu}")
+        return "; ".join(phrases)
 
     def _present(self) -> tuple[float, Any, dict[StepKey, Any]]:
         state = self.frontend.state
-        counts = self.prompt_tokens, self.generation_tokens, state.prefix_queries, state.prefix_hits
-        return self._now(), np.array(counts), dict(state.sums)  # a copy, as the engine goes on
+        token_counts = self.prompt_tokens, self.generation_tokens, state.prefix_queries, state.prefix_hits
+        return self._now(), np.array(token_counts), dict(state.sums)  # a copy, as the engine goes on
 
     def _priced(self, sums: Mapping[StepKey, Any]) -> dict[StepKey, Any]:
         """Returns the numbers of `_STEPS` for each kind of steps; one that is not known is not a number."""
@@ -193,27 +193,27 @@ class ServerMetrics(Collector):
         }
         for name, share in zip(("mfu", "bandwidth_utilization"), self._utilisation, strict=False):
             gauges[f"meshwright:{name}"] = (share, "Share of the devices' peak over the last 10 s.")
-        for name, (value, words) in gauges.items():
-            gauge = GaugeMetricFamily(name, words, labels=["model_name"])
+        for name, (value, help_text) in gauges.items():
+            gauge = GaugeMetricFamily(name, help_text, labels=["model_name"])
             gauge.add_metric(self._label, value)
             yield gauge
         steps = self._priced(dict(state.sums))
-        for number, (name, words) in enumerate(_STEPS.items()):
-            counter = CounterMetricFamily(f"meshwright:{name}", words, labels=["model_name", "kind", "rows"])
-            for (kind, rows), row in steps.items():
-                if not np.isnan(row[number]):
-                    counter.add_metric([*self._label, kind, f"{rows}"], row[number])
+        for column, (name, help_text) in enumerate(_STEPS.items()):
+            counter = CounterMetricFamily(f"meshwright:{name}", help_text, labels=["model_name", "kind", "rows"])
+            for (kind, rows), figures in steps.items():
+                if not np.isnan(figures[column]):
+                    counter.add_metric([*self._label, kind, f"{rows}"], figures[column])
             yield counter
-        for name, (value, words) in counters.items():
-            counter = CounterMetricFamily(f"vllm:{name}", words, labels=["model_name"])
+        for name, (value, help_text) in counters.items():
+            counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
             counter.add_metric(self._label, value)
             yield counter
-        ends = CounterMetricFamily(
+        ends_counter = CounterMetricFamily(
             "vllm:request_success", "Sequences that ended.", labels=["model_name", "finished_reason"]
         )
         for reason in ("stop", "length", "abort"):
-            ends.add_metric([*self._label, reason], self.finished[reason])
-        yield ends
+            ends_counter.add_metric([*self._label, reason], self.finished[reason])
+        yield ends_counter
         for name, histogram in self._histograms.items():
             family = HistogramMetricFamily(f"vllm:{name}", _HISTOGRAMS[name][1], labels=["model_name"])
             family.add_metric(self._label, histogram.cumulative(), histogram.total)

@@ -48,32 +48,32 @@ class Operation(NamedTuple):
 
 def openapi(operations: Sequence[Operation], *, with_key: bool) -> dict[str, Any]:
     """Returns the document for these routes; ``with_key``: an API key is needed."""
-    kinds = list(dict.fromkeys(kind for row in operations for kind in (row.body, row.answer, ErrorAnswer) if kind))
-    references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
-    schema = dict(zip(kinds, references, strict=True))
+    body_types = list(dict.fromkeys(kind for row in operations for kind in (row.body, row.answer, ErrorAnswer) if kind))
+    references, schemas = msgspec.json.schema_components(body_types, ref_template="#/components/schemas/{name}")
+    ref_of = dict(zip(body_types, references, strict=True))
     paths: dict[str, Any] = {}
     for row in operations:
-        answer = {"text/plain": {"schema": {"type": "string"}}}
+        content = {"text/plain": {"schema": {"type": "string"}}}
         if row.answer is not None:
             events: dict[str, Any] = {"text/event-stream": {"schema": {}}} if row.generates else {}
-            answer = {"application/json": {"schema": schema[row.answer]}} | events
-        responses = {"200": {"description": "Done", "content": answer}}
+            content = {"application/json": {"schema": ref_of[row.answer]}} | events
+        responses = {"200": {"description": "Done", "content": content}}
         operation: dict[str, Any] = {"summary": row.summary, "operationId": row.name, "responses": responses}
         for code in row.errors(with_key=with_key):
-            error = {"description": _ERRORS[code], "content": {"application/json": {"schema": schema[ErrorAnswer]}}}
-            wait = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}}
-            responses[str(code)] = error | ({"headers": wait} if code == 429 else {})
+            error = {"description": _ERRORS[code], "content": {"application/json": {"schema": ref_of[ErrorAnswer]}}}
+            retry_header = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}}
+            responses[str(code)] = error | ({"headers": retry_header} if code == 429 else {})
         if row.body is not None:
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema[row.body]}}}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": ref_of[row.body]}}}
         if "{" in row.path:
             operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
         if "401" in responses:
             operation["security"] = [{"bearer": []}]
         paths[row.path] = {row.method: operation}
-    bearer = {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}} if with_key else {}
+    bearer_scheme = {"securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}}} if with_key else {}
     return {
         "openapi": "3.1.0",
         "info": {"title": "meshwright", "version": __version__, "description": "A model behind OpenAI's interface."},
         "paths": paths,
-        "components": {"schemas": schemas} | bearer,
+        "components": {"schemas": schemas} | bearer_scheme,
     }

@@ -45,20 +45,20 @@ class Listening(msgspec.Struct, frozen=True, kw_only=True):
         """Returns a socket that is bound. Raises InputError if that cannot be."""
         family = socket.AF_UNIX if self.uds else socket.AF_INET6 if ":" in self.host else socket.AF_INET
         # asyncio sends each token at once (TCP_NODELAY) where the protocol is said
-        bound = socket.socket(family, socket.SOCK_STREAM, 0 if self.uds else socket.IPPROTO_TCP)
+        listener = socket.socket(family, socket.SOCK_STREAM, 0 if self.uds else socket.IPPROTO_TCP)
         try:
             if self.uds:
                 if Path(self.uds).is_socket():
                     Path(self.uds).unlink()  # left by a server that was killed
-                bound.bind(self.uds)
+                listener.bind(self.uds)
             else:
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                bound.bind((self.host, self.port))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind((self.host, self.port))
         except (OSError, OverflowError) as error:
-            bound.close()
-            where = self.uds or f"{self.host}:{self.port}"
-            raise InputError(f"cannot listen on {where}: {error}. Give another address.") from None
-        return bound
+            listener.close()
+            address_text = self.uds or f"{self.host}:{self.port}"
+            raise InputError(f"cannot listen on {address_text}: {error}. Give another address.") from None
+        return listener
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -155,11 +155,11 @@ def serve_app(
     # The engine's thread and the loop's want the interpreter in turns; Python's 5 ms would show in the pace of tokens.
     sys.setswitchinterval(SWITCH_S)
     listening = listening or Listening()
-    bound = listening.bind()
+    listener = listening.bind()
     host = f"[{listening.host}]" if ":" in listening.host else listening.host
-    url = listening.uds or f"http://{host}:{bound.getsockname()[1]}"
+    url = listening.uds or f"http://{host}:{listener.getsockname()[1]}"
     try:
-        DrainingServer(app, frontend, listening, lambda: on_ready(url), on_line).run(sockets=[bound])
+        DrainingServer(app, frontend, listening, lambda: on_ready(url), on_line).run(sockets=[listener])
     finally:
         frontend.join()  # a second signal leaves out the end of the app's lifespan
         if listening.uds:

@@ -49,8 +49,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def each(self) -> dict[str, "ServedModel"]:
         """Returns the model and its adapters by name."""
-        of_adapters = (msgspec.structs.replace(self, name=name, parent=self.name) for name in self.adapters)
-        return {self.name: self} | {adapter.name: adapter for adapter in of_adapters}
+        adapter_models = (msgspec.structs.replace(self, name=name, parent=self.name) for name in self.adapters)
+        return {self.name: self} | {adapter.name: adapter for adapter in adapter_models}
 
     @property
     def adapter(self) -> str:
@@ -104,8 +104,8 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Texts of special tokens, which `text` leaves out and `whole` has."""
         if not isinstance(self.text, TokenizedText):
             return {}
-        added = self.text.tokenizer.get_added_tokens_decoder()
-        return {token: added_token.content for token, added_token in added.items() if added_token.special}
+        added_tokens = self.text.tokenizer.get_added_tokens_decoder()
+        return {token: added_token.content for token, added_token in added_tokens.items() if added_token.special}
 
     def piece(self, token: int, *, first: bool = False) -> tuple[str, bytes]:
         """Returns what a token adds to a text, and its bytes, also of one that is a part of a character; ``first``: to
@@ -115,9 +115,9 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             return text, self._bytes(token, text)
         piece = self.pieces.get(token)
         if piece is None:
-            before, whole = self._before  # alone, a token of SentencePiece loses its space
-            text = self.whole.decode([*before, token])
-            text = text[len(whole) :] if text.startswith(whole) else self.whole.decode([token])
+            before_tokens, before_text = self._before  # alone, a token of SentencePiece loses its space
+            text = self.whole.decode([*before_tokens, token])
+            text = text[len(before_text) :] if text.startswith(before_text) else self.whole.decode([token])
             piece = self.pieces[token] = (text, self._bytes(token, text))
         return piece
 
@@ -128,11 +128,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tokens, self.whole.decode(tokens)
 
     def _bytes(self, token: int, text: str) -> bytes:
-        name = (self.text.tokenizer.id_to_token(token) or "") if isinstance(self.text, TokenizedText) else ""
-        if "\ufffd" in text and re.fullmatch("<0x[0-9A-F]{2}>", name):
-            return bytes.fromhex(name[3:5])
-        if "\ufffd" in text and name and all(letter in _BYTE_OF for letter in name):
-            return bytes(_BYTE_OF[letter] for letter in name)
+        token_name = (self.text.tokenizer.id_to_token(token) or "") if isinstance(self.text, TokenizedText) else ""
+        if "\ufffd" in text and re.fullmatch("<0x[0-9A-F]{2}>", token_name):
+            return bytes.fromhex(token_name[3:5])
+        if "\ufffd" in text and token_name and all(letter in _BYTE_OF for letter in token_name):
+            return bytes(_BYTE_OF[letter] for letter in token_name)
         return text.encode(errors="replace")
 
 
@@ -162,17 +162,17 @@ def _texts_alone(message: ChatMessage, number: int) -> dict[str, Any]:
     """Returns a message for a template. Raises RequestError for a part of another kind than text."""
     parts = message.content if isinstance(message.content, list) else []
     if any(part.type != "text" or part.text is None for part in parts):
-        where = f"messages[{number}].content"
-        raise RequestError(f"{where} has a part that is no text. This server takes text alone.", param="messages")
+        field_path = f"messages[{number}].content"
+        raise RequestError(f"{field_path} has a part that is no text. This server takes text alone.", param="messages")
     fields: dict[str, Any] = msgspec.to_builtins(message)
     return fields
 
 
 def _bytes_by_letter() -> dict[str, int]:
     """Returns the byte of each letter of GPT-2's alphabet, in which byte-level tokens are written."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(rest)}
+    plain_bytes = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    other_bytes = [byte for byte in range(256) if byte not in plain_bytes]
+    return {chr(byte): byte for byte in plain_bytes} | {chr(256 + i): byte for i, byte in enumerate(other_bytes)}
 
 
 _BYTE_OF = _bytes_by_letter()

@@ -63,7 +63,7 @@ def generate_file(
     engine: Engine | EngineGroup,
     files: tuple[Path, Path],
     usual: TokenRequest,
-    on_done: Callable[[int, int], None] = lambda done, all: None,
+    on_done: Callable[[int, int], None] = lambda num_done, num_lines: None,
 ) -> BulkDone:
     """Goes on from each prompt of the first file (JSON lines) and adds a `CompletionLine` to the second one.
 
@@ -72,35 +72,35 @@ def generate_file(
     told how many lines are done, of how many. Raises InputError for a line that cannot be read or can never run, before
     anything is generated.
     """
-    requests, digests, there = read_work(source, engine.check, files, usual)
-    out = files[1]
-    waiting = iter([number for number in sorted(requests) if number not in there])
-    whose: dict[int, int] = {}
-    tokens: dict[int, list[int]] = {}
-    done = len(there)
-    with out.open("a", encoding="utf-8") as written:
-        while _submit(engine, requests, waiting, whose) or engine.has_work:
-            ended = False
+    requests, digests, lines_there = read_work(source, engine.check, files, usual)
+    out_path = files[1]
+    waiting_lines = iter([line_number for line_number in sorted(requests) if line_number not in lines_there])
+    line_of_request: dict[int, int] = {}
+    tokens_of_line: dict[int, list[int]] = {}
+    num_done = len(lines_there)
+    with out_path.open("a", encoding="utf-8") as out_file:
+        while _submit(engine, requests, waiting_lines, line_of_request) or engine.has_work:
+            has_ended = False
             for output in engine.step():
-                number = whose[output.number]
-                tokens.setdefault(number, []).extend([] if output.token is None else [output.token])
+                line_number = line_of_request[output.number]
+                tokens_of_line.setdefault(line_number, []).extend([] if output.token is None else [output.token])
                 if output.finish is not None:
-                    answer = tokens.pop(number)
+                    answer_tokens = tokens_of_line.pop(line_number)
                     line = CompletionLine(
-                        line=number,
-                        id=requests[number][0].id,
-                        text=source.text.decode(answer),
-                        tokens=answer,
+                        line=line_number,
+                        id=requests[line_number][0].id,
+                        text=source.text.decode(answer_tokens),
+                        tokens=answer_tokens,
                         finish=output.finish,
-                        digest=digests[number],
+                        digest=digests[line_number],
                     )
-                    written.write(msgspec.json.encode(line).decode() + "\n")
-                    done, ended = done + 1, True
-            if ended:
-                written.flush()  # a call that is stopped keeps what has ended
-                on_done(done, len(requests))
-        os.fsync(written.fileno())
-    return BulkDone(done - len(there), len(there))
+                    out_file.write(msgspec.json.encode(line).decode() + "\n")
+                    num_done, has_ended = num_done + 1, True
+            if has_ended:
+                out_file.flush()  # a call that is stopped keeps what has ended
+                on_done(num_done, len(requests))
+        os.fsync(out_file.fileno())
+    return BulkDone(num_done - len(lines_there), len(lines_there))
 
 
 def read_work(
@@ -120,14 +120,14 @@ def _submit(
     whose: dict[int, int],
 ) -> bool:
     """Keeps the engine's queue filled; returns whether anything was added."""
-    added = False
+    has_added = False
     while engine.state().waiting + engine.state().running < AHEAD * engine.limits.max_requests:
-        number = next(waiting, None)
-        if number is None:
+        line_number = next(waiting, None)
+        if line_number is None:
             break
-        whose[engine.submit(requests[number][1])] = number
-        added = True
-    return added
+        whose[engine.submit(requests[line_number][1])] = line_number
+        has_added = True
+    return has_added
 
 
 def read_lines(path: Path) -> dict[int, PromptLine]:
@@ -187,7 +187,7 @@ def _lines_there(out: Path, digests: Mapping[int, str]) -> set[int]:
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         return set()
-    there, whole = set[int](), 0
+    lines_there, intact_bytes = set[int](), 0
     for line in out.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n"):
             break
@@ -200,10 +200,10 @@ def _lines_there(out: Path, digests: Mapping[int, str]) -> set[int]:
                 f"{out}: line {answer.line} of the prompts was answered with another prompt, other settings or another "
                 f"model. Name another file."
             )
-        there.add(answer.line)
-        whole += len(line)
-    os.truncate(out, whole)
-    return there
+        lines_there.add(answer.line)
+        intact_bytes += len(line)
+    os.truncate(out, intact_bytes)
+    return lines_there
 
 
 USUAL = TokenRequest(prompt=(0,), max_tokens=128, sampling=LIKELIEST)

@@ -51,41 +51,41 @@ def as_requests(
     if not prompts:
         raise InputError("there is no prompt. Give at least one.")
     samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
-    seen, requests = dict[tuple[int, ...], int](), list[TokenRequest]()
+    copy_of_prompt, requests = dict[tuple[int, ...], int](), list[TokenRequest]()
     for number, (prompt, settings) in enumerate(zip(map(tuple, prompts), samplings, strict=True), start=1):
         if not prompt:
             raise InputError(f"prompt {number} is empty. Give at least one word or token.")
-        times = seen[prompt] = seen.get(prompt, -1) + 1
-        numbered = msgspec.structs.replace(settings, number=settings.number + times)
-        stop = frozenset(end_tokens)
-        requests.append(TokenRequest(prompt=prompt, max_tokens=max_tokens, sampling=numbered, stop_tokens=stop))
+        copy_number = copy_of_prompt[prompt] = copy_of_prompt.get(prompt, -1) + 1
+        numbered = msgspec.structs.replace(settings, number=settings.number + copy_number)
+        stop_tokens = frozenset(end_tokens)
+        requests.append(TokenRequest(prompt=prompt, max_tokens=max_tokens, sampling=numbered, stop_tokens=stop_tokens))
     return requests
 
 
 def generate(engine: TokenEngine, requests: Sequence[TokenRequest], on_token: OnToken | None = None) -> Generated:
     """Runs requests to their ends. Raises InputError for one that the engine could never run."""
-    start = time.perf_counter()
-    whose = {engine.submit(request): place for place, request in enumerate(requests)}
+    start_s = time.perf_counter()
+    place_of_number = {engine.submit(request): place for place, request in enumerate(requests)}
     tokens: list[list[int]] = [[] for _ in requests]
-    finish: dict[int, Finish] = {}
-    begun, num_begun, first_s = set[int](), 0, 0.0
+    finish_of: dict[int, Finish] = {}
+    begun_places, num_early, first_s = set[int](), 0, 0.0
     while engine.has_work:
         for output in engine.step():
-            place = whose[output.number]
-            begun.add(place)
+            place = place_of_number[output.number]
+            begun_places.add(place)
             if output.token is not None:
                 tokens[place].append(output.token)
                 if on_token is not None:
                     on_token(place, output.token)
             if output.finish is not None:
-                finish[place] = output.finish
-        if not first_s and len(begun) == len(requests):
-            first_s, num_begun = time.perf_counter() - start, sum(map(len, tokens))
-    after_s, num_tokens = time.perf_counter() - start - first_s, sum(map(len, tokens))
-    rate = (num_tokens - num_begun) / after_s if num_tokens > num_begun else None
+                finish_of[place] = output.finish
+        if not first_s and len(begun_places) == len(requests):
+            first_s, num_early = time.perf_counter() - start_s, sum(map(len, tokens))
+    after_s, num_tokens = time.perf_counter() - start_s - first_s, sum(map(len, tokens))
+    tokens_per_s = (num_tokens - num_early) / after_s if num_tokens > num_early else None
     return Generated(
-        completions=tuple(Completion(tokens=tuple(row), finish=finish[place]) for place, row in enumerate(tokens)),
-        pace=GenerationPace(first_token_s=first_s, tokens_per_s=rate, num_tokens=num_tokens),
+        completions=tuple(Completion(tokens=tuple(row), finish=finish_of[place]) for place, row in enumerate(tokens)),
+        pace=GenerationPace(first_token_s=first_s, tokens_per_s=tokens_per_s, num_tokens=num_tokens),
     )
 
 

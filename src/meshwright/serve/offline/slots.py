@@ -49,8 +49,8 @@ class SlotEngine:
                 "no sequences over devices. Use meshwright.serve.engine.Engine."
             )
         storage = replace(step.storage, num_pages=0)
-        alone = PackedStep(step.model, step.strategy, max_len=step.max_len, max_seqs=1, storage=storage)
-        self._step, self._alone, self._each = step, alone.on(step.mesh), step.cache_sizes["Bp"]
+        prefill_step = PackedStep(step.model, step.strategy, max_len=step.max_len, max_seqs=1, storage=storage)
+        self._step, self._alone, self._each = step, prefill_step.on(step.mesh), step.cache_sizes["Bp"]
         if step.cache_sizes["Pg"] != step.max_seqs * self._each:
             raise InputError(f"{step.max_seqs} slots have {self._each} pages each. Give the storage num_pages=0.")
 
@@ -65,13 +65,13 @@ class SlotEngine:
             raise InputError(f"a prompt has {length:,} tokens. Give 1 to {step.max_len - 1:,}, one less than max_len.")
         if not 0 <= min(tokens) <= max(tokens) < (vocab := step.model.vocab_size):
             raise InputError(f"a prompt has tokens {min(tokens)} to {max(tokens)}. Give 0 to {vocab - 1:,}, below V.")
-        size = max(8, step.row_parts(2), 1 << (length - 1).bit_length())
-        shape = PackedShape(size, 1, 1, size)
+        num_rows = max(8, step.row_parts(2), 1 << (length - 1).bit_length())
+        shape = PackedShape(num_rows, 1, 1, num_rows)
         positions = np.arange(length)
         rows = _rows(positions, np.asarray(tokens), positions, np.arange(self._each)[None])
         rows = rows._replace(counts=np.array([length]), lengths=np.array([length]), last=np.array([length - 1]))
         rows = PackedRows.joined([rows._replace(first=np.zeros(1, int))], shape)
-        logits, cache = step.step(params, step.init_cache(), jnp.zeros(1, jnp.int32), rows, size)
+        logits, cache = step.step(params, step.init_cache(), jnp.zeros(1, jnp.int32), rows, num_rows)
         return Prefix(cache, length, logits[0])
 
     def insert(self, prefix: Prefix, state: DecodeState, slot: int, sampling: Sampling = LIKELIEST) -> DecodeState:
@@ -117,7 +117,7 @@ def _inserted(cache: Cache, prefix: Cache, first: Any) -> Cache:
     def into(name: str) -> Any:
         if isinstance(cache[name], tuple):  # of layers, whose first dim is pages
             pairs = zip(cache[name], prefix[name], strict=True)
-            return tuple(jax.lax.dynamic_update_slice_in_dim(all, new, first, axis=0) for all, new in pairs)
+            return tuple(jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=0) for old, new in pairs)
         return jax.lax.dynamic_update_slice_in_dim(cache[name], prefix[name], first, axis=1)
 
     return {name: into(name) for name in cache}

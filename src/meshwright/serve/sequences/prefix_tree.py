@@ -108,10 +108,10 @@ class PrefixTree(PagePool):
 
     def admitted(self, prefix: int) -> list[PrefixNode]:
         """Returns the nodes that a request holds when it is admitted, of its first pages."""
-        held = self._held.get(prefix, [])
+        held_nodes = self._held.get(prefix, [])
         if prefix in self._blocks:
-            self._num_shared[prefix] = len(held)  # after a preemption it may hold fewer than before
-        return held
+            self._num_shared[prefix] = len(held_nodes)  # after a preemption it may hold fewer than before
+        return held_nodes
 
     def num_shared(self, prefix: int) -> int:
         """Returns how many pages of a request, the first ones, are the tree's, also when it holds them no more."""
@@ -181,15 +181,15 @@ class PrefixTree(PagePool):
 
     def keep(self, prefix: int, num_pages: int) -> None:
         """Makes nodes of the next pages of a request, which are computed; the request holds them."""
-        held = self._held.setdefault(prefix, [])
+        held_nodes = self._held.setdefault(prefix, [])
         for _ in range(num_pages):
-            parent, place = held[-1] if held else self._roots[prefix], len(held)
+            parent, place = held_nodes[-1] if held_nodes else self._roots[prefix], len(held_nodes)
             node = PrefixNode(self._blocks[prefix][place], self._owned[prefix][place], parent)
             node.users = 1
             parent.children[node.tokens] = node
-            held.append(node)
+            held_nodes.append(node)
             self._share_window(prefix, place, node)
-        self._num_shared[prefix] = len(held)
+        self._num_shared[prefix] = len(held_nodes)
 
     def release(self, prefix: int, pages: Sequence[int], tokens: Sequence[int] = ()) -> None:
         """Frees the pages of a request beyond those that the tree has; full ones of ``tokens`` become idle nodes, as
@@ -215,9 +215,9 @@ class PrefixTree(PagePool):
         self.free += reversed(own_pages)
 
     def _share_window(self, prefix: int, place: int, node: PrefixNode) -> None:
-        held = self._held_windows.get(prefix)
-        if self.windows and held:
-            self.windows.share(held, place, node)
+        held_window = self._held_windows.get(prefix)
+        if self.windows and held_window:
+            self.windows.share(held_window, place, node)
 
     def moves(self) -> tuple[dict[PrefixNode, int], dict[PrefixNode, int]]:
         """Returns the pages, by node, to copy to the host and, after that, from there, before others are written."""
@@ -243,11 +243,11 @@ class PrefixTree(PagePool):
 
 def tree_pages(*trees: PrefixTree) -> tuple[TreePage, ...]:
     """Returns the pages of trees, each after its parent and before its next sibling."""
-    pages, below = list[TreePage](), list[tuple[int | None, PrefixNode]]()
+    pages, unvisited = list[TreePage](), list[tuple[int | None, PrefixNode]]()
     roots = [root for tree in reversed(trees) for root in tree.roots.values()]
-    below += [(None, child) for root in roots for child in reversed(root.children.values())]
-    while below:
-        parent, node = below.pop()
+    unvisited += [(None, child) for root in roots for child in reversed(root.children.values())]
+    while unvisited:
+        parent, node = unvisited.pop()
         pages.append(TreePage(parent=parent, tokens=node.tokens, page=node.page, users=node.users))
-        below += [(len(pages) - 1, child) for child in reversed(node.children.values())]
+        unvisited += [(len(pages) - 1, child) for child in reversed(node.children.values())]
     return tuple(pages)

@@ -21,22 +21,22 @@ class ReadOutputs(NamedTuple):
 
 def masked_rows(expected: Sequence[OutputOf | None]) -> list[MaskedRow]:
     """Returns the rows that draw by a grammar: of a request with drafts the first, whose mask the others follow."""
-    masked, before = list[MaskedRow](), None
+    masked, previous = list[MaskedRow](), None
     for row, output in enumerate(expected):
         live = output and output.live
-        if output and live and live.answer and output.target < 0 and live is not before and not live.is_closed:
+        if output and live and live.answer and output.target < 0 and live is not previous and not live.is_closed:
             masked.append(MaskedRow(row, live.answer, live.drafts))
-        before = live
+        previous = live
     return masked
 
 
 def read_outputs(expected: Sequence[OutputOf | None], drawn: Drawn) -> ReadOutputs:
     """Returns what rows have drawn, and adds the tokens to their requests. Rows of requests that have ended, and those
     behind a wrong draft, are dropped."""
-    read = ReadOutputs([], [], {})
-    wrong = set[int]()
+    results = ReadOutputs([], [], {})
+    wrong_numbers = set[int]()
     for row, output in enumerate(expected):
-        if output is None or output.live.is_closed or output.live.number in wrong:
+        if output is None or output.live.is_closed or output.live.number in wrong_numbers:
             continue
         live, target, draft = output
         request, token = live.request, int(drawn.token[row])
@@ -47,7 +47,7 @@ def read_outputs(expected: Sequence[OutputOf | None], drawn: Drawn) -> ReadOutpu
         if has_token:
             live.tokens.append(token)
         has_logprob = has_token and request.logprobs is not None
-        read.outputs.append(
+        results.outputs.append(
             TokenOutput(
                 number=live.number,
                 token=token if has_token else None,
@@ -61,12 +61,12 @@ def read_outputs(expected: Sequence[OutputOf | None], drawn: Drawn) -> ReadOutpu
         live.prompt_logprobs, live.num_hit = [], 0
         if finish is not None:
             live.is_closed = True  # at once: its later rows, here and in the next step, are dropped
-            read.ended.append(live)
+            results.ended.append(live)
         elif draft is not None and draft == token:
-            read.accepted[live.number] = read.accepted.get(live.number, 0) + 1
+            results.accepted[live.number] = results.accepted.get(live.number, 0) + 1
         elif draft is not None:
-            wrong.add(live.number)
-    return read
+            wrong_numbers.add(live.number)
+    return results
 
 
 def _ending(live: Live, token: int) -> tuple[bool, Finish | None]:

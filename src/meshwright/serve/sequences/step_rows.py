@@ -36,48 +36,48 @@ class OwnRows(NamedTuple):
 def rows_of(step: PackedStep, tables: Tables, adapters: Mapping[str, int], parts: Sequence[RowsOf]) -> OwnRows:
     """Returns the rows of one owner's parts; ``adapters`` are the numbers of those of the step. The requests take the
     pages that they need, and count what the step computes."""
-    counts = np.array([end - start for _, start, end, _ in parts], np.int32)
-    ends = np.array([end for _, _, end, _ in parts], np.int32)
-    num_rows, first = int(counts.sum()), np.cumsum(counts) - counts
-    whose = np.repeat(np.arange(len(parts)), counts)
-    positions = np.arange(num_rows) - first[whose] + (ends - counts)[whose]
+    part_lens = np.array([end - start for _, start, end, _ in parts], np.int32)
+    part_ends = np.array([end for _, _, end, _ in parts], np.int32)
+    num_rows, first_rows = int(part_lens.sum()), np.cumsum(part_lens) - part_lens
+    part_of_row = np.repeat(np.arange(len(parts)), part_lens)
+    positions = np.arange(num_rows) - first_rows[part_of_row] + (part_ends - part_lens)[part_of_row]
     tokens, sources = list[int](), list[int]()
-    expected, outputs, last = list[OutputOf](), list[OutputRow](), list[int]()
-    for (live, start, end, drafts), row in zip(parts, first.tolist(), strict=True):
+    expected, outputs, output_rows = list[OutputOf](), list[OutputRow](), list[int]()
+    for (live, start, end, drafts), first_row in zip(parts, first_rows.tolist(), strict=True):
         live.take_pages(tables, end, step.storage.page_len)
         if windows := live.owner.pages.windows:
             windows.advance(live.window, start, end, tables.windows[live.slot])
-        known = live.tokens[start:end] + drafts
-        sources += [-1] * (end - start) if known else [live.slot]  # else the devices alone know the token
-        tokens += known or [0]
+        known_tokens = live.tokens[start:end] + drafts
+        sources += [-1] * (end - start) if known_tokens else [live.slot]  # else the devices alone know the token
+        tokens += known_tokens or [0]
         live.computed = end - len(drafts)  # drafts count once they were right
         prompt = live.request.prompt
         if live.request.echo and not live.produced:
             for position in range(start, min(end, len(prompt) - 1)):
                 expected.append(OutputOf(live, prompt[position + 1]))
                 outputs.append(OutputRow(step.max_seqs, 0, prompt[position + 1]))
-                last.append(row + position - start)
+                output_rows.append(first_row + position - start)
         if live.computed == len(prompt) + live.produced:  # else more is known than is computed, and nothing is drawn
-            following = [*drafts, None]
-            expected += [OutputOf(live, draft=draft) for draft in following]
-            outputs += [OutputRow(live.slot, live.produced + place) for place in range(len(following))]
-            last += range(row + end - start - len(following), row + end - start)
+            next_drafts = [*drafts, None]
+            expected += [OutputOf(live, draft=draft) for draft in next_drafts]
+            outputs += [OutputRow(live.slot, live.produced + place) for place in range(len(next_drafts))]
+            output_rows += range(first_row + end - start - len(next_drafts), first_row + end - start)
             live.produced += 1
     table_rows, page_len = [live.slot for live, *_ in parts], step.storage.page_len
     pages = tables.pages[table_rows]
-    slots = slots_of(positions, pages, whose, page_len)
-    rows = PackedRows(tokens, sources, positions, slots, first, counts, ends, pages, last)
+    cache_slots = slots_of(positions, pages, part_of_row, page_len)
+    rows = PackedRows(tokens, sources, positions, cache_slots, first_rows, part_lens, part_ends, pages, output_rows)
     if step.has_windows:
         pages = tables.windows[table_rows]
-        rows = rows._replace(window_slots=slots_of(positions, pages, whose, page_len), window_pages=pages)
+        rows = rows._replace(window_slots=slots_of(positions, pages, part_of_row, page_len), window_pages=pages)
     if step.storage.adapters:
-        numbers = [adapters[live.request.adapter] for live, *_ in parts]
-        rows = rows._replace(adapters=np.array(numbers, np.int32)[whose])
+        adapter_numbers = [adapters[live.request.adapter] for live, *_ in parts]
+        rows = rows._replace(adapters=np.array(adapter_numbers, np.int32)[part_of_row])
     for name in step.mask_fields:  # a prefix is the whole prompt; no other position is special
-        of_seqs = [len(live.request.prompt) for live, *_ in parts]
-        data = of_seqs if name == "prefix" else np.zeros((len(parts), step.max_len))
+        prompt_lens = [len(live.request.prompt) for live, *_ in parts]
+        data = prompt_lens if name == "prefix" else np.zeros((len(parts), step.max_len))
         rows = rows._replace(**{name: np.array(data, np.int32)})
-    return OwnRows(rows, whose, expected, outputs)
+    return OwnRows(rows, part_of_row, expected, outputs)
 
 
 def joined_rows(
@@ -87,7 +87,7 @@ def joined_rows(
     rows = [owned.rows.each_alone(owned.whose) if shape.longest == 1 else owned.rows for owned in every]
     expected, outputs = list[OutputOf | None](), list[OutputRow]()
     for number, owned in enumerate(every):
-        between = shape.outputs // len(every) * number - len(outputs)  # rows of the owner before that draw nothing
-        expected += [*[None] * between, *owned.expected]
-        outputs += [*[OutputRow(step.max_seqs, 0)] * between, *owned.outputs]
+        num_idle = shape.outputs // len(every) * number - len(outputs)  # rows of the owner before that draw nothing
+        expected += [*[None] * num_idle, *owned.expected]
+        outputs += [*[OutputRow(step.max_seqs, 0)] * num_idle, *owned.outputs]
     return PackedRows.joined(rows, shape), expected, outputs

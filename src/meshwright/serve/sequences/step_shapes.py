@@ -17,9 +17,9 @@ class StepShapes:
     """
 
     def __init__(self, step: PackedStep, limits: SchedulerLimits) -> None:
-        there = step.max_seqs, step.storage.page_len, step.cache_sizes["Pg"]
-        if (limits.max_requests, limits.page_len, limits.num_pages) != there:
-            raise InputError(f"the step has {there} slots, positions of a page and pages. Give limits with these.")
+        step_sizes = step.max_seqs, step.storage.page_len, step.cache_sizes["Pg"]
+        if (limits.max_requests, limits.page_len, limits.num_pages) != step_sizes:
+            raise InputError(f"the step has {step_sizes} slots, positions of a page and pages. Give limits with these.")
         if step.mask_fields and (limits.prefix_cache or limits.policy == "chunked"):
             raise InputError(
                 f"attention_mask={step.model.attention_mask!r} lets positions of a prompt see later ones. Give limits "
@@ -32,20 +32,20 @@ class StepShapes:
             )
         self._limits, self._num_owners = limits, step.num_owners
         self.ready = set[PackedShape]()
-        most = {
+        limit = {
             "chunked": limits.token_budget,
             # one prompt alone may be above the budget
             "interleaved": max(limits.token_budget, step.num_owners * step.max_len),
             "static": step.max_seqs * step.max_len,
         }[limits.policy]
         if not step.batch_invariant:
-            decoding = step.max_seqs * (1 + limits.num_drafts)
-            self.set_decode_sizes(_divisible(sizes_up_to(decoding, halves_from=8), step.row_parts(1)))
-            self._set_chunk_sizes(_divisible(sizes_up_to(most, least=16 * step.num_owners), step.row_parts(2)))
+            decode_rows = step.max_seqs * (1 + limits.num_drafts)
+            self.set_decode_sizes(_divisible(sizes_up_to(decode_rows, halves_from=8), step.row_parts(1)))
+            self._set_chunk_sizes(_divisible(sizes_up_to(limit, least=16 * step.num_owners), step.row_parts(2)))
             return
-        if most > ALIKE_ROWS:
+        if limit > ALIKE_ROWS:
             raise InputError(
-                f"a batch-invariant engine has steps of at most {ALIKE_ROWS} tokens, and {most:,} are asked for. Give "
+                f"a batch-invariant engine has steps of at most {ALIKE_ROWS} tokens, and {limit:,} are asked for. Give "
                 f"a token_budget and max_requests of at most {ALIKE_ROWS}, and the policy chunked."
             )
         self.set_decode_sizes([ALIKE_ROWS])  # until the engine has found which others give the same bits
@@ -56,8 +56,8 @@ class StepShapes:
         self.decode = [PackedShape(size, size, size, 1) for size in sizes]
 
     def _set_chunk_sizes(self, sizes: Sequence[int]) -> None:
-        most = self._limits.max_requests
-        pairs = [(size, min(most, size)) for size in sizes]
+        max_seqs = self._limits.max_requests
+        pairs = [(size, min(max_seqs, size)) for size in sizes]
         # the second of a size has logits of all rows, for log-probabilities of prompts
         self.chunks = [
             PackedShape(size, sequences, outputs, size // self._num_owners)
@@ -74,26 +74,26 @@ class StepShapes:
     @property
     def every(self) -> list[PackedShape]:
         """All shapes, the small ones first, last those with logits of all rows."""
-        usual = [shape for shape in self.chunks if shape.outputs == shape.sequences]
-        scoring = [shape for shape in self.chunks if shape.outputs > shape.sequences]
-        return [*usual[:1], *self.decode, *usual[1:], *scoring]
+        plain_shapes = [shape for shape in self.chunks if shape.outputs == shape.sequences]
+        scoring_shapes = [shape for shape in self.chunks if shape.outputs > shape.sequences]
+        return [*plain_shapes[:1], *self.decode, *plain_shapes[1:], *scoring_shapes]
 
     def keep_for(self, requests: Sequence[TokenRequest]) -> None:
         """Leaves the two shapes out of which one holds every step of these requests and of no others."""
-        checked = 1 + self._limits.num_drafts
-        requests_each, slots = -(-len(requests) // self._num_owners), self._limits.max_requests // self._num_owners
-        running = self._num_owners * min(requests_each, slots)
-        rows = running * max(checked, *(len(request.prompt) for request in requests))
-        self.set_decode_sizes([next(shape.rows for shape in self.decode if shape.rows >= running * checked)])
+        rows_each = 1 + self._limits.num_drafts
+        requests_each, slots_each = -(-len(requests) // self._num_owners), self._limits.max_requests // self._num_owners
+        num_running = self._num_owners * min(requests_each, slots_each)
+        num_rows = num_running * max(rows_each, *(len(request.prompt) for request in requests))
+        self.set_decode_sizes([next(shape.rows for shape in self.decode if shape.rows >= num_running * rows_each)])
         sizes = [shape.rows for shape in self.chunks]
-        self._set_chunk_sizes([next((size for size in sizes if size >= rows), sizes[-1])])
+        self._set_chunk_sizes([next((size for size in sizes if size >= num_rows), sizes[-1])])
 
     def fitting(self, rows: int, outputs: int, *, alone: bool) -> PackedShape:
         """Returns the shape of a step with so many rows, and of these with logits; ``alone``: all of them decode."""
         # a batch-invariant engine has no other shapes
-        holding = [shape for shape in self.decode if shape.rows >= rows] if alone or not self.chunks else []
-        holding += [shape for shape in self.chunks if shape.rows >= rows and shape.outputs >= outputs]
-        return next((shape for shape in holding if shape in self.ready), holding[0])
+        holding_shapes = [shape for shape in self.decode if shape.rows >= rows] if alone or not self.chunks else []
+        holding_shapes += [shape for shape in self.chunks if shape.rows >= rows and shape.outputs >= outputs]
+        return next((shape for shape in holding_shapes if shape in self.ready), holding_shapes[0])
 
 
 def _divisible(sizes: Sequence[int], parts: int) -> list[int]:

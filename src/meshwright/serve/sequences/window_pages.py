@@ -41,12 +41,12 @@ class WindowPages:
 
     def usable(self, pages: Sequence[WindowPage | None]) -> int:
         """Returns behind how many of these pages of a prompt a request can begin, as its window is there."""
-        usable = run = 0
+        num_usable = run_len = 0
         for number, page in enumerate(pages, start=1):
-            run = run + 1 if page else 0
-            if run >= number - self.first_of(number * self.page_len):
-                usable = number
-        return usable
+            run_len = run_len + 1 if page else 0
+            if run_len >= number - self.first_of(number * self.page_len):
+                num_usable = number
+        return num_usable
 
     def begin(self, held: HeldWindow, pages: Sequence[WindowPage | None], row: np.ndarray) -> None:
         """Lets a request begin behind these pages; ``row`` of the table of windows names those of its own window."""

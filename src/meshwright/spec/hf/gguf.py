@@ -63,10 +63,10 @@ def gguf_files(path: Path) -> list[Path]:
         raise InputError(f"{path} has {len(stems)} models: {', '.join(stems)}. Give the file of one of them.")
     for name, file in stems.items():
         if parts := _PART.search(file.stem):
-            number = int(parts[1])
-            files = [file.with_name(f"{name}-{part + 1:05}-of-{number:05}.gguf") for part in range(number)]
+            num_parts = int(parts[1])
+            files = [file.with_name(f"{name}-{part + 1:05}-of-{num_parts:05}.gguf") for part in range(num_parts)]
             if missing := next((file for file in files if not file.is_file()), None):
-                raise InputError(f"{missing} is missing, one of {number} files of {name}. Fetch it.")
+                raise InputError(f"{missing} is missing, one of {num_parts} files of {name}. Fetch it.")
     return files
 
 
@@ -91,8 +91,8 @@ def _read(files: tuple[tuple[Path, int], ...]) -> Gguf:
     for file, _ in files:
         with _whole(file):
             header = _Reader(file).header()
-        if twice := next(iter(tensors.keys() & header.tensors.keys()), None):
-            raise InputError(f"{file} and {tensors[twice].file} both have {twice}. Remove one of them.")
+        if repeated_name := next(iter(tensors.keys() & header.tensors.keys()), None):
+            raise InputError(f"{file} and {tensors[repeated_name].file} both have {repeated_name}. Remove one of them.")
         values, tensors = header.values | values, tensors | header.tensors
     return Gguf(values, tensors)
 
@@ -124,18 +124,18 @@ class _Reader:
             raise InputError(f"{self.file} is GGUF version {version:#x}; 2 and 3 are read, little-endian. Convert it.")
         num_tensors, num_values = self.take("QQ")
         values = {self.text(): self.value(self.take("I")[0]) for _ in range(num_values)}
-        rows = {}
+        table = {}
         for _ in range(num_tensors):
             name, num_dims = self.text(), self.take("I")[0]
-            if num_dims > MOST_DIMS or name in rows:
+            if num_dims > MOST_DIMS or name in table:
                 raise InputError(f"{self.file} has {name} twice, or with {num_dims} dims. Fetch it again.")
-            rows[name] = (self.take("Q" * num_dims)[::-1], *self.take("IQ"))
-        align = values.get("general.alignment", ALIGNMENT)
-        if wrong := next((name for name, (*_, offset) in rows.items() if offset % align), None):
-            raise InputError(f"{self.file}: {wrong} begins at no multiple of {align} bytes. Fetch it again.")
-        first = -(-self.at // align) * align
+            table[name] = (self.take("Q" * num_dims)[::-1], *self.take("IQ"))
+        alignment = values.get("general.alignment", ALIGNMENT)
+        if misaligned := next((name for name, (*_, offset) in table.items() if offset % alignment), None):
+            raise InputError(f"{self.file}: {misaligned} begins at no multiple of {alignment} bytes. Fetch it again.")
+        base = -(-self.at // alignment) * alignment
         return Gguf(
-            values, {n: StoredBlocks(shape, kind, self.file, first + start) for n, (shape, kind, start) in rows.items()}
+            values, {n: StoredBlocks(shape, kind, self.file, base + start) for n, (shape, kind, start) in table.items()}
         )
 
     def bytes(self, number: int) -> bytes:
@@ -152,26 +152,26 @@ class _Reader:
         return self.bytes(self.take("Q")[0]).decode(errors="replace")
 
     def value(self, kind: int) -> Any:
-        of, count = self.take("IQ") if kind == _ARRAY else (kind, 1)
-        if of == _STRING:
-            values: list[Any] = [self.text() for _ in range(count)]
-        elif of in _SCALARS:
-            values = list(self.take(f"{count}{_SCALARS[of]}"))
+        entry_kind, num_entries = self.take("IQ") if kind == _ARRAY else (kind, 1)
+        if entry_kind == _STRING:
+            values: list[Any] = [self.text() for _ in range(num_entries)]
+        elif entry_kind in _SCALARS:
+            values = list(self.take(f"{num_entries}{_SCALARS[entry_kind]}"))
         else:
-            raise InputError(f"{self.file} has a value of type {of}, which GGUF does not have. Fetch it again.")
-        if kind == _ARRAY or of != _FLOAT32 or not math.isfinite(values[0]):
+            raise InputError(f"{self.file} has a value of type {entry_kind}, which GGUF does not have. Fetch it again.")
+        if kind == _ARRAY or entry_kind != _FLOAT32 or not math.isfinite(values[0]):
             return values if kind == _ARRAY else values[0]
         # 1e-6, not the float64 of the float32 next to it
-        shorter = (float(f"{values[0]:.{digits}g}") for digits in range(6, 9))
-        return next((near for near in shorter if struct.unpack("f", struct.pack("f", near))[0] == values[0]), values[0])
+        rounded = (float(f"{values[0]:.{digits}g}") for digits in range(6, 9))
+        return next((near for near in rounded if struct.unpack("f", struct.pack("f", near))[0] == values[0]), values[0])
 
 
 def stored_bytes(path: Path) -> dict[str, int]:
     """Returns the bytes that tensors of each type take in the GGUF files of a model, by the type's name."""
     tensors = sorted(read_gguf(gguf_files(path)).tensors.values(), key=lambda tensor: (tensor.file, tensor.start))
     sizes: dict[str, int] = {}
-    for tensor, after in itertools.zip_longest(tensors, tensors[1:]):
-        end = after.start if after and after.file == tensor.file else tensor.file.stat().st_size
+    for tensor, next_tensor in itertools.zip_longest(tensors, tensors[1:]):
+        end = next_tensor.start if next_tensor and next_tensor.file == tensor.file else tensor.file.stat().st_size
         if end <= tensor.start:
             raise InputError(f"{tensor.file} is cut short: it ends before its last tensors. Fetch it again.")
         name = gguf_names()["types"].get(str(tensor.kind), f"type {tensor.kind}")
@@ -203,8 +203,8 @@ def _config(gguf: Gguf, file: Path) -> dict[str, Any]:
     if (arch := str(values.get("general.architecture"))) not in (known := names["architectures"]):
         raise InputError(f"{file}: the architecture {arch!r} is not read from GGUF. Known: {', '.join(known)}.")
     facts = {n.removeprefix(f"{arch}."): v for n, v in values.items() if n.startswith(f"{arch}.") and v not in (0, "")}
-    if lacks := {"block_count", "embedding_length", "attention.head_count"} - facts.keys():
-        raise InputError(f"{file}: its metadata lacks {arch}.{min(lacks)}, or has 0 there. Fetch it again.")
+    if missing_keys := {"block_count", "embedding_length", "attention.head_count"} - facts.keys():
+        raise InputError(f"{file}: its metadata lacks {arch}.{min(missing_keys)}, or has 0 there. Fetch it again.")
     keys = {key: value for name, value in facts.items() if (key := names["keys"].get(name, name))}
     keys |= {key: values[f"tokenizer.ggml.{n}"] for key, n in _TOKENS.items() if f"tokenizer.ggml.{n}" in values}
     keys |= {"model_type": names["architectures"][arch], "tie_word_embeddings": "output.weight" not in tensors}
@@ -224,22 +224,22 @@ def _config(gguf: Gguf, file: Path) -> dict[str, Any]:
     if arch.endswith("moe"):
         keys |= {"norm_topk_prob": arch == "qwen3moe", "decoder_sparse_step": 1}
         keys.setdefault("intermediate_size", keys.get("moe_intermediate_size"))
-    if (turned := facts.get("rope.dimension_count", head_dim)) != head_dim:
-        keys["partial_rotary_factor"] = turned / head_dim
+    if (rotary_dims := facts.get("rope.dimension_count", head_dim)) != head_dim:
+        keys["partial_rotary_factor"] = rotary_dims / head_dim
     return keys | _stretched(gguf, facts, file)
 
 
 def _stretched(gguf: Gguf, given: dict[str, Any], file: Path) -> dict[str, Any]:
     """Returns the keys of rotary scaling: from the metadata, and from the tensors of factors of the frequencies."""
     kind = given.get("rope.scaling.type", "none")
-    original = {"original_max_position_embeddings": given.get("rope.scaling.original_context_length")}
+    original_keys = {"original_max_position_embeddings": given.get("rope.scaling.original_context_length")}
     if "rope_factors_long.weight" in gguf.tensors:
         factors = {f"{n}_factor": _floats(gguf, f"rope_factors_{n}.weight") for n in ("short", "long")}
-        return original | {"rope_scaling": {"type": "longrope", **factors}}
+        return original_keys | {"rope_scaling": {"type": "longrope", **factors}}
     if "rope_freqs.weight" in gguf.tensors:
         return {"rope_scaling": _llama3(_floats(gguf, "rope_freqs.weight"), gguf, file)}
     scaling = {"rope_type": kind, "factor": given.get("rope.scaling.factor", 1.0)}
-    return {} if kind == "none" else {"rope_scaling": scaling | (original if kind == "yarn" else {})}
+    return {} if kind == "none" else {"rope_scaling": scaling | (original_keys if kind == "yarn" else {})}
 
 
 def _floats(gguf: Gguf, name: str) -> tuple[float, ...]:

@@ -42,8 +42,8 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def why_wide(self) -> str:
         """Why no product takes such a matrix as it is stored; "" if one does."""
-        wide = "zero points" if not self.symmetric else "" if self.in_order else "groups of inputs out of order"
-        return "4-bit floats" if self.dtype == "fp4" else wide
+        reason = "zero points" if not self.symmetric else "" if self.in_order else "groups of inputs out of order"
+        return "4-bit floats" if self.dtype == "fp4" else reason
 
 
 class Quantisation(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,9 +85,9 @@ def quantisation_of(keys: Mapping[str, Any], *, family: str, what: str) -> Quant
     method = table.get("quant_method", "compressed-tensors" if "config_groups" in table else None)
     reader = _READERS.get(method) if isinstance(method, str) and isinstance(config, Mapping) else None
     if reader is None or (method == "mxfp4" and family != "gpt_oss"):
-        named = f"is {method!r}" if method else "names no quant_method"
+        fault = f"is {method!r}" if method else "names no quant_method"
         raise InputError(
-            f"{what}: quantization_config {named}. Only {', '.join(_READERS)} (of gpt_oss) is known here. Give the "
+            f"{what}: quantization_config {fault}. Only {', '.join(_READERS)} (of gpt_oss) is known here. Give the "
             f"weights in one of these or in bf16, or take quantization_config out to plan the shapes alone."
         )
     try:
@@ -99,8 +99,8 @@ def quantisation_of(keys: Mapping[str, Any], *, family: str, what: str) -> Quant
         raise type(error)(f"{what}: {error}") from None
     except (TypeError, ValueError, KeyError, AttributeError, re.error) as error:
         reason = "a part has another form" if isinstance(error, TypeError | AttributeError) else str(error)
-        why = f"it lacks {error}" if isinstance(error, KeyError) else reason
-        raise InputError(f"{what}: quantization_config of {method} is not understood ({why}). Mend it.") from None
+        cause = f"it lacks {error}" if isinstance(error, KeyError) else reason
+        raise InputError(f"{what}: quantization_config of {method} is not understood ({cause}). Mend it.") from None
 
 
 def _number(given: Mapping[str, Any], key: str, allowed: tuple[int, ...], default: int) -> int:
@@ -147,8 +147,8 @@ def _fp8(given: Mapping[str, Any]) -> Quantisation:
 def _awq(given: Mapping[str, Any]) -> Quantisation:
     _require(given, ("gemm",), "version", "format", "checkpoint_format")
     _number(given, "bits" if "bits" in given else "w_bit", (4,), 4)
-    size = _inputs(given, given.get("q_group_size", 128))
-    scheme = Scheme(dtype="int4", inputs=size, symmetric=not given.get("zero_point", True))
+    group_size = _inputs(given, given.get("q_group_size", 128))
+    scheme = Scheme(dtype="int4", inputs=group_size, symmetric=not given.get("zero_point", True))
     plain = ("lm_head", *(given.get("modules_to_not_convert") or ()))
     return Quantisation(method="awq", schemes=((EVERY, scheme),), plain=plain)
 
@@ -156,8 +156,8 @@ def _awq(given: Mapping[str, Any]) -> Quantisation:
 def _gptq(given: Mapping[str, Any]) -> Quantisation:
     _require(given, ("gptq", "gptq_v2"), "checkpoint_format", "format")
     patterns = given.get("dynamic") or ()
-    if changed := [key for key in patterns if not key.startswith("-:")]:
-        raise CannotRunError(f"dynamic has settings of its own for {changed[0]!r}, which this version does not read. "
+    if modules := [key for key in patterns if not key.startswith("-:")]:
+        raise CannotRunError(f"dynamic has settings of its own for {modules[0]!r}, which this version does not read. "
                              f"Give a folder with one setting for all modules.")  # fmt: skip
     scheme = Scheme(
         dtype="int4" if _number(given, "bits", (4, 8), 4) == 4 else "int8",
@@ -197,19 +197,19 @@ def _scheme(weights: Mapping[str, Any]) -> Scheme:
     """Returns the scheme of a group of compressed-tensors."""
     dtypes: Any = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "fp4"}
     _require(weights, ("tensor", "channel", "group", "tensor_group", "block"), "strategy")
-    size = _inputs(weights, -1)
-    strategy = weights.get("strategy") or ("group" if size else "tensor")
+    group_size = _inputs(weights, -1)
+    strategy = weights.get("strategy") or ("group" if group_size else "tensor")
     outputs = 0 if strategy == "tensor" else 1
     if strategy == "block":
-        outputs, size = _block(weights, "block_structure")
+        outputs, group_size = _block(weights, "block_structure")
     elif "group" not in strategy:
-        size = 0
-    elif not size:
+        group_size = 0
+    elif not group_size:
         raise InputError(f"quantization_config has strategy={strategy!r} without a group_size. Add it.")
     return Scheme(
         dtype=dtypes[weights.get("type", "int"), _number(weights, "num_bits", (4, 8), 8)],
         outputs=outputs,
-        inputs=size,
+        inputs=group_size,
         symmetric=bool(weights.get("symmetric", True)),
         in_order=weights.get("actorder") not in ("group", True),
     )
@@ -229,31 +229,31 @@ def stored_matrices(
 ) -> tuple[StoredMatrices | None, dict[tuple[str, str], int]]:
     """Returns the matrices of a folder that generation keeps narrow, and the numbers of parameters that are widened, by
     dtype and reason. The ``names`` of its tensors say which are quantised, else the config."""
-    narrow, wide, group = list[tuple[str, Any, bool]](), dict[tuple[str, str], int](), 0
+    kept_narrow, num_widened, group = list[tuple[str, Any, bool]](), dict[tuple[str, str], int](), 0
     for row in weight_table(model):
         if row.kind != "matrix" or row.tied_to or row.part in ("embedding", "router"):
             continue
-        every = itertools.product(row.layers or (0,), range(model.num_experts if "{expert}" in row.hf_name else 1))
-        modules = [row.hf_name.format(layer=layer, expert=expert).removesuffix(".weight") for layer, expert in every]
-        ends = *SCALES, "_scales"
-        plain = [not any(m + end in names for end in ends) if names else quantisation.is_plain(m) for m in modules]
-        schemes = {None if left else quantisation.scheme(m) for m, left in zip(modules, plain, strict=True)}
-        if not (stored := [scheme for scheme in schemes if scheme]):
+        indices = itertools.product(row.layers or (0,), range(model.num_experts if "{expert}" in row.hf_name else 1))
+        modules = [row.hf_name.format(layer=layer, expert=expert).removesuffix(".weight") for layer, expert in indices]
+        suffixes = *SCALES, "_scales"
+        flags = [not any(m + end in names for end in suffixes) if names else quantisation.is_plain(m) for m in modules]
+        schemes = {None if is_plain else quantisation.scheme(m) for m, is_plain in zip(modules, flags, strict=True)}
+        if not (schemes_found := [scheme for scheme in schemes if scheme]):
             continue
-        scheme = stored[0]
-        why = scheme.why_wide or "layers that are stored in another form" * (len(schemes) > 1)
-        if (grouped := scheme.inputs > 0 or scheme.dtype == "int4") and not why:
+        scheme = schemes_found[0]
+        reason = scheme.why_wide or "layers that are stored in another form" * (len(schemes) > 1)
+        if (grouped := scheme.inputs > 0 or scheme.dtype == "int4") and not reason:
             size = scheme.inputs or GROUP
             group = group or size
             width = math.gcd(group, model.dims[row.inputs[-1]])
-            why = f"groups of {size} inputs" * (size % width > 0 or (scheme.dtype == "int4" and width % 2 > 0))
+            reason = f"groups of {size} inputs" * (size % width > 0 or (scheme.dtype == "int4" and width % 2 > 0))
         elif row.inputs[-1] == "Rkv" and "Hn" in row.dims:
-            why = why or "scales of outputs over which generation sums"
-        if why:
-            wide[scheme.dtype, why] = wide.get((scheme.dtype, why), 0) + row.num_params
+            reason = reason or "scales of outputs over which generation sums"
+        if reason:
+            num_widened[scheme.dtype, reason] = num_widened.get((scheme.dtype, reason), 0) + row.num_params
         else:
-            narrow.append((row.name, scheme.dtype, grouped))
-    return StoredMatrices(matrices=tuple(narrow), group=group or GROUP) if narrow else None, wide
+            kept_narrow.append((row.name, scheme.dtype, grouped))
+    return StoredMatrices(matrices=tuple(kept_narrow), group=group or GROUP) if kept_narrow else None, num_widened
 
 
 class FolderWeights(NamedTuple):
@@ -268,12 +268,12 @@ class FolderWeights(NamedTuple):
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines on what is not used, and on what is widened."""
-        why = (
-            f"the {narrow} weights have {why}, for which there is no kernel: served in {self.dtype}, "
-            f"{format_bytes(count * DTYPE_BYTES[self.dtype])}"
-            for (narrow, why), count in self.wide.items()
+        lines = (
+            f"the {dtype} weights have {reason}, for which there is no kernel: served in {self.dtype}, "
+            f"{format_bytes(num_params * DTYPE_BYTES[self.dtype])}"
+            for (dtype, reason), num_params in self.wide.items()
         )
-        return (*(self.quantisation.notes if self.quantisation else ()), *why)
+        return (*(self.quantisation.notes if self.quantisation else ()), *lines)
 
 
 def folder_weights(model: Model, folder: Path, tensors: Mapping[str, Any]) -> FolderWeights:

@@ -74,8 +74,8 @@ class _Config:
 
         A key changes nothing that transformers' code of the family does not read, by `config_fields`.
         """
-        known, fields = {*self.form.known, *MASK_KEYS}, config_fields()
-        idle = {*fields["common"], *fields["families"][self.family]["not_read"]}
+        known_keys, fields = {*self.form.known, *MASK_KEYS}, config_fields()
+        unused_keys = {*fields["common"], *fields["families"][self.family]["not_read"]}
         rotary = {key: self.rope[key] for key in self.rope.keys() - {"type", "rope_theta", *ROPE_KEYS.values()}}
         for key, value in (*self.given.items(), *rotary.items()):
             allowed = self.form.only.get(key)
@@ -84,33 +84,33 @@ class _Config:
             if allowed is not None:
                 values = allowed if isinstance(allowed, list) else [allowed]
                 if value not in values:
-                    words = " or ".join(map(repr, values))
-                    raise InputError(f"{self.what}: {key} is {value!r}. Only {words} is known here.")
-            elif not value or key in known or any(fnmatchcase(key, pattern) for pattern in self.form.harmless):
+                    values_text = " or ".join(map(repr, values))
+                    raise InputError(f"{self.what}: {key} is {value!r}. Only {values_text} is known here.")
+            elif not value or key in known_keys or any(fnmatchcase(key, pattern) for pattern in self.form.harmless):
                 continue
-            elif key in rotary or (key not in idle and _says_numbers(key)):
+            elif key in rotary or (key not in unused_keys and _says_numbers(key)):
                 raise InputError(
                     f"{self.what}: the key {key!r} of a {self.family} config is not known, so that its {value!r} may "
-                    f"change what the model computes. Remove it if it has no effect.{similar(key, known)}"
+                    f"change what the model computes. Remove it if it has no effect.{similar(key, known_keys)}"
                 )
-            elif key not in idle and key not in fields["read_by_none"]:
-                unread = f"{self.what}: the key {key!r} is no key of a {self.family} config, and is not read."
-                warnings.warn(unread, FileWarning, stacklevel=2)
+            elif key not in unused_keys and key not in fields["read_by_none"]:
+                warning = f"{self.what}: the key {key!r} is no key of a {self.family} config, and is not read."
+                warnings.warn(warning, FileWarning, stacklevel=2)
 
     def read(self, key: str, kind: type, of: type = object) -> Any:
         """Returns the value of a key as ``kind``; a list has entries of the type ``of``. Raises InputError if it is
         missing or mistyped, or a number that no model can have."""
         value: Any = self.keys.get(key)
-        kinds, need = _NEEDS[kind]
+        kinds, wanted_form = _NEEDS[kind]
         if value is None:
             if key in self.given:
-                raise InputError(f"{self.what}: {key} is null. Write {need} instead.")
+                raise InputError(f"{self.what}: {key} is null. Write {wanted_form} instead.")
             misspelt = difflib.get_close_matches(key, {*self.given, *self.rope} - self.form.known, n=1, cutoff=0.8)
-            renamed = [f"The file has {name!r}: rename it to {key!r}." for name in misspelt]
-            hint = renamed[0] if renamed else f"A {self.family} config needs it: add it to the file."
+            rename_hints = [f"The file has {name!r}: rename it to {key!r}." for name in misspelt]
+            hint = rename_hints[0] if rename_hints else f"A {self.family} config needs it: add it to the file."
             raise InputError(f"{self.what}: the key {key!r} is missing. {hint}")
         if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
-            raise InputError(f"{self.what}: {key} is {value!r}. Write {need} instead.")
+            raise InputError(f"{self.what}: {key} is {value!r}. Write {wanted_form} instead.")
         for _, fault in figure_faults(value):
             raise InputError(f"{self.what}: {key} is {fault}")
         converted = kind(value)
@@ -118,9 +118,9 @@ class _Config:
             raise InputError(f"{self.what}: {key} is {value!r}. Write a list of {'numbers' if of is int else 'names'}.")
         if kind is int and converted < 0:
             raise InputError(f"{self.what}: {key} is {value}. Write a number that is not negative.")
-        most = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
-        if kind is int and converted > most:
-            raise InputError(f"{self.what}: {key} is {value:,}. Write at most {most:,}.")
+        max_value = MAX_LAYERS if key == "num_hidden_layers" else MAX_SIZE
+        if kind is int and converted > max_value:
+            raise InputError(f"{self.what}: {key} is {value:,}. Write at most {max_value:,}.")
         return converted
 
     def fields(self, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -179,8 +179,8 @@ def _from_keys(keys: Mapping[str, Any], name: str, what: str) -> Model:
     family = SAME.get(family, family)
     if family == "gemma3" and isinstance(keys.get("text_config"), Mapping):
         # The multimodal file nests the decoder; its published checkpoints name it after the nesting.
-        quantised = {name: keys[name] for name in CONFIG_KEYS if name in keys}
-        keys, prefix = {**keys["text_config"], **quantised}, "language_model.model."
+        quantisation_keys = {name: keys[name] for name in CONFIG_KEYS if name in keys}
+        keys, prefix = {**keys["text_config"], **quantisation_keys}, "language_model.model."
     if family not in FAMILIES:
         hint = similar(family, FAMILIES) or f" Known: {', '.join(FAMILIES)}."
         raise InputError(f"{what}: model_type {family!r} is not known.{hint}")
@@ -193,8 +193,8 @@ def _fields(config: _Config) -> dict[str, Any]:
     """Returns the fields of a model: those of one key each, the fixed ones, and those computed from several keys."""
     family, form = config.family, config.form
     in_groups = family == "deepseek_v2" and config.read("topk_method", str) == "group_limited_greedy"
-    rows = form.keys | (GROUP_KEYS if in_groups else {})
-    fields = {"rope_scaling": _rope_scaling(config)} | config.fields(rows) | _window(config) | form.fixed
+    key_of_field = form.keys | (GROUP_KEYS if in_groups else {})
+    fields = {"rope_scaling": _rope_scaling(config)} | config.fields(key_of_field) | _window(config) | form.fixed
     fields |= {key: config.read(key, str) for key in MASK_KEYS if config.has(key)}
     fields.setdefault("d_ff", 4 * fields["d_model"])
     fields.setdefault("num_kv_heads", fields["num_heads"])
@@ -227,18 +227,18 @@ def _fields(config: _Config) -> dict[str, Any]:
 
 def _layers_without_experts(config: _Config) -> tuple[int, ...]:
     """Returns Qwen's dense layers: all but every ``decoder_sparse_step``-th, and ``mlp_only_layers``."""
-    step = max(config.read("decoder_sparse_step", int), 1)
-    only = config.read("mlp_only_layers", tuple, int) if config.has("mlp_only_layers") else ()
-    return tuple(layer for layer in config.layers() if layer in only or (layer + 1) % step)
+    sparse_step = max(config.read("decoder_sparse_step", int), 1)
+    mlp_only = config.read("mlp_only_layers", tuple, int) if config.has("mlp_only_layers") else ()
+    return tuple(layer for layer in config.layers() if layer in mlp_only or (layer + 1) % sparse_step)
 
 
 def _unrotated(config: _Config) -> tuple[int, ...]:
     """Returns SmolLM3's layers without rope: 0 in ``no_rope_layers``, else every ``no_rope_layer_interval``-th."""
     if not config.has("no_rope_layers"):
-        every = max(config.read("no_rope_layer_interval", int), 1)
-        return tuple(layer for layer in config.layers() if (layer + 1) % every == 0)
-    flags = _of_every_layer(config, "no_rope_layers", int)
-    return tuple(layer for layer in config.layers() if not flags[layer])
+        interval = max(config.read("no_rope_layer_interval", int), 1)
+        return tuple(layer for layer in config.layers() if (layer + 1) % interval == 0)
+    is_rotated = _of_every_layer(config, "no_rope_layers", int)
+    return tuple(layer for layer in config.layers() if not is_rotated[layer])
 
 
 def _of_every_layer(config: _Config, key: str, of: type) -> tuple[Any, ...]:
@@ -261,11 +261,11 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
         return None
     if kind not in ROPE_KINDS:
         raise InputError(f"{config.what}: rope_type {kind!r} is not known.{nearest(kind, ROPE_KINDS)}")
-    original = ROPE_KEYS["original_max_positions"]
-    for key in ("factor", "low_freq_factor", "high_freq_factor", original) if kind == "llama3" else ():
+    original_key = ROPE_KEYS["original_max_positions"]
+    for key in ("factor", "low_freq_factor", "high_freq_factor", original_key) if kind == "llama3" else ():
         config.read(key, float)
-    rows = {field: key for field, key in ROPE_KEYS.items() if field != "kind" and config.has(key)}
-    fields = config.fields(rows)
+    key_of_field = {field: key for field, key in ROPE_KEYS.items() if field != "kind" and config.has(key)}
+    fields = config.fields(key_of_field)
     for key in ("short_factor", "long_factor"):
         if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in fields.get(key, ())):
             raise InputError(f"{config.what}: {key} is not a list of numbers. Write numbers only.")
@@ -277,8 +277,8 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
 
 def _window(config: _Config) -> dict[str, Any]:
     """Returns the sliding window and its layers; {} if no layer has one."""
-    switched_off = "use_sliding_window" in config.form.defaults and not config.read("use_sliding_window", bool)
-    if switched_off or not config.has("sliding_window"):
+    is_switched_off = "use_sliding_window" in config.form.defaults and not config.read("use_sliding_window", bool)
+    if is_switched_off or not config.has("sliding_window"):
         return {}
     layers = tuple(_sliding_layers(config, config.layers()))
     return {"sliding_window": config.read("sliding_window", int), "sliding_layers": layers} if layers else {}

@@ -27,10 +27,10 @@ def config_from_model(model: Model) -> dict[str, Any]:
         # Left out, these would be the numbers of the published tokenizer.
         **dict.fromkeys(TOKEN_KEYS),
     }
-    spelled = {key: alias for alias, key in form.aliases.items()}
+    alias_of = {key: alias for alias, key in form.aliases.items()}
     for field, key in form.keys.items():
         value = getattr(model, field)
-        config.setdefault(spelled.get(key, key), (value or None) if key in form.nullable else value)
+        config.setdefault(alias_of.get(key, key), (value or None) if key in form.nullable else value)
     if model.family != "gpt2":
         config |= _rope(model)
     config |= {key: getattr(model, key) for key in MASK_KEYS if getattr(model, key)}
@@ -48,9 +48,9 @@ def _rope(model: Model) -> dict[str, Any]:
     scaling = model.rope_scaling
     if scaling is None:  # in a config of gpt-oss null means yarn
         return {"rope_scaling": {"rope_type": "default"} if model.family == "gpt_oss" else None}
-    plain = msgspec.to_builtins(RopeScaling(kind=""))
+    defaults = msgspec.to_builtins(RopeScaling(kind=""))
     fields = msgspec.to_builtins(scaling).items()
-    keys = {ROPE_KEYS[name]: value for name, value in fields if name == "factor" or value != plain[name]}
+    keys = {ROPE_KEYS[name]: value for name, value in fields if name == "factor" or value != defaults[name]}
     if model.family != "phi3" or scaling.kind != "longrope":
         return {"rope_scaling": keys}
     # Phi-3 has the original length outside the scaling, and a factor only where it is not the quotient of lengths.

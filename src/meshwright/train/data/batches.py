@@ -150,15 +150,15 @@ class Batches:
         for source, samples in zip(sources, self.samples, strict=True):
             if len(samples.rows):
                 continue
-            have, named = len(source.store), f" of {source.name}" if source.name else ""
+            num_tokens, suffix = len(source.store), f" of {source.name}" if source.name else ""
             if source.store.is_records:
                 raise InputError(
-                    f"no record{named} has anything to predict in its first {seq_len} tokens. Raise seq_len."
+                    f"no record{suffix} has anything to predict in its first {seq_len} tokens. Raise seq_len."
                 )
-            needed = "" if source.packing else " and its labels"
+            extra = "" if source.packing else " and its labels"
             raise InputError(
-                f"the text{named} has {have} tokens, not one sequence of {seq_len}{needed}. Give more text, or "
-                f"sequences of at most {max(1, have - (not source.packing))} tokens."
+                f"the text{suffix} has {num_tokens} tokens, not one sequence of {seq_len}{extra}. Give more text, or "
+                f"sequences of at most {max(1, num_tokens - (not source.packing))} tokens."
             )
 
     def _begin(self, phase: DataPhase) -> None:
@@ -177,9 +177,9 @@ class Batches:
     def notes(self) -> list[str]:
         """Lines to print: that a phase has begun, and how the records of each source fill rows."""
         begun = f"goes on after sample {self.phase.first} with what is left of each source, in rows of {self.seq_len}"
-        named = zip(self.sources, self.samples, strict=True)
-        records = [f"{source.name}: {part.rows.summary}" for source, part in named if isinstance(part.rows, WholeRows)]
-        return ([begun] if self.phase.first else []) + records
+        pairs = zip(self.sources, self.samples, strict=True)
+        lines = [f"{source.name}: {part.rows.summary}" for source, part in pairs if isinstance(part.rows, WholeRows)]
+        return ([begun] if self.phase.first else []) + lines
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Returns how often each source has been seen after ``samples`` of the run."""
@@ -207,15 +207,15 @@ class Batches:
     ) -> dict[str, np.ndarray]:
         """Reads ``tokens``, ``labels``, ``positions``, ``documents`` [rows, positions] int32 of a part of a batch;
         ``with_second`` adds `second_labels`, ``data`` what a mask reads, by the names of `MASK_DATA`."""
-        places, positions = self._found(first_sample, row_slice), self.order[position_slice]
+        drawn, positions = self._found(first_sample, row_slice), self.order[position_slice]
 
         def read(positions: np.ndarray) -> dict[str, np.ndarray]:
-            parts = zip(*(rows.read(number, positions) for rows, number in places), strict=True)
+            parts = zip(*(rows.read(number, positions) for rows, number in drawn), strict=True)
             return {name: np.stack(arrays) for name, arrays in zip(RowPart._fields, parts, strict=True)}
 
-        here = read(positions)
-        here |= {name: np.stack([rows.mask_data(name, number, positions) for rows, number in places]) for name in data}
-        return here | second_labels(here, read(np.minimum(positions + 1, self.seq_len - 1))) if with_second else here
+        part = read(positions)
+        part |= {name: np.stack([rows.mask_data(name, number, positions) for rows, number in drawn]) for name in data}
+        return part | second_labels(part, read(np.minimum(positions + 1, self.seq_len - 1))) if with_second else part
 
     def num_labels(self, first_sample: int, *, skipped: int = 0) -> int:
         """Counts the labels of the whole global batch, without those of the first ``skipped`` positions of each
@@ -229,11 +229,11 @@ class Batches:
         [batch_seqs, seq_len], as is what a mask reads of each token; what it reads of each row is [batch_seqs].
         ``num_labels`` and ``num_mtp_labels`` are float32 scalars, the labels of the whole batch on every process.
         """
-        shape, second = (self.batch_seqs, self.seq_len), "mtp_labels" in shardings
+        shape, has_second = (self.batch_seqs, self.seq_len), "mtp_labels" in shardings
         data = [name for name in MASK_DATA if name in shardings and name not in RowPart._fields]
         # All arrays, and replicas of a shard, share one read.
         read = lru_cache(maxsize=None)(
-            lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d), with_second=second, data=data)
+            lambda a, b, c, d: self.rows(first_sample, slice(a, b), slice(c, d), with_second=has_second, data=data)
         )
 
         def part(name: str, index: Any) -> np.ndarray:
@@ -244,8 +244,8 @@ class Batches:
             return read(a, b, c, d)[name]
 
         def whole(name: str, sharding: Sharding) -> Array:
-            size = () if name.startswith("num_") else shape[: len(MASK_DATA.get(name, shape))]
-            return jax.make_array_from_callback(size, sharding, lambda index: part(name, index))
+            array_shape = () if name.startswith("num_") else shape[: len(MASK_DATA.get(name, shape))]
+            return jax.make_array_from_callback(array_shape, sharding, lambda index: part(name, index))
 
         return {name: whole(name, sharding) for name, sharding in shardings.items()}
 

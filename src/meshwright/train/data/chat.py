@@ -63,7 +63,7 @@ class ChatTokenizer(NamedTuple):
     def _tokens(self, record: dict[str, Any], raw: str, where: str) -> list[int]:
         if BEGIN in raw or END in raw:
             raise InputError(f"{where} has the code {BEGIN!a} or {END!a}, which is not a character. Take it out.")
-        prompt, completion, before = record.get("prompt"), record.get("completion"), list[int]()
+        prompt, completion, prompt_ids = record.get("prompt"), record.get("completion"), list[int]()
         chat = list[dict[str, Any]]()
         if prompt is None:
             chat = _messages(record.get("messages"), where)
@@ -71,17 +71,17 @@ class ChatTokenizer(NamedTuple):
         elif isinstance(prompt, str) and isinstance(completion, str) and self.loss_on != "assistant":
             end = self.tokenizer.id_to_token(self.end_id) or ""
             text = prompt + completion.removesuffix(end) + end
-            before, ids = self.tokenizer.encode(prompt).ids, self.tokenizer.encode(text).ids
+            prompt_ids, ids = self.tokenizer.encode(prompt).ids, self.tokenizer.encode(text).ids
             counted = np.ones(len(ids), bool)
         else:
-            question = _messages(prompt, where)
-            before, _ = self._rendered(record, question, where, add_generation_prompt=True)
-            chat = question + _messages(completion, where)
+            prompt_messages = _messages(prompt, where)
+            prompt_ids, _ = self._rendered(record, prompt_messages, where, add_generation_prompt=True)
+            chat = prompt_messages + _messages(completion, where)
             ids, counted = self._rendered(record, chat, where)
         if prompt is not None and self.loss_on != "all":
             # Tokens may merge where the completion begins: it counts from the first token that differs.
-            same = [left == right for left, right in zip(before, ids, strict=False)]
-            counted[: (*same, False).index(False)] = False
+            is_same = [left == right for left, right in zip(prompt_ids, ids, strict=False)]
+            counted[: (*is_same, False).index(False)] = False
         if self.loss_on == "assistant" and not counted.any():
             roles = dict.fromkeys(str(message.get("role")) for message in chat)
             raise InputError(
@@ -110,11 +110,11 @@ class ChatTokenizer(NamedTuple):
         parts = re.split(f"[{BEGIN}{END}]", text)
         encoding = self.tokenizer.encode("".join(parts), add_special_tokens=False)
         counted = np.full(len(encoding.ids), self.loss_on != "assistant")
-        ends = np.cumsum([len(part) for part in parts])
-        for begin, end in zip(ends[0::2], ends[1::2], strict=False):
-            first, last = (encoding.char_to_token(int(place)) for place in (begin, end - 1))
-            if begin < end and first is not None:
-                counted[first : None if last is None else last + 1] = True
+        char_ends = np.cumsum([len(part) for part in parts])
+        for begin, end in zip(char_ends[0::2], char_ends[1::2], strict=False):
+            first_token, last_token = (encoding.char_to_token(int(char)) for char in (begin, end - 1))
+            if begin < end and first_token is not None:
+                counted[first_token : None if last_token is None else last_token + 1] = True
         return encoding.ids, counted
 
 

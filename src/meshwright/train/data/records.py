@@ -54,18 +54,18 @@ def _read(fields: dict[str, Any], where: str, rule: Rule | None, vocab_size: int
         record = msgspec.convert(fields, TokenRecord)
     except msgspec.ValidationError as error:
         raise InputError(f"{where}: {str(error)[0].lower()}{str(error)[1:]}. Mend it.") from None
-    length, wrong = len(record.tokens), [token for token in record.tokens if not 0 <= token < vocab_size]
-    if wrong or not length:
-        what = f"has the token {wrong[0]}" if wrong else "has no tokens"
-        raise InputError(f"{where} {what}. Give tokens from 0 to {vocab_size - 1}, the vocabulary of the model.")
+    length, bad_tokens = len(record.tokens), [token for token in record.tokens if not 0 <= token < vocab_size]
+    if bad_tokens or not length:
+        fault = f"has the token {bad_tokens[0]}" if bad_tokens else "has no tokens"
+        raise InputError(f"{where} {fault}. Give tokens from 0 to {vocab_size - 1}, the vocabulary of the model.")
     tokens, counted = np.array(record.tokens, np.int32), np.ones(length, bool)
     if rule is None:
         return {"tokens": tokens}
     columns = {name: _column(record, name, where) for name in rule.data if name in FIELDS}
-    known = {"lengths": np.array([length]), "documents": np.zeros((1, length), np.int32)}
-    known |= {name: column[:1] if name == "prefix" else column[None] for name, column in columns.items()}
-    mask, before = rule.make(*(known[name] for name in rule.data)), np.arange(length - 1)
-    counted[1:] = mask(0, 0, before + 1, before) & ~mask(0, 0, before, before + 1)
+    array_of = {"lengths": np.array([length]), "documents": np.zeros((1, length), np.int32)}
+    array_of |= {name: column[:1] if name == "prefix" else column[None] for name, column in columns.items()}
+    mask, positions = rule.make(*(array_of[name] for name in rule.data)), np.arange(length - 1)
+    counted[1:] = mask(0, 0, positions + 1, positions) & ~mask(0, 0, positions, positions + 1)
     return {"tokens": np.where(counted, tokens, ~tokens), **columns}
 
 

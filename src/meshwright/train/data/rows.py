@@ -39,9 +39,9 @@ class Rows:
 
     def __init__(self, store: TokenStore, seq_len: int, *, packing: bool = True) -> None:
         self.store, self.seq_len, self.packing = store, seq_len, packing
-        whole, rest = divmod(len(store), seq_len)
+        num_whole, num_left = divmod(len(store), seq_len)
         if packing:
-            self._length = whole + (whole > 0 and rest > 0 and self.num_labels(whole) > 0)
+            self._length = num_whole + (num_whole > 0 and num_left > 0 and self.num_labels(num_whole) > 0)
         else:
             self._length = max(0, len(store) - 1) // seq_len
 
@@ -62,40 +62,40 @@ class Rows:
 
     def read(self, number: int, positions: np.ndarray) -> RowPart:
         """Reads these positions of a row; reads only their tokens, and the token after each, from disk."""
-        inner, documents, places = self._places(number, positions)
+        edges, documents, indices = self._places(number, positions)
         # Padding and last tokens read some token that lies within the store, and are masked.
-        last = len(self.store) - 1
+        last_index = len(self.store) - 1
         # Padding continues the positions before it, for attention that has no document numbers.
-        begins = np.concatenate([[0], inner])[documents - (places > last)]
-        stored = self.store.read(np.minimum(places, last))
+        starts = np.concatenate([[0], edges])[documents - (indices > last_index)]
+        stored = self.store.read(np.minimum(indices, last_index))
         # A token without a loss is stored as its complement, below 0.
-        tokens = np.where(places <= last, np.maximum(stored, ~stored), PADDING)
-        following = self.store.read(np.minimum(places + 1, last))
-        goes_on = (np.searchsorted(inner, positions + 1, side="right") == documents) & (places < last)
-        labels = np.where(goes_on, np.maximum(following, NO_LABEL), NO_LABEL)
-        return RowPart(*(np.asarray(array, np.int32) for array in (tokens, labels, positions - begins, documents)))
+        tokens = np.where(indices <= last_index, np.maximum(stored, ~stored), PADDING)
+        next_tokens = self.store.read(np.minimum(indices + 1, last_index))
+        continues = (np.searchsorted(edges, positions + 1, side="right") == documents) & (indices < last_index)
+        labels = np.where(continues, np.maximum(next_tokens, NO_LABEL), NO_LABEL)
+        return RowPart(*(np.asarray(array, np.int32) for array in (tokens, labels, positions - starts, documents)))
 
     def _places(self, number: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the edges between pieces, and of each position the piece and the index in the store."""
-        inner, shifts = self._pieces(number)
-        documents = np.searchsorted(inner, positions, side="right")
-        return inner, documents, shifts[documents] + positions
+        edges, shifts = self._pieces(number)
+        documents = np.searchsorted(edges, positions, side="right")
+        return edges, documents, shifts[documents] + positions
 
     def mask_data(self, name: str, number: int, positions: np.ndarray) -> np.ndarray:
         """Returns what a mask reads of these positions of a row, 0 for padding, or of the row, a scalar; int32."""
-        whole = np.arange(self.seq_len) if name == "lengths" else np.array(0) if name == "prefix" else positions
-        places, size = self._places(number, whole)[2], len(self.store)
+        row_positions = np.arange(self.seq_len) if name == "lengths" else np.array(0) if name == "prefix" else positions
+        indices, size = self._places(number, row_positions)[2], len(self.store)
         if name == "lengths":
-            return np.array(np.count_nonzero(places < size), np.int32)
-        return np.where(places < size, self.store.read(np.minimum(places, size - 1), name), 0).astype(np.int32)
+            return np.array(np.count_nonzero(indices < size), np.int32)
+        return np.where(indices < size, self.store.read(np.minimum(indices, size - 1), name), 0).astype(np.int32)
 
     def num_labels(self, number: int, *, skipped: int = 0) -> int:
         """Counts positions with a label: those whose document continues after them, without the first ``skipped``
         positions of each piece."""
-        size = min(self.seq_len, len(self.store) - number * self.seq_len)
-        sizes = np.diff([0, *self._pieces(number)[0], size])
-        sizes[:-1] -= 1  # the last token of a document has none
-        return int(np.maximum(sizes - skipped, 0).sum())
+        row_len = min(self.seq_len, len(self.store) - number * self.seq_len)
+        piece_sizes = np.diff([0, *self._pieces(number)[0], row_len])
+        piece_sizes[:-1] -= 1  # the last token of a document has none
+        return int(np.maximum(piece_sizes - skipped, 0).sum())
 
 
 class WholeRows(Rows):
@@ -111,14 +111,14 @@ class WholeRows(Rows):
         self._starts, self._stops = edges[:-1], edges[1:]
         self._sizes = np.minimum(np.diff(edges), seq_len)
         self._predicted = np.flatnonzero(store.read(np.arange(len(store))) >= 0)
-        used = np.flatnonzero(self._labels(np.arange(len(self._sizes))))
-        self._rows = fill_rows(self._sizes, used, seq_len) if packing else [[int(number)] for number in used]
+        used_docs = np.flatnonzero(self._labels(np.arange(len(self._sizes))))
+        self._rows = fill_rows(self._sizes, used_docs, seq_len) if packing else [[int(number)] for number in used_docs]
         self._length = len(self._rows)
-        filled = self._sizes[used].sum() / max(1, self._length * seq_len)
+        fill_share = self._sizes[used_docs].sum() / max(1, self._length * seq_len)
         self.summary = (
-            f"{len(used)} records {'packed' if packing else 'padded'} into {self._length} rows of {seq_len}, "
-            f"{filled:.0%} filled; {(np.diff(edges)[used] > seq_len).sum()} cut, "
-            f"{len(edges) - 1 - len(used)} left out: nothing to predict in their first {seq_len} tokens"
+            f"{len(used_docs)} records {'packed' if packing else 'padded'} into {self._length} rows of {seq_len}, "
+            f"{fill_share:.0%} filled; {(np.diff(edges)[used_docs] > seq_len).sum()} cut, "
+            f"{len(edges) - 1 - len(used_docs)} left out: nothing to predict in their first {seq_len} tokens"
         )
 
     def spans(self, number: int) -> list[TokenSpan]:
@@ -132,8 +132,8 @@ class WholeRows(Rows):
     def _labels(self, documents: Sequence[int] | np.ndarray, skipped: int = 0) -> np.ndarray:
         """Returns the number of labels of each document before its cut, without the first ``skipped`` positions."""
         starts = self._starts[documents]
-        before = np.searchsorted(self._predicted, [starts + 1 + skipped, starts + self._sizes[documents]])
-        return np.maximum(before[1] - before[0], 0)
+        num_before = np.searchsorted(self._predicted, [starts + 1 + skipped, starts + self._sizes[documents]])
+        return np.maximum(num_before[1] - num_before[0], 0)
 
     def num_labels(self, number: int, *, skipped: int = 0) -> int:
         return int(self._labels(self._rows[number], skipped).sum())

@@ -48,10 +48,10 @@ class DataPhase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Raises InputError for a source whose number of tokens has changed.
         """
         tokens = {**self.tokens, **new.tokens}
-        for name, before in self.tokens.items():
-            if tokens[name] != before:
+        for name, num_tokens in self.tokens.items():
+            if tokens[name] != num_tokens:
                 raise InputError(
-                    f"the run draws from {before} tokens of {name!r}, and now they are {tokens[name]}: the text, "
+                    f"the run draws from {num_tokens} tokens of {name!r}, and now they are {tokens[name]}: the text, "
                     "train.held_out or train.loss_on has changed. Put it back, or give the new text another name."
                 )
         new = msgspec.structs.replace(new, tokens=tokens)
@@ -84,14 +84,14 @@ class Samples:
     """
 
     def __init__(self, store: TokenStore, draw: Draw, drawn: Sequence[Draw] = (), *, number: int = 0) -> None:
-        before = Samples(store, drawn[-1], drawn[:-1], number=number) if drawn else None
-        self._before = before.epochs(drawn[-1].samples) if before else 0.0
-        left = before.left(drawn[-1].samples) if before else ()
-        self.rest = Source(store.part(left), draw.packing).rows(draw.seq_len)
+        earlier = Samples(store, drawn[-1], drawn[:-1], number=number) if drawn else None
+        self._before = earlier.epochs(drawn[-1].samples) if earlier else 0.0
+        spans_left = earlier.left(drawn[-1].samples) if earlier else ()
+        self.rest = Source(store.part(spans_left), draw.packing).rows(draw.seq_len)
         self.rows = Source(store, draw.packing).rows(draw.seq_len)
         # Grain adds the epoch to the seed, so the seed is hashed first: epochs of neighbouring seeds would repeat.
-        hashed = np.random.SeedSequence(draw.seed, spawn_key=(number,) if number else ())
-        self._seed = int(hashed.generate_state(1)[0])
+        seeds = np.random.SeedSequence(draw.seed, spawn_key=(number,) if number else ())
+        self._seed = int(seeds.generate_state(1)[0])
 
     @cached_property
     def _orders(self) -> tuple["grain.MapDataset[int]", "grain.MapDataset[int]"]:
@@ -106,20 +106,20 @@ class Samples:
 
     def epochs(self, samples: int) -> float:
         """Returns how often the source has been seen after ``samples`` of this phase, earlier phases included."""
-        begun = math.ceil(self._before)
+        num_begun = math.ceil(self._before)
         if samples < len(self.rest):
-            return self._before + (begun - self._before) * samples / len(self.rest)
-        return begun + (samples - len(self.rest)) / max(1, len(self.rows))
+            return self._before + (num_begun - self._before) * samples / len(self.rest)
+        return num_begun + (samples - len(self.rest)) / max(1, len(self.rows))
 
     def left(self, samples: int) -> list[TokenSpan]:
         """Returns the spans of the file that ``samples`` of this phase leave of their epoch; none at its end."""
-        rest = len(self.rest)
-        first = 0 if samples < rest else samples - (samples - rest) % max(1, len(self.rows))
-        if first == samples >= rest:
+        num_rest = len(self.rest)
+        epoch_start = 0 if samples < num_rest else samples - (samples - num_rest) % max(1, len(self.rows))
+        if epoch_start == samples >= num_rest:
             return []
-        rows = self.find(first)[0]
-        taken = sorted(span for sample in range(first, samples) for span in rows.spans(self.find(sample)[1]))
-        edges = [0, *(edge for span in taken for edge in span), len(rows.store)]
+        rows = self.find(epoch_start)[0]
+        spans = sorted(span for sample in range(epoch_start, samples) for span in rows.spans(self.find(sample)[1]))
+        edges = [0, *(edge for span in spans for edge in span), len(rows.store)]
         gaps = zip(edges[::2], edges[1::2], strict=True)
         return [span for start, stop in gaps if start < stop for span in rows.store.in_file(start, stop)]
 
@@ -144,5 +144,5 @@ class SourcePattern:
     def drawn(self, samples: int) -> list[int]:
         """Returns how many of the first ``samples`` are of each source."""
         repeats, place = divmod(samples, len(self.pattern))
-        rest = np.bincount(self.pattern[:place], minlength=len(self.counts))
-        return [repeats * count + int(further) for count, further in zip(self.counts, rest, strict=True)]
+        rest_counts = np.bincount(self.pattern[:place], minlength=len(self.counts))
+        return [repeats * count + int(extra) for count, extra in zip(self.counts, rest_counts, strict=True)]

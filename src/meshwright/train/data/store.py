@@ -73,8 +73,8 @@ class Written(msgspec.Struct, kw_only=True):
 
     def files(self, folder: Path, dtype: str) -> tuple[tuple[Path, int], tuple[Path, int]]:
         """Returns the files of tokens and of starts, each with its number of bytes."""
-        tokens = self.tokens * np.dtype(dtype).itemsize
-        return (folder / TOKENS, tokens), (folder / STARTS, self.documents * START_BYTES)
+        token_bytes = self.tokens * np.dtype(dtype).itemsize
+        return (folder / TOKENS, token_bytes), (folder / STARTS, self.documents * START_BYTES)
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -214,8 +214,8 @@ def tokenise(corpus: Corpus, encoder: AnyTokenizer, *, folder: Path) -> Written:
     with ExitStack() as stack:
         tokens, starts = (stack.enter_context(_opened(*file)) for file in written.files(folder, dtype))
         # shown on stderr, if that is a terminal
-        console, count = Console(stderr=True, quiet=not sys.stderr.isatty()), TextColumn("{task.fields[tokens]} tokens")
-        columns = TextColumn("tokenising"), BarColumn(), count, TimeRemainingColumn()
+        console, label = Console(stderr=True, quiet=not sys.stderr.isatty()), TextColumn("{task.fields[tokens]} tokens")
+        columns = TextColumn("tokenising"), BarColumn(), label, TimeRemainingColumn()
         bar = stack.enter_context(Progress(*columns, console=console, transient=True, disable=console.quiet))
         task = bar.add_task("", total=max(corpus.total_bytes, 1), tokens="0")
         for pieces in _batches(islice(corpus.pieces(), written.pieces, None)):

@@ -84,12 +84,12 @@ class FileCorpus(NamedTuple):
         A large file that is rewritten with equal size and time is not noticed.
         """
         digest = hashlib.sha256(self.field.encode() + (b"" if self.bad is None else b" without bad records"))
-        whole = self.total_bytes <= HASHED_BYTES
+        is_hashed = self.total_bytes <= HASHED_BYTES
         for file in self.files:
             status = file.stat()
             digest.update(f" {file.relative_to(self.folder)} {status.st_size} ".encode())
             try:
-                content = hashlib.sha256(file.read_bytes()).digest() if whole else str(status.st_mtime_ns).encode()
+                content = hashlib.sha256(file.read_bytes()).digest() if is_hashed else str(status.st_mtime_ns).encode()
             except OSError as error:
                 raise InputError(f"{file} cannot be read: {error.strerror}. Mend or remove it.") from None
             digest.update(content)
@@ -97,12 +97,12 @@ class FileCorpus(NamedTuple):
 
     def pieces(self) -> Iterator[TextPiece]:
         """Yields all documents; ``bytes_read`` counts over all files. Raises InputError when none has text."""
-        before, has_text = 0, False
+        bytes_before, has_text = 0, False
         for file in self.files:
             for piece in read_pieces(file, self.field, self.bad):
                 has_text = True
-                yield piece._replace(bytes_read=before + piece.bytes_read)
-            before += file.stat().st_size
+                yield piece._replace(bytes_read=bytes_before + piece.bytes_read)
+            bytes_before += file.stat().st_size
         if not has_text:
             raise InputError(f"data {self.data!r} holds no text. {_WHAT}")
 
@@ -115,11 +115,11 @@ class FileCorpus(NamedTuple):
         """Yields about ``max_chars`` characters from the starts of all files, in proportion to their sizes."""
         share = max_chars / max(self.total_bytes, 1)
         for file in self.files:
-            left = max_chars if share >= 1 else share * file.stat().st_size
+            chars_left = max_chars if share >= 1 else share * file.stat().st_size
             for piece in read_pieces(file, self.field, self.bad):
-                yield piece.text[: math.ceil(left)]
-                left -= len(piece.text)
-                if left <= 0:
+                yield piece.text[: math.ceil(chars_left)]
+                chars_left -= len(piece.text)
+                if chars_left <= 0:
                     break
 
 
@@ -138,11 +138,11 @@ class PydocCorpus(NamedTuple):
         return hashlib.sha256("\0".join(self.texts).encode()).hexdigest()
 
     def pieces(self) -> Iterator[TextPiece]:
-        before = 0
+        chars_read = 0
         for text in self.texts:
-            before += len(text)
-            for part, last in in_pieces([text]):
-                yield TextPiece(part, last, before)
+            chars_read += len(text)
+            for part, is_last in in_pieces([text]):
+                yield TextPiece(part, is_last, chars_read)
 
     def sample(self, max_chars: int) -> Iterator[str]:
         yield from self.texts
@@ -164,7 +164,7 @@ def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
         except ImportError:
             raise InputError(f"this Python lacks pydoc_data. {_WHAT}") from None
         return PydocCorpus(tuple(topics[name] for name in sorted(topics)))
-    path, field, first = Path(data).expanduser(), "", set[str]()
+    path, field, first_fields = Path(data).expanduser(), "", set[str]()
     if not path.exists() and "#" in data:
         name, _, field = data.rpartition("#")
         path = Path(name).expanduser()
@@ -173,11 +173,11 @@ def open_corpus(data: str, *, skip_bad: bool = False) -> Corpus:
     files = _files(path)
     if not field:
         records = [file for file in files if file.name.lower().endswith(RECORD_SUFFIXES)]
-        first = _first_fields(records, skip_bad)
-        field = FIELD if FIELD in first or not first else ""
+        first_fields = _first_fields(records, skip_bad)
+        field = FIELD if FIELD in first_fields or not first_fields else ""
         files = files if field else records
     folder, bad = path if path.is_dir() else path.parent, set[str]() if skip_bad else None
-    return FileCorpus(data, folder, tuple(files), field, bad, is_tokens=first == {"tokens"})
+    return FileCorpus(data, folder, tuple(files), field, bad, is_tokens=first_fields == {"tokens"})
 
 
 def _first_fields(files: list[Path], skip_bad: bool) -> set[str]:
@@ -215,8 +215,8 @@ def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator
     try:
         if not file.name.lower().endswith(RECORD_SUFFIXES):
             with file.open("rb") as raw:
-                for text, last in in_pieces(_decoded(raw, file, bad)):
-                    yield TextPiece(text, last, raw.tell())
+                for text, is_last in in_pieces(_decoded(raw, file, bad)):
+                    yield TextPiece(text, is_last, raw.tell())
             return
         for record, where, bytes_read in _records(file, field, bad):
             if field:
@@ -224,8 +224,8 @@ def read_pieces(file: Path, field: str, bad: set[str] | None = None) -> Iterator
             else:
                 yield TextPiece(msgspec.json.encode(record).decode(), True, bytes_read, where)
     except (OSError, EOFError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise InputError(f"{file} cannot be read: {why}. Mend or remove it.") from None
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{file} cannot be read: {reason}. Mend or remove it.") from None
 
 
 def _records(file: Path, field: str, bad: set[str] | None) -> Iterator[tuple[dict[str, Any], str, int]]:
@@ -266,17 +266,17 @@ def in_pieces(chunks: Iterable[str]) -> Iterator[tuple[str, bool]]:
 
     A short blank text has no pieces.
     """
-    held, first = "", True
+    text, is_first = "", True
     for chunk in chunks:
-        held += chunk
+        text += chunk
         start = 0
-        while len(held) - start > 2 * PIECE_CHARS:
-            end = held.rfind("\n", start, start + PIECE_CHARS) + 1 or start + PIECE_CHARS
-            yield held[start:end], False
-            start, first = end, False
-        held = held[start:]
-    if not first or held.strip():
-        yield held, True
+        while len(text) - start > 2 * PIECE_CHARS:
+            end = text.rfind("\n", start, start + PIECE_CHARS) + 1 or start + PIECE_CHARS
+            yield text[start:end], False
+            start, is_first = end, False
+        text = text[start:]
+    if not is_first or text.strip():
+        yield text, True
 
 
 def _decoded(raw: BinaryIO, file: Path, bad: set[str] | None) -> Iterator[str]:
@@ -339,10 +339,10 @@ def _rows(file: Path, field: str) -> Iterator[tuple[Any, str, int]]:
             columns = [field] if field else [name for name in (FIELD, *CHAT_FIELDS, *TOKEN_FIELDS) if name in names]
             if not set(columns) <= set(names):
                 raise InputError(f"{file} has no column {field!r}.{nearest(field, names)} Name it: data=FILE#COLUMN.")
-            size, done = file.stat().st_size, 0
+            size, num_read = file.stat().st_size, 0
             for batch in table.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
                 for place in range(len(batch)):
-                    done += 1
-                    yield batch.slice(place, 1), f"{file} row {done}", size * done // table.metadata.num_rows
+                    num_read += 1
+                    yield batch.slice(place, 1), f"{file} row {num_read}", size * num_read // table.metadata.num_rows
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise InputError(f"{file} is not a Parquet file: {' '.join(str(error).split())}. Mend it.") from None

@@ -53,12 +53,12 @@ def _tokens(file: Path) -> np.ndarray:
             raise ValueError(f"{file.name} has {array.dtype}{list(array.shape)}, not a 1-D array of integers")
         return array
     size = file.stat().st_size
-    head = np.fromfile(file, "<i4", count=3)
-    dtype = LLMC_HEADERS.get(tuple(head[:2].tolist()))
+    header = np.fromfile(file, "<i4", count=3)
+    dtype = LLMC_HEADERS.get(tuple(header[:2].tolist()))
     if dtype is None:
         return np.memmap(file, "<u2", mode="r")
-    if size != LLMC_HEADER_BYTES + int(head[2]) * np.dtype(dtype).itemsize:
-        raise ValueError(f"{file.name} does not have the {head[2]} tokens that its header says")
+    if size != LLMC_HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize:
+        raise ValueError(f"{file.name} does not have the {header[2]} tokens that its header says")
     return np.memmap(file, dtype, mode="r", offset=LLMC_HEADER_BYTES)
 
 
@@ -66,16 +66,16 @@ def _megatron(index: Path, vocab_size: int) -> TokenStore:
     raw, file = index.read_bytes(), index.with_suffix(".bin")
     if not raw.startswith(INDEX_MAGIC) or len(raw) < INDEX_HEADER_BYTES or raw[17] not in INDEX_DTYPES:
         raise ValueError(f"{index.name} is not a Megatron index of version 1 with integer tokens")
-    sequences, documents = (int(number) for number in np.frombuffer(raw, "<u8", count=2, offset=18))
-    if len(raw) < INDEX_HEADER_BYTES + 12 * sequences + 8 * documents:
+    num_sequences, num_documents = (int(number) for number in np.frombuffer(raw, "<u8", count=2, offset=18))
+    if len(raw) < INDEX_HEADER_BYTES + 12 * num_sequences + 8 * num_documents:
         raise ValueError(f"{index.name} is cut short")
-    lengths = np.frombuffer(raw, "<i4", count=sequences, offset=INDEX_HEADER_BYTES)
-    places = np.frombuffer(raw, "<i8", count=sequences, offset=INDEX_HEADER_BYTES + 4 * sequences)
-    firsts = np.frombuffer(raw, "<i8", count=documents, offset=INDEX_HEADER_BYTES + 12 * sequences)
+    lengths = np.frombuffer(raw, "<i4", count=num_sequences, offset=INDEX_HEADER_BYTES)
+    byte_offsets = np.frombuffer(raw, "<i8", count=num_sequences, offset=INDEX_HEADER_BYTES + 4 * num_sequences)
+    first_seqs = np.frombuffer(raw, "<i8", count=num_documents, offset=INDEX_HEADER_BYTES + 12 * num_sequences)
     tokens = np.memmap(file, INDEX_DTYPES[raw[17]], mode="r")
-    ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    known = ends[-1] == len(tokens) and not ((firsts < 0) | (firsts > sequences)).any()
-    if not known or (lengths < 0).any() or not np.array_equal(places, ends[:-1] * tokens.itemsize):
+    token_ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    is_whole = token_ends[-1] == len(tokens) and not ((first_seqs < 0) | (first_seqs > num_sequences)).any()
+    if not is_whole or (lengths < 0).any() or not np.array_equal(byte_offsets, token_ends[:-1] * tokens.itemsize):
         raise ValueError(f"{file.name} does not hold the sequences that {index.name} lists, in order")
-    starts = np.unique(np.concatenate([ends[firsts], ends[[0, -1]]])).astype(np.uint64)
+    starts = np.unique(np.concatenate([token_ends[first_seqs], token_ends[[0, -1]]])).astype(np.uint64)
     return TokenStore(TokenFiles({file: tokens}, vocab_size=vocab_size), starts)

@@ -77,19 +77,19 @@ class TokenFiles:
 
     def __getitem__(self, indices: np.ndarray | int) -> np.ndarray:
         """Returns the tokens at these indices. Raises InputError for one that the model does not embed."""
-        wanted = np.asarray(indices) % len(self)
-        files = np.searchsorted(self.edges, wanted, side="right") - 1
-        result = np.zeros(wanted.shape, np.int64)
+        positions = np.asarray(indices) % len(self)
+        files = np.searchsorted(self.edges, positions, side="right") - 1
+        result = np.zeros(positions.shape, np.int64)
         for number in np.unique(files):
-            here = files == number
-            tokens = np.asarray(self.arrays[number][wanted[here] - self.edges[number]], np.int64)
-            wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
-            if len(wrong):
+            is_in_file = files == number
+            tokens = np.asarray(self.arrays[number][positions[is_in_file] - self.edges[number]], np.int64)
+            beyond = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+            if len(beyond):
                 raise InputError(
-                    f"{self.paths[number]} has the token {wrong[0]}, but the model has vocab_size={self.vocab_size}. "
+                    f"{self.paths[number]} has the token {beyond[0]}, but the model has vocab_size={self.vocab_size}. "
                     "Its tokenizer or its dtype is another. Give tokens of the model's own tokenizer."
                 )
-            result[here] = tokens
+            result[is_in_file] = tokens
         return result
 
 
@@ -112,8 +112,8 @@ class TokenStore:
         self.tokens, self.columns = tokens, columns
         self.starts = np.array([0, len(tokens)], np.uint64) if starts is None else np.asarray(starts)
         assert self.starts.dtype == np.uint64, "starts must be uint64: to search another dtype would copy them"
-        wanted = ((0, len(tokens)),) if spans is None else spans
-        self.spans = tuple((start, stop) for start, stop in wanted if start < stop)
+        all_spans = ((0, len(tokens)),) if spans is None else spans
+        self.spans = tuple((start, stop) for start, stop in all_spans if start < stop)
         # The index in the store at which each span begins, and the length; the shifts to indices of the file.
         self._edges = np.cumsum([0, *(stop - start for start, stop in self.spans)])
         self._shifts = np.array([start for start, _ in self.spans] or [0]) - self._edges[: max(len(self.spans), 1)]
@@ -145,8 +145,8 @@ class TokenStore:
     @property
     def num_documents(self) -> int:
         """Number of documents; a part of a document in a span counts as one."""
-        inside = (self._number_up_to(stop - 1) - self._number_up_to(start) for start, stop in self.spans)
-        return len(self.spans) + int(sum(inside))
+        num_inside = (self._number_up_to(stop - 1) - self._number_up_to(start) for start, stop in self.spans)
+        return len(self.spans) + int(sum(num_inside))
 
     def read(self, indices: np.ndarray, column: str = "") -> np.ndarray:
         """Returns the tokens or a column at indices of the store, int32 of the same shape; only `read` reads tokens."""
@@ -179,8 +179,8 @@ class TokenStore:
 
         These are indices of the file, not of the store.
         """
-        after = int(np.searchsorted(self.starts, np.uint64(index)))
-        around = self.starts[max(after - 1, 0) : after + 1]
+        next_number = int(np.searchsorted(self.starts, np.uint64(index)))
+        around = self.starts[max(next_number - 1, 0) : next_number + 1]
         return min(map(int, around), key=lambda start: abs(start - index))
 
 
@@ -202,24 +202,24 @@ def split(store: TokenStore, share: float) -> tuple[TokenStore, TokenStore]:
     If documents are too few or uneven for between half and twice the share, the last tokens are held out, from inside a
     document if they begin there (of records only whole ones). The same store and share give the same parts.
     """
-    whole = (0, len(store.tokens))
-    assert store.spans in ((), (whole,)), "a store with spans is not split: spans are indices of the file"
-    wanted = int(len(store) * share)
-    held = _whole_documents(store, wanted, num_runs=min(max(int(store.num_documents * share), 1), MAX_RUNS))
-    total = sum(stop - start for start, stop in held)
-    if not wanted / 2 <= total <= min(2 * wanted, len(store) - 1):
-        start = len(store) - wanted
-        held = [(store.nearest_start(start) if store.is_records else start, len(store))]
-    edges = [0, *(edge for span in held for edge in span), len(store)]
-    return store.part(zip(edges[::2], edges[1::2], strict=True)), store.part(held)
+    whole_span = (0, len(store.tokens))
+    assert store.spans in ((), (whole_span,)), "a store with spans is not split: spans are indices of the file"
+    num_held = int(len(store) * share)
+    held_spans = _whole_documents(store, num_held, num_runs=min(max(int(store.num_documents * share), 1), MAX_RUNS))
+    num_tokens = sum(stop - start for start, stop in held_spans)
+    if not num_held / 2 <= num_tokens <= min(2 * num_held, len(store) - 1):
+        start = len(store) - num_held
+        held_spans = [(store.nearest_start(start) if store.is_records else start, len(store))]
+    edges = [0, *(edge for span in held_spans for edge in span), len(store)]
+    return store.part(zip(edges[::2], edges[1::2], strict=True)), store.part(held_spans)
 
 
 def _whole_documents(store: TokenStore, wanted: int, *, num_runs: int) -> list[TokenSpan]:
     """Returns the last documents of each of ``num_runs`` equal parts of the tokens, about ``wanted`` tokens in all."""
-    held: list[TokenSpan] = []
+    spans: list[TokenSpan] = []
     for number in range(1, num_runs + 1):
         stop = len(store) * number // num_runs
         start, stop = (store.nearest_start(edge) for edge in (stop - wanted // num_runs, stop))
-        if start < stop and start >= (held[-1][1] if held else 0):
-            held.append((start, stop))
-    return held
+        if start < stop and start >= (spans[-1][1] if spans else 0):
+            spans.append((start, stop))
+    return spans

@@ -111,6 +111,6 @@ def open_tokenizer(path: Path, *, vocab_size: int) -> TextTokenizer:
     name = special_tokens(file.parent).get("eos_token")
     end_id = end_token(tokenizer, name)
     if end_id is None:
-        known = f"eos_token {name!r}" if name else f"any of {', '.join(END_NAMES)}"
-        raise InputError(f"{file} has no end-of-text token: it lacks {known}. Name one in {TOKENIZER_CONFIG}.")
+        lacked = f"eos_token {name!r}" if name else f"any of {', '.join(END_NAMES)}"
+        raise InputError(f"{file} has no end-of-text token: it lacks {lacked}. Name one in {TOKENIZER_CONFIG}.")
     return TextTokenizer(tokenizer, end_id)

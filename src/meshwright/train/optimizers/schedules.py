@@ -46,7 +46,7 @@ def _share_of_peak(number: Any, settings: TrainSettings, xp: Any) -> Any:
         return xp.sqrt(warmup / xp.maximum(number + 1, warmup))
     if kind == "wsd":
         start = max(start, steps - round(settings.decay_fraction * steps))
-    done = xp.clip((number - start) / max(1, steps - start), 0.0, 1.0)
+    progress = xp.clip((number - start) / max(1, steps - start), 0.0, 1.0)
     if kind == "cosine":
-        return floor + (1 - floor) * 0.5 * (1 + xp.cos(np.pi * done))
-    return 1 + (floor - 1) * done
+        return floor + (1 - floor) * 0.5 * (1 + xp.cos(np.pi * progress))
+    return 1 + (floor - 1) * progress

@@ -74,9 +74,9 @@ def scale_by_muon(decay: float, layout: Callable[[], WeightLayout]) -> optax.Gra
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params))
 
     def update(grads: Params, state: MuonState, params: Params | None = None) -> tuple[Params, MuonState]:
-        count, placed = state.count + 1, layout()
+        count, layout_now = state.count + 1, layout()
         pairs = {n: momentum(state.momentum[n], grad, count, decay=decay) for n, grad in grads.items()}
-        changes = {name: orthogonal(mixed, placed.weights[name], placed) for name, (_, mixed) in pairs.items()}
+        changes = {name: orthogonal(mixed, layout_now.weights[name], layout_now) for name, (_, mixed) in pairs.items()}
         return changes, MuonState(count, {name: mean for name, (mean, _) in pairs.items()})
 
     return optax.GradientTransformation(init, update)
@@ -90,14 +90,14 @@ def orthogonal(values: Array, weight: Updated, layout: WeightLayout) -> Array:
     """
     steps = muon_steps(weight)[1:-1]
     array, (first, last) = stacked(weight, weight.shard.name), (steps[0].inputs[0], steps[-1].result)
-    counted = 1 + len(weight.batch)
+    num_counted = 1 + len(weight.batch)
     devices = math.prod(layout.mesh.shape[axis] for axis in steps[0].details.axes) if layout.mesh is not None else 1
 
     def body(here: Array) -> tuple[Array, ...]:
-        count = math.prod(here.shape[:counted])
-        flat = here.reshape(count, *here.shape[counted:])
-        whole = jnp.pad(flat, [(0, -count % devices), *[(0, 0)] * (flat.ndim - 1)])
-        return (run_update(steps, {first: whole})[last][:count].reshape(here.shape),)
+        num_matrices = math.prod(here.shape[:num_counted])
+        flat = here.reshape(num_matrices, *here.shape[num_counted:])
+        padded = jnp.pad(flat, [(0, -num_matrices % devices), *[(0, 0)] * (flat.ndim - 1)])
+        return (run_update(steps, {first: padded})[last][:num_matrices].reshape(here.shape),)
 
     return on_shards(body, layout, {array: values}, (array,))[0]
 
@@ -146,20 +146,20 @@ def scale_by_adafactor(layout: Callable[[], WeightLayout], weights: dict[str, Up
             shape = [1 if axis in over else size for axis, size in enumerate(params[name].shape)]
             return jnp.zeros(shape, jnp.float32)
 
-        return state(jnp.zeros((), jnp.int32), {n: [empty(n, over) for over in left_out(n)] for n in params})
+        return state(jnp.zeros((), jnp.int32), {n: [empty(n, reduced) for reduced in left_out(n)] for n in params})
 
     def update(grads: Params, old: FactoredState, params: Params | None = None) -> tuple[Params, FactoredState]:
         assert params is not None
-        count, placed = old.count + 1, layout()
+        count, layout_now = old.count + 1, layout()
         decay = 1 - count.astype(jnp.float32) ** -DECAY_POWER
-        changes, after = Params(), dict[str, list[Array]]()
+        changes, new_means = Params(), dict[str, list[Array]]()
         for name, grad in grads.items():
             axes = left_out(name)
-            before = (old.rows[name], old.columns[name]) if weights[name].inputs else (old.whole[name],)
-            means = [mean.squeeze(over) for mean, over in zip(before, axes, strict=True)]
-            changes[name], *means = _updated(placed, placed.weights[name], (grad, params[name]), means, decay)
-            after[name] = [jnp.expand_dims(mean, over) for mean, over in zip(means, axes, strict=True)]
-        return changes, state(count, after)
+            old_means = (old.rows[name], old.columns[name]) if weights[name].inputs else (old.whole[name],)
+            means = [mean.squeeze(reduced) for mean, reduced in zip(old_means, axes, strict=True)]
+            changes[name], *means = _updated(layout_now, layout_now.weights[name], (grad, params[name]), means, decay)
+            new_means[name] = [jnp.expand_dims(mean, reduced) for mean, reduced in zip(means, axes, strict=True)]
+        return changes, state(count, new_means)
 
     return optax.GradientTransformation(init, update)
 
@@ -172,9 +172,9 @@ def _updated(
     first, keeping = steps[0], next(step for step in steps if "decay" in {array.name for array in step.inputs})
     (current,) = next(step.inputs for step in steps if step.result.name.endswith(".weights"))
     before = [array for array in keeping.inputs if array.name.endswith(".before")]
-    after = [array for array in keeping.more if array.name.endswith(".after")]
+    new_means = [array for array in keeping.more if array.name.endswith(".after")]
     arrays = dict(zip((first.inputs[0], current, *before, keeping.inputs[-1]), (*values, *means, decay), strict=True))
-    results = (steps[-1].result, *after)
+    results = (steps[-1].result, *new_means)
 
     def body(*blocks: Array) -> tuple[Array, ...]:
         env = run_update(steps, dict(zip(arrays, blocks, strict=True)), layout.sizes)

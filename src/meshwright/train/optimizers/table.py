@@ -103,17 +103,17 @@ def from_optax(
         return OptState(jnp.zeros((), jnp.int32), moments, copies, start_average(params) if average else {})
 
     def update(grads: Params, old: OptState, params: Params) -> tuple[Params, OptState]:
-        wide = old.master or _float32(params)
-        changes, moments = inner.update(_float32(grads), _float32(old.inner), wide)
-        moved: Params = jax.tree.map(jnp.add, wide, changes)
-        of_weights = of_moments = None
+        master = old.master or _float32(params)
+        changes, moments = inner.update(_float32(grads), _float32(old.inner), master)
+        new_master: Params = jax.tree.map(jnp.add, master, changes)
+        weight_key = moment_key = None
         if rounding == "stochastic":
-            of_weights, of_moments = jax.random.split(jax.random.fold_in(jax.random.key(seed), old.count))
-        new = round_tree(moved, params, key=None if keeps_master else of_weights)
-        count, stored = old.count + 1, moved if keeps_master else new
+            weight_key, moment_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), old.count))
+        new = round_tree(new_master, params, key=None if keeps_master else weight_key)
+        count, stored = old.count + 1, new_master if keeps_master else new
         mean = update_average(old.average, stored, decay=average, count=count) if average else {}
-        moments = round_tree(moments, old.inner, key=of_moments)
-        return new, OptState(count, moments, moved if keeps_master else {}, mean)
+        moments = round_tree(moments, old.inner, key=moment_key)
+        return new, OptState(count, moments, new_master if keeps_master else {}, mean)
 
     return Optimizer(init, update, kind)
 
@@ -163,11 +163,11 @@ def transformation(
     Raises InputError for an optimizer that has no transformation here.
     Sources: Loshchilov and Hutter, AdamW (2019); Chen et al., Lion (2023); `optimizers.sharded` for the others.
     """
-    plain = on_one_device(model)
-    matrices = frozenset(name for name, weight in plain.weights.items() if weight.inputs)
-    layout_of = layout or (lambda: plain)
+    local = on_one_device(model)
+    matrices = frozenset(name for name, weight in local.weights.items() if weight.inputs)
+    layout_of = layout or (lambda: local)
     if settings.optimizer == "adafactor":
-        return _chain(scale_by_adafactor(layout_of, dict(plain.weights)), settings, matrices)
+        return _chain(scale_by_adafactor(layout_of, dict(local.weights)), settings, matrices)
     if settings.optimizer == "lion":
         return _chain(optax.scale_by_lion(settings.beta1, settings.beta2), settings, matrices)
     adamw = _chain(optax.scale_by_adam(settings.beta1, settings.beta2, eps=settings.epsilon), settings, matrices)
@@ -175,7 +175,7 @@ def transformation(
         return adamw
     if settings.optimizer == "muon":
         muon = _chain(scale_by_muon(settings.momentum, layout_of), settings, matrices)
-        return _of_layers(frozenset(n for n, weight in plain.weights.items() if orthogonalises(weight)), muon, adamw)
+        return _of_layers(frozenset(n for n, weight in local.weights.items() if orthogonalises(weight)), muon, adamw)
     raise InputError(f"optimizer {settings.optimizer!r} has no update here. Add it to train/optimizers/table.py.")
 
 
@@ -200,12 +200,12 @@ def _of_layers(
         return {part: {n: a for n, a in tree.items() if (n in inside) == (part == "muon")} for part in parts}
 
     def init(params: Any) -> Any:
-        return {part: parts[part].init(mine) for part, mine in split(params).items()}
+        return {part: parts[part].init(tree) for part, tree in split(params).items()}
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         weights = split(params)
-        results = {part: parts[part].update(mine, state[part], weights[part]) for part, mine in split(grads).items()}
-        changes = {name: change for mine, _ in results.values() for name, change in mine.items()}
+        results = {part: parts[part].update(tree, state[part], weights[part]) for part, tree in split(grads).items()}
+        changes = {name: change for tree, _ in results.values() for name, change in tree.items()}
         return {name: changes[name] for name in grads}, {part: new for part, (_, new) in results.items()}
 
     return GradientTransformation(init, update)

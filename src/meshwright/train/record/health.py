@@ -52,9 +52,9 @@ def non_finite(tree: Any, model: Model) -> str | None:
     flags = _flags_on(mesh if isinstance(mesh, Mesh) else None)([leaf for *_, leaf in arrays], stacked)
     for (name, path, _), flag in zip(arrays, flags, strict=True):
         nan, infinite = np.asarray(flag)
-        bad = nan | infinite
-        if bad.any():
-            index = int(bad.argmax())
+        is_bad = nan | infinite
+        if is_bad.any():
+            index = int(is_bad.argmax())
             return f"{_words(path, name, weights.get(name or ''), index)} holds {'NaN' if nan[index] else 'infinity'}"
     return None
 
@@ -62,10 +62,10 @@ def non_finite(tree: Any, model: Model) -> str | None:
 def _words(path: KeyPath, name: str | None, weight: Weight | None, index: int) -> str:
     """Returns ``inner.mu: layers.wq of layer 3``; without a prefix for a weight at the root."""
     keys = [jax.tree_util.keystr((key,), simple=True) for key in path]
-    before = ".".join(key for key in keys if key != name)
+    prefix = ".".join(key for key in keys if key != name)
     if weight is None:
-        return before
-    return f"{before}: " * bool(before) + weight.name + (f" of layer {weight.layers[index]}" if weight.layers else "")
+        return prefix
+    return f"{prefix}: " * bool(prefix) + weight.name + (f" of layer {weight.layers[index]}" if weight.layers else "")
 
 
 @lru_cache
@@ -73,8 +73,8 @@ def _flags_on(mesh: Mesh | None) -> Any:
     """Returns jitted (arrays, flags of stacked ones) -> booleans [2, layers or 1] each: NaN, infinity; replicated."""
 
     def flags(array: Array, by_layer: bool) -> Array:
-        over = tuple(range(by_layer, array.ndim))
-        return jnp.stack([jnp.isnan(array).any(over), jnp.isinf(array).any(over)]).reshape(2, -1)
+        axes = tuple(range(by_layer, array.ndim))
+        return jnp.stack([jnp.isnan(array).any(axes), jnp.isinf(array).any(axes)]).reshape(2, -1)
 
-    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda *trees: list(map(flags, *trees)), static_argnums=1, out_shardings=everywhere)
+    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda *trees: list(map(flags, *trees)), static_argnums=1, out_shardings=replicated)

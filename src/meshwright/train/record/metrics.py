@@ -57,8 +57,8 @@ def on_host(tree: Any) -> Any:
     """Returns a tree as NumPy arrays on every process; fetches the shards of other processes."""
 
     def reachable(array: Array) -> Any:
-        here = array.is_fully_addressable or array.is_fully_replicated
-        return array if here else multihost_utils.process_allgather(array, tiled=True)
+        is_reachable = array.is_fully_addressable or array.is_fully_replicated
+        return array if is_reachable else multihost_utils.process_allgather(array, tiled=True)
 
     return jax.device_get(jax.tree.map(reachable, tree))
 
@@ -70,8 +70,8 @@ def over_layers(extras: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 def typical_step_s(step_s: Sequence[float]) -> float | None:
     """Returns the median without the first two steps; with only two or fewer, of all; None without any."""
-    timed = step_s[WARMUP_STEPS:] or step_s
-    return statistics.median(timed) if timed else None
+    timed_s = step_s[WARMUP_STEPS:] or step_s
+    return statistics.median(timed_s) if timed_s else None
 
 
 class LiveLine:
@@ -133,8 +133,8 @@ def describe(record: StepRecord, steps: int) -> str:
     if record.predicted_step_s is not None:
         parts[-1] += f" (predicted {format_seconds(record.predicted_step_s)})"
     if record.mfu is not None:
-        without = unmasked(record)
-        parts.append(f"MFU {record.mfu:.1%}" + (f" ({without:.1%} without masked scores)" if without else ""))
+        causal_mfu = unmasked(record)
+        parts.append(f"MFU {record.mfu:.1%}" + (f" ({causal_mfu:.1%} without masked scores)" if causal_mfu else ""))
     if "load_max_over_mean" in record.extras:
         parts.append(f"busiest expert {record.extras['load_max_over_mean']:.2f}x")
     if record.extras.get("dropped_share"):

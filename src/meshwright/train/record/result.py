@@ -59,8 +59,8 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def other_s(self) -> float:
         """Wall time outside of the counted parts."""
-        counted = self.steps_s + self.compile_s + self.checkpoint_s + self.evaluation_s + self.data_s
-        return max(0.0, self.wall_s - counted)
+        counted_s = self.steps_s + self.compile_s + self.checkpoint_s + self.evaluation_s + self.data_s
+        return max(0.0, self.wall_s - counted_s)
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,8 +113,8 @@ def measured_memory(state: Any, batch: Any, compiled: Any) -> MemoryUse:
 
 def peak_bytes() -> int | None:
     """Returns the peak memory of the first device of this process; None if it does not report that."""
-    counted = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return int(counted) if counted else None
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return int(peak) if peak else None
 
 
 GoodputPart = Literal["compile", "checkpoint", "evaluation", "data"]
@@ -149,7 +149,7 @@ class Stopwatch:
     def goodput(self, *, steps_s: float, lost_steps: int = 0, lost_s: float = 0.0) -> Goodput:
         """Returns all parts so far, and the wall time."""
         parts = {f"{part}_s": float(seconds) for part, seconds in self._spent.items()}
-        wall = time.perf_counter() - self._start
+        wall_s = time.perf_counter() - self._start
         return Goodput(
-            wall_s=wall, steps_s=steps_s, lost_steps=lost_steps, lost_s=lost_s, digest_s=self._digest_s, **parts
+            wall_s=wall_s, steps_s=steps_s, lost_steps=lost_steps, lost_s=lost_s, digest_s=self._digest_s, **parts
         )

@@ -164,15 +164,15 @@ class RunFolder:
         for name, text in texts.items():
             write_text_whole(path / name, text)
         if step is not None:
-            records, damaged = _cut(path / METRICS, step, "loss", "step_s")
+            records, faults = _cut(path / METRICS, step, "loss", "step_s")
             self.lost_s = [record["step_s"] for record in records if record["step"] > step]
             losses = {record["step"]: record["loss"] for record in records}
             missing = [number for number in range(1, step + 1) if number not in losses]
             if missing:
-                listed = ", ".join(map(str, missing[:3])) + ", ..." * (len(missing) > 3)
-                damaged.append(f"{METRICS} has no line of step{'s' * (len(missing) > 1)} {listed}")
+                steps_text = ", ".join(map(str, missing[:3])) + ", ..." * (len(missing) > 3)
+                faults.append(f"{METRICS} has no line of step{'s' * (len(missing) > 1)} {steps_text}")
             self.losses = [losses.get(number, math.nan) for number in range(1, step + 1)]
-            self.notes = [*damaged, *_cut(path / EVALUATIONS, step, "loss")[1]]
+            self.notes = [*faults, *_cut(path / EVALUATIONS, step, "loss")[1]]
             # The summary first: without it the run does not count as ended. Then the digests, which list the others.
             for pattern in (SUMMARY, SUMS, "config.json", "*.safetensors", "*.safetensors.index.json"):
                 for file in path.glob(pattern):
@@ -214,16 +214,16 @@ def _cut(path: Path, step: int, *numbers: str) -> tuple[list[dict[str, Any]], li
     """
     if not path.exists():
         return [], []
-    lines, bad = {}, []
+    line_of_step, bad_numbers = {}, []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         record = read_line(line)
-        known = record is not None and all(isinstance(record.get(name, ""), int | float | None) for name in numbers)
-        if record is not None and known and isinstance(record.get("step"), int):
-            lines[record["step"]] = (line, record)
+        valid = record is not None and all(isinstance(record.get(name, ""), int | float | None) for name in numbers)
+        if record is not None and valid and isinstance(record.get("step"), int):
+            line_of_step[record["step"]] = (line, record)
         else:
-            bad.append(number)
-    lines = dict(sorted(lines.items()))
-    text = b"".join(line + b"\n" for number, (line, _) in lines.items() if number <= step)
+            bad_numbers.append(number)
+    line_of_step = dict(sorted(line_of_step.items()))
+    text = b"".join(line + b"\n" for number, (line, _) in line_of_step.items() if number <= step)
     write_text_whole(path, text.decode())
-    damaged = [f"{path.name}: line {number} is not as it was written and left out" for number in bad]
-    return [record for _, record in lines.values()], damaged
+    faults = [f"{path.name}: line {number} is not as it was written and left out" for number in bad_numbers]
+    return [record for _, record in line_of_step.values()], faults

@@ -43,7 +43,7 @@ def _weights_and_biases(run: Path, config: Mapping[str, Any]) -> Tracker:
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text_whole(file, f"{run.name}-{secrets.token_hex(4)}\n")
-    there = wandb.init(
+    wandb_run = wandb.init(
         project="meshwright",
         name=run.name,
         id=file.read_text(encoding="utf-8").strip(),
@@ -51,7 +51,7 @@ def _weights_and_biases(run: Path, config: Mapping[str, Any]) -> Tracker:
         dir=str(run),
         config=dict(config),
     )
-    return lambda numbers, step: there.log(dict(numbers), step=step), there.finish
+    return lambda numbers, step: wandb_run.log(dict(numbers), step=step), wandb_run.finish
 
 
 class Tracking:
@@ -71,8 +71,8 @@ class Tracking:
 
     def record(self, record: StepRecord) -> None:
         """Logs the numbers of a step that are not None."""
-        known = {name: value for name in SHOWN if (value := getattr(record, name)) is not None}
-        self._log({**known, **record.extras}, record.step)
+        numbers = {name: value for name in SHOWN if (value := getattr(record, name)) is not None}
+        self._log({**numbers, **record.extras}, record.step)
 
     def evaluated(self, record: EvaluationRecord) -> None:
         """Logs the loss on held-out text."""

@@ -96,13 +96,13 @@ def _over(lists: BlockLists, each: int, row: Any, step: Callable[[TogetherBlocks
     The first ones, of which some need their mask, are filled up with blocks that are not real. Static lists leave out
     loops that are empty.
     """
-    known = all(isinstance(x, np.ndarray) for x in lists[:3])
+    static = all(isinstance(x, np.ndarray) for x in lists[:3])
     if lists.index.shape[-2:] == (1, 1):
         # a single block needs no loop
-        return step(_one(0), start, not known or bool(lists.partial[0])) if not known or lists.total[0] else start
+        return step(_one(0), start, not static or bool(lists.partial[0])) if not static or lists.total[0] else start
     fill = -lists.total % each
-    masked, steps = (lists.partial + fill + each - 1) // each, (lists.total + fill) // each
-    masked_end, end, missing, index = (jnp.asarray(x)[row] for x in (masked, steps, fill, lists.index))
+    masked_steps, steps = (lists.partial + fill + each - 1) // each, (lists.total + fill) // each
+    masked_end, end, missing, index = (jnp.asarray(x)[row] for x in (masked_steps, steps, fill, lists.index))
 
     def run(is_masked: bool) -> Callable[[Any, Any], Any]:
         def body(n: Any, carry: Any) -> Any:
@@ -114,9 +114,9 @@ def _over(lists: BlockLists, each: int, row: Any, step: Callable[[TogetherBlocks
 
         return body
 
-    if not known or masked.any():
+    if not static or masked_steps.any():
         start = lax.fori_loop(0, masked_end, run(True), start)
-    if not known or (steps > masked).any():
+    if not static or (steps > masked_steps).any():
         start = lax.fori_loop(masked_end, end, run(False), start)
     return start
 
@@ -129,15 +129,15 @@ def _forward(sizes: TileSizes, scale: float, head: Head, q: Array, k: Array, v: 
     """Returns the result [T, Hv] and log-sum-exp [T] of one head."""
 
     def one(i: Any, out: tuple[Array, Array]) -> tuple[Array, Array]:
-        block, rest = scaled(_taken(q, _one(i), sizes.q_block, -2), scale)
+        queries, rest_scale = scaled(_taken(q, _one(i), sizes.q_block, -2), scale)
 
         def step(blocks: TogetherBlocks, running: RunningSoftmax, is_masked: bool) -> RunningSoftmax:
             keys = _taken(k, blocks, sizes.kv_block, -2), _taken(v, blocks, sizes.kv_block, -2)
             rule = _within(head.rule, blocks, sizes.kv_block)
             tile = _tile(sizes, head, _one(i), blocks, turned=False)
-            return attend(running, block, keys, rest, rule, tile, is_masked=is_masked)
+            return attend(running, queries, keys, rest_scale, rule, tile, is_masked=is_masked)
 
-        mixed, lse = finish(_over(head.lists, sizes.each, i, step, begin(block, v.shape[-1])))
+        mixed, lse = finish(_over(head.lists, sizes.each, i, step, begin(queries, v.shape[-1])))
         return _put(out[0], mixed, i, -2), _put(out[1], lse, i, -1)
 
     start = jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.zeros(q.shape[:-1], jnp.float32)
@@ -152,7 +152,7 @@ def _backward(
     ``rows`` are queries, cotangents of results, log-sum-exps and delta.
     """
     columns = transposed(k)
-    tall, rest = scaled(rows[0], scale)
+    queries, rest_scale = scaled(rows[0], scale)
 
     def one(j: Any, out: tuple[Array, Array, Array, Any]) -> tuple[Array, Array, Array, Any]:
         keys = _taken(k, _one(j), sizes.kv_block, -2), _taken(v, _one(j), sizes.kv_block, -2)
@@ -160,24 +160,24 @@ def _backward(
 
         def step(blocks: TogetherBlocks, before: Any, is_masked: bool) -> Any:
             dq, dk, dv, drule = before
-            q, dout = (_taken(x, blocks, sizes.q_block, -2) for x in (tall, rows[1]))
+            q, dout = (_taken(x, blocks, sizes.q_block, -2) for x in (queries, rows[1]))
             lse, delta = (_taken(x, blocks, sizes.q_block) for x in rows[2:])
             rule = _within(head.rule, blocks, sizes.q_block)
             tile = _tile(sizes, head, blocks, _one(j), turned=True)
-            p, ds, added = score_cotangents((q, dout, lse, delta), keys, rest, rule, tile, is_masked=is_masked)
+            p, ds, dreads = score_cotangents((q, dout, lse, delta), keys, rest_scale, rule, tile, is_masked=is_masked)
             dq = _added(dq, weighted_sums(columns_j, ds.astype(k.dtype)), blocks, sizes.q_block)
-            ways: dict[str, Any] = {
+            add_by_name: dict[str, Any] = {
                 "heads": lambda x, y: x + y.sum(),
                 "rows": lambda x, y: _added(x, y.sum(0), blocks, sizes.q_block),
                 "columns": lambda x, y: _added(x, y.sum(1), _one(j), sizes.kv_block),
                 "tables": jnp.add,
             }
-            drule = {name: jax.tree.map(ways[name], drule[name], added[name]) for name in drule}
+            drule = {name: jax.tree.map(add_by_name[name], drule[name], dreads[name]) for name in drule}
             return dq, dk + weighted_sums(ds, q), dv + weighted_sums(p, dout), drule
 
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in keys]
         dq, dk, dv, drule = _over(head.lists, sizes.each, j, step, (out[0], *zeros, out[3]))
-        return dq, _put(out[1], dk * rest, j, -2), _put(out[2], dv, j, -2), drule
+        return dq, _put(out[1], dk * rest_scale, j, -2), _put(out[2], dv, j, -2), drule
 
     # The cotangents of queries are columns, see `score_cotangents`.
     q = rows[0]
@@ -207,8 +207,8 @@ class HeadPart(NamedTuple):
 
     def rows(self, x: Array, *, is_keys: bool = False) -> Array:
         """Returns [1, T, heads, ...] of [B, T, N, ...], or [1, S, kv heads, ...] of [B, S, K, ...]."""
-        count = max(1, self.heads // self.group) if is_keys else self.heads
-        return lax.dynamic_slice(x, self._start(x, is_keys), (1, x.shape[1], count, *x.shape[3:]))
+        num_heads = max(1, self.heads // self.group) if is_keys else self.heads
+        return lax.dynamic_slice(x, self._start(x, is_keys), (1, x.shape[1], num_heads, *x.shape[3:]))
 
     def put(self, x: Array, value: Array, *, is_keys: bool = False) -> Array:
         """Writes what `rows` reads."""
@@ -229,8 +229,8 @@ class HeadPart(NamedTuple):
         return lax.dynamic_update_slice(x, self.own(x) + value, self._own_start(x))
 
     def _own_start(self, x: Any) -> tuple[Any, ...]:
-        place = self.sequence if x.shape[0] > 1 else 0, self.head if x.shape[1] > 1 else 0
-        return *place, *[0] * (x.ndim - 2)
+        start = self.sequence if x.shape[0] > 1 else 0, self.head if x.shape[1] > 1 else 0
+        return *start, *[0] * (x.ndim - 2)
 
     def rule(self, rule: TileRule) -> TileRule:
         """Returns the rule of these heads."""
@@ -304,8 +304,8 @@ def backward(
             dkeys = [part.rows(x, is_keys=True) + y for x, y in zip(out[1:3], dkeys, strict=True)]
         # Otherwise nothing is read that was written: XLA would copy the whole array in every iteration.
         dk, dv = (part.put(x, y, is_keys=True) for x, y in zip(out[1:3], dkeys, strict=True))
-        ways = {name: part.added if name in _BY_HEAD else jnp.add for name in drule}
-        return part.put(out[0], dq), dk, dv, {n: jax.tree.map(ways[n], out[3][n], x) for n, x in drule.items()}
+        adders = {name: part.added if name in _BY_HEAD else jnp.add for name in drule}
+        return part.put(out[0], dq), dk, dv, {n: jax.tree.map(adders[n], out[3][n], x) for n, x in drule.items()}
 
     start = (
         jnp.zeros_like(rows[0]),
@@ -323,19 +323,19 @@ def _in_parts(
     are unrolled, the heads that share a key head."""
     batch, _, heads = q.shape[:3]
     group = heads // k.shape[2]
-    apart = any(x.shape[1] > 1 for x in jax.tree.leaves(lists))
-    most = 1 if apart else HEADS_AT_ONCE
+    is_by_head = any(x.shape[1] > 1 for x in jax.tree.leaves(lists))
+    limit = 1 if is_by_head else HEADS_AT_ONCE
     # heads that share a key head, or all heads of some key heads
-    counts = [n for n in range(1, most + 1) if group % n == 0 or (sizes.each and n % group == 0 and heads % n == 0)]
-    parts = heads // counts[-1]
-    most = min(MOST_PARTS, max(1, MOST_TILES // lists.index.shape[2])) if not sizes.each else 1
-    unroll = next(n for n in range(most, 0, -1) if parts % n == 0)
+    counts = [n for n in range(1, limit + 1) if group % n == 0 or (sizes.each and n % group == 0 and heads % n == 0)]
+    num_parts = heads // counts[-1]
+    max_parts = min(MOST_PARTS, max(1, MOST_TILES // lists.index.shape[2])) if not sizes.each else 1
+    unroll = next(n for n in range(max_parts, 0, -1) if num_parts % n == 0)
 
     def sequence(b: Any, out: Any) -> Any:
         def one(n: Any, out: Any) -> Any:
             return step(HeadPart(b, n * counts[-1], counts[-1], group), out)
 
-        return one(0, out) if parts == 1 else lax.fori_loop(0, parts, one, out, unroll=unroll)
+        return one(0, out) if num_parts == 1 else lax.fori_loop(0, num_parts, one, out, unroll=unroll)
 
     return _rows(batch, sequence, start)
 
@@ -353,7 +353,7 @@ def _together(
     batch, _, heads = rows[0].shape[:3]
     kv_heads = k.shape[2]
     split = batch, kv_heads, heads // kv_heads
-    first = (0, 0) if part is None else (part.sequence, part.head)
+    origin = (0, 0) if part is None else (part.sequence, part.head)
 
     def by_head(x: Array) -> Array:
         return jnp.broadcast_to(x, (batch, heads, *x.shape[2:])).reshape(*split, *x.shape[2:])
@@ -362,7 +362,7 @@ def _together(
         return jnp.moveaxis(x.reshape(batch, x.shape[1], *shape, *x.shape[3:]), 1, 1 + len(shape))
 
     values = {name: tuple(map(by_head, getattr(rule, name))) for name in _BY_HEAD}
-    places = by_head(first[0] + jnp.arange(batch)[:, None]), by_head(first[1] + jnp.arange(heads)[None])
+    places = by_head(origin[0] + jnp.arange(batch)[:, None]), by_head(origin[1] + jnp.arange(heads)[None])
     one_list = jax.tree.map(lambda x: x[0, 0], lists)
 
     def one(own: Any, places: Any, rows: Any, k: Array, v: Array) -> Any:
@@ -378,8 +378,8 @@ def _of_one(function: Callable[..., Any], axes: tuple[int | None, ...]) -> Calla
     """Returns what `jax.vmap` would over dims of 1, without products of such dims, which XLA computes more slowly."""
 
     def mapped(*given: Any) -> Any:
-        first = [x if axis is None else jax.tree.map(lambda y: y[0], x) for x, axis in zip(given, axes, strict=True)]
-        return jax.tree.map(lambda y: y[None], function(*first))
+        single = [x if axis is None else jax.tree.map(lambda y: y[0], x) for x, axis in zip(given, axes, strict=True)]
+        return jax.tree.map(lambda y: y[None], function(*single))
 
     return mapped
 

@@ -22,8 +22,8 @@ def _mask(call: AttentionCall) -> dict[str, Any]:
     from jax._src.cudnn.fused_attention_stablehlo import MaskType
 
     window = call.terms.get("window")
-    kind = MaskType.CAUSAL if call.terms else MaskType.NO_MASK
-    return {"mask_type": kind, "sliding_window_length": window[0] if window else None}
+    mask_type = MaskType.CAUSAL if call.terms else MaskType.NO_MASK
+    return {"mask_type": mask_type, "sliding_window_length": window[0] if window else None}
 
 
 def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
@@ -31,10 +31,10 @@ def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResul
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     # JAX asks a local GPU, which may be absent, not the one that the program is compiled for
-    able = compute_capability()
-    with patch.object(cudnn, "check_compute_capability", lambda least: able >= float(least)):
-        out, sums = cudnn.dot_product_attention(q, k, v, scale=call.scale, return_residual=True, **_mask(call))
-    return out, jnp.swapaxes(sums, 1, 2)
+    capability = compute_capability()
+    with patch.object(cudnn, "check_compute_capability", lambda least: capability >= float(least)):
+        out, lse = cudnn.dot_product_attention(q, k, v, scale=call.scale, return_residual=True, **_mask(call))
+    return out, jnp.swapaxes(lse, 1, 2)
 
 
 def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: Array) -> QkvCotangents:
@@ -45,9 +45,9 @@ def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: 
     unused = jnp.zeros(0, q.dtype)
     # bias, lengths and offsets of packed sequences for queries and keys, pages of keys and values
     arrays = (q, k, v, *[unused] * 7, jnp.swapaxes(lse, 1, 2), o.astype(q.dtype))
-    kind, window = _mask(call).values()
+    mask_type, window = _mask(call).values()
     dq, dk, dv, *_ = cudnn._dot_product_attention_bwd_rule(
-        call.scale, _SEED, _DROPOUT, _NO_BIAS, kind, cudnn.AttentionLayout.BTNH.value, window,
+        call.scale, _SEED, _DROPOUT, _NO_BIAS, mask_type, cudnn.AttentionLayout.BTNH.value, window,
         True, False, arrays, dout.astype(q.dtype),
     )  # fmt: skip
     return dq, dk, dv

@@ -91,7 +91,7 @@ def forward(
             plgpu.barrier_wait(program.turns)
 
         def body(step: _Step, carry: Any) -> Any:
-            acc, top, norm = carry
+            acc, peak, total = carry
             k_s, v_s = step.tiles
             scores = _product(q_s, k_s, interpret, take_turn)
             factor = scale * _LOG2E  # makes powers of 2 of scores
@@ -101,33 +101,33 @@ def forward(
                 scores = jnp.where(step.seen(step.tile()), scores, -jnp.inf)
             # the place of the keys is free once their scores are there, before the values are needed
             step.release(0)
-            new = jnp.maximum(top, scores.max(axis=1) * factor)
-            p = jnp.exp2(scores * factor - lax.broadcast_in_dim(new, scores.shape, [0]))
-            shrink = jnp.exp2(top - new)
+            new_peak = jnp.maximum(peak, scores.max(axis=1) * factor)
+            p = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
+            shrink = jnp.exp2(peak - new_peak)
             acc *= lax.broadcast_in_dim(shrink, acc.shape, [0])
-            norm *= shrink
-            half = p.astype(v.dtype)
+            total *= shrink
+            p_narrow = p.astype(v.dtype)
             if H <= 128:
-                norm += p.sum(axis=1)
-                acc, norm, new, half = lax.optimization_barrier((acc, norm, new, half))
+                total += p.sum(axis=1)
+                acc, total, new_peak, p_narrow = lax.optimization_barrier((acc, total, new_peak, p_narrow))
             plgpu.barrier_arrive(program.turns)
             step.wait(1)
             plgpu.barrier_wait(program.turns)
             if H > 128:  # the sum overlaps the product: fewer registers are live
-                norm += p.sum(axis=1)
-            acc = _added(acc, half, v_s, interpret, step.wait_next)
+                total += p.sum(axis=1)
+            acc = _added(acc, p_narrow, v_s, interpret, step.wait_next)
             step.release(1)
-            return acc, new, norm
+            return acc, new_peak, total
 
-        rows = q_s.shape[0]
-        start = jnp.zeros((rows, H)), jnp.full((rows,), LOWEST), jnp.zeros((rows,))
+        num_rows = q_s.shape[0]
+        start = jnp.zeros((num_rows, H)), jnp.full((num_rows,), LOWEST), jnp.zeros((num_rows,))
         # the second warpgroup stays a turn behind the first
         pl.when(program.warpgroup == 1)(take_turn)
-        acc, top, norm = program.loop(body, tuple(_laid(x, interpret) for x in start))
+        acc, peak, total = program.loop(body, tuple(_laid(x, interpret) for x in start))
         # so both arrive at the barrier equally often
         pl.when(program.warpgroup == 0)(take_turn)
-        lse_s[...] = (top + jnp.log(norm) * _LOG2E) * (1 / _LOG2E)
-        inverse = 1 / jnp.where(norm > 0, norm, 1.0)
+        lse_s[...] = (peak + jnp.log(total) * _LOG2E) * (1 / _LOG2E)
+        inverse = 1 / jnp.where(total > 0, total, 1.0)
         # nobody reads the queries any more, so the result leaves through their place
         q_s[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(q.dtype)
         # only committed writes are visible to the copies that follow
@@ -169,9 +169,9 @@ def backward(
         scores, factor, pull = raw, scale * _LOG2E, lambda x: x
         if rule.score:
             _lower_sums_of_cotangents()
-            here = step.tile()
+            tile = step.tile()
             score = rule.score
-            scores, pulled = jax.vjp(lambda x: score(x, here), raw * scale)
+            scores, pulled = jax.vjp(lambda x: score(x, tile), raw * scale)
             factor, pull = _LOG2E, lambda x: pulled(x)[0]
         p = jnp.exp2(scores * factor - _across(tops_ref, raw.shape, dim, interpret))
         return (jnp.where(step.seen(step.tile()), p, 0.0) if step.seen else p), pull
@@ -218,11 +218,11 @@ def backward(
 
     queries = _Arrays((q, dout), (tops, delta), rule.rows)
     keys = _Arrays((k, v), (), rule.columns)
-    like = lambda x: jax.ShapeDtypeStruct((*x.shape[:2], N, H), x.dtype)  # noqa: E731
+    struct_like = lambda x: jax.ShapeDtypeStruct((*x.shape[:2], N, H), x.dtype)  # noqa: E731
     run = partial(_sweep, rule, stages=stages, interpret=interpret)
-    (dq,) = run(by_query, (*blocks, min(tiles[1], blocks[1])), queries, keys, compute_dq, (like(q),))
+    (dq,) = run(by_query, (*blocks, min(tiles[1], blocks[1])), queries, keys, compute_dq, (struct_like(q),))
     sizes = *blocks[::-1], min(tiles[0], blocks[0])
-    dk, dv = run(by_key, sizes, keys, queries, compute_dkv, (like(k), like(v)), by_query=False)
+    dk, dv = run(by_key, sizes, keys, queries, compute_dkv, (struct_like(k), struct_like(v)), by_query=False)
     if N != K:
         # without atomics every head of a group writes cotangents of its own, which XLA adds
         dk, dv = (
@@ -251,7 +251,7 @@ def _sweep(
     mask shows most keys, start first.
     """
     block, width, tile = sizes
-    share, split = block // WARPGROUPS, width // tile
+    group_rows, num_tiles = block // WARPGROUPS, width // tile
     B, L = rows.tiles[0].shape[:2]
     N = max(x.shape[2] for x in rows.tiles + columns.tiles)
     stages = min(stages, columns.tiles[0].shape[1] // tile)
@@ -266,13 +266,13 @@ def _sweep(
         if by_query:
             i = grid[2] - 1 - i
         num_partial, total, index = (_of(ref, b, n).at[i] for ref in list_refs)
-        num_steps = total[...] * split
+        num_steps = total[...] * num_tiles
         slot_of = lambda step: lax.rem(step, jnp.int32(stages))  # noqa: E731
 
         def start_of(step: Any) -> Any:
-            if split == 1:
+            if num_tiles == 1:
                 return index[step] * width
-            return index[lax.div(step, jnp.int32(split))] * width + lax.rem(step, jnp.int32(split)) * tile
+            return index[lax.div(step, jnp.int32(num_tiles))] * width + lax.rem(step, jnp.int32(num_tiles)) * tile
 
         def tile_at(ref: Any, start: Any, size: int) -> Any:
             head = n if ref.shape[2] == N else lax.div(n, jnp.int32(N // ref.shape[2]))
@@ -282,14 +282,14 @@ def _sweep(
         def _() -> None:
             # (2 x 232 + 40) x 128 threads fit in an SM's 65,536 registers, and copies need few
             plgpu.set_max_registers(232, action="increase")
-            first = i * block + warpgroup * share
-            here = arrived.at[warpgroup]
-            mine, my_vectors = (tuple(x.at[warpgroup] for x in refs) for refs in (held, held_vectors))
-            for ref, into in zip(row_refs.tiles, mine, strict=True):
-                plgpu.copy_gmem_to_smem(tile_at(ref, first, share), into, here)
+            first_row = i * block + warpgroup * group_rows
+            barrier = arrived.at[warpgroup]
+            own_refs, my_vectors = (tuple(x.at[warpgroup] for x in refs) for refs in (held, held_vectors))
+            for ref, into in zip(row_refs.tiles, own_refs, strict=True):
+                plgpu.copy_gmem_to_smem(tile_at(ref, first_row, group_rows), into, barrier)
             for ref, into in zip(row_refs.vectors, my_vectors, strict=True):
-                plgpu.copy_gmem_to_smem(_of(ref, b, n).at[pl.ds(first, share)], into, here)
-            plgpu.barrier_wait(here)
+                plgpu.copy_gmem_to_smem(_of(ref, b, n).at[pl.ds(first_row, group_rows)], into, barrier)
+            plgpu.barrier_wait(barrier)
             scalars = tuple(_of(ref, b, n)[...] for ref in heads)
 
             def loop(body: Callable[[_Step, Any], Any], carry: Any) -> Any:
@@ -298,9 +298,9 @@ def _sweep(
                     vectors = tuple(x.at[slot] for x in passing_vectors)
 
                     def make_tile() -> Tile:
-                        shape = share, tile
+                        shape = group_rows, tile
                         iota = [_laid(lax.broadcasted_iota(jnp.int32, shape, d), interpret) for d in (0, 1)]
-                        indices = iota[0] + first, iota[1] + start_of(number)
+                        indices = iota[0] + first_row, iota[1] + start_of(number)
                         values = [
                             tuple(_across(ref, shape, dim, interpret) for ref in refs)
                             for dim, refs in enumerate(
@@ -321,14 +321,14 @@ def _sweep(
                     return body(step, carry)
 
                 pl.when(num_steps > 0)(lambda: plgpu.barrier_wait(filled[0].at[0]))
-                done: Any = 0
+                num_masked: Any = 0
                 if rule.mask:
-                    done = num_partial[...] * split
-                    carry = lax.fori_loop(0, done, partial(run, masked=True), carry)
-                return lax.fori_loop(done, num_steps, partial(run, masked=False), carry)
+                    num_masked = num_partial[...] * num_tiles
+                    carry = lax.fori_loop(0, num_masked, partial(run, masked=True), carry)
+                return lax.fori_loop(num_masked, num_steps, partial(run, masked=False), carry)
 
-            span = pl.ds(first, share)
-            compute(_Program((b, span, n), (b, n, span), mine, my_vectors, loop, warpgroup, turns.at[0]), *outs)
+            span = pl.ds(first_row, group_rows)
+            compute(_Program((b, span, n), (b, n, span), own_refs, my_vectors, loop, warpgroup, turns.at[0]), *outs)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _() -> None:
@@ -360,8 +360,8 @@ def _sweep(
     # vectors arrive at the barrier of the first array
     arrivals = 1 + len(columns.vectors), *[1] * (len(columns.tiles) - 1)
     scratch = (
-        tuple(place(WARPGROUPS, share, x) for x in rows.tiles),
-        tuple(vector(WARPGROUPS, share, x) for x in rows.vectors),
+        tuple(place(WARPGROUPS, group_rows, x) for x in rows.tiles),
+        tuple(vector(WARPGROUPS, group_rows, x) for x in rows.vectors),
         tuple(place(stages, tile, x) for x in columns.tiles),
         tuple(vector(stages, tile, x) for x in columns.vectors),
         plgpu.Barrier(num_arrivals=len(rows.tiles + rows.vectors), num_barriers=WARPGROUPS),

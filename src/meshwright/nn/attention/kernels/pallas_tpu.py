@@ -50,14 +50,14 @@ def fits(lists: BlockLists) -> bool:
     """True if the steps, 4 bytes for each place in the lists, fit in scalar memory: 1 MiB, less what Mosaic takes."""
     batch, heads, rows, columns = lists.index.shape
     sublanes = min(8, pl.next_power_of_2(heads))
-    places = batch * -(-heads // sublanes) * sublanes * -(-rows * columns // LANES) * LANES
-    return 4 * places < 2**20 - 2**14
+    num_places = batch * -(-heads // sublanes) * sublanes * -(-rows * columns // LANES) * LANES
+    return 4 * num_places < 2**20 - 2**14
 
 
 def _resident_bytes() -> int:
     """Returns the vector memory for dk and dv: a core of TPU v4 has 16 MiB, later ones have at least 64 MiB."""
-    small = default_platform() == "tpu" and default_device().device_kind == "TPU v4"
-    return _KEPT_BYTES // 8 if small else _KEPT_BYTES
+    is_v4 = default_platform() == "tpu" and default_device().device_kind == "TPU v4"
+    return _KEPT_BYTES // 8 if is_v4 else _KEPT_BYTES
 
 
 def _steps(lists: BlockLists, span: range) -> tuple[Int[Array, "B|1 N|1 steps"], Int[Array, ""]]:
@@ -71,14 +71,14 @@ def _steps(lists: BlockLists, span: range) -> tuple[Int[Array, "B|1 N|1 steps"],
     flags = computed * _COMPUTED + (slot < lists.partial[..., None]) * _MASKED
     word = (row << _ROW_SHIFT) + (jnp.where(computed, lists.index, span.start) << _COLUMN_SHIFT) + computed * flags
     # rows in order, and blocks of keys in order within a row
-    empty = (slot == 0) & ~jnp.any(computed, axis=-1, keepdims=True)
-    word = jnp.sort(jnp.where(computed | empty, word, _NO_STEP).reshape(*word.shape[:2], -1))
+    is_empty = (slot == 0) & ~jnp.any(computed, axis=-1, keepdims=True)
+    word = jnp.sort(jnp.where(computed | is_empty, word, _NO_STEP).reshape(*word.shape[:2], -1))
     exists = word < _NO_STEP
-    edge = jnp.diff(word >> _ROW_SHIFT, axis=-1) != 0
-    first, last = (jnp.pad(edge, ((0, 0), (0, 0), side), constant_values=True) for side in ((1, 0), (0, 1)))
+    is_edge = jnp.diff(word >> _ROW_SHIFT, axis=-1) != 0
+    is_first, is_last = (jnp.pad(is_edge, ((0, 0), (0, 0), side), constant_values=True) for side in ((1, 0), (0, 1)))
     # idle steps name the last blocks again: Pallas fetches a block only where its number changes
-    final = jnp.max(jnp.where(exists, word, 0), axis=-1, keepdims=True) >> _COLUMN_SHIFT << _COLUMN_SHIFT
-    word = jnp.where(exists, word + first * _FIRST + last * _LAST, final)
+    idle_word = jnp.max(jnp.where(exists, word, 0), axis=-1, keepdims=True) >> _COLUMN_SHIFT << _COLUMN_SHIFT
+    word = jnp.where(exists, word + is_first * _FIRST + is_last * _LAST, idle_word)
     return word, jnp.max(jnp.sum(exists, axis=-1, dtype=jnp.int32))
 
 
@@ -126,8 +126,8 @@ def _run(
     def spec(x: Any, side: int, *, is_value: bool) -> pl.BlockSpec:
         def index(*args: Any) -> Any:
             _, heads, numbers = locate(*args[:5])
-            first = lead(x, args[0], heads[0 if is_value else side])
-            return (*first, 0, numbers[side]) if is_value else (*first, numbers[side], 0)
+            lead_index = lead(x, args[0], heads[0 if is_value else side])
+            return (*lead_index, 0, numbers[side]) if is_value else (*lead_index, numbers[side], 0)
 
         size = blocks[side]
         return pl.BlockSpec((None, None, 1, size) if is_value else (None, None, size, x.shape[-1]), index)
@@ -135,7 +135,7 @@ def _run(
     def kernel(words: Any, *refs: Any) -> None:
         counts = (len(scalars), len(queries) + len(keys), len(values), len(outs), len(resident), len(sums), num_rows)
         ends = np.cumsum(counts)
-        scalar_refs, array_refs, value_refs, out_refs, resident_refs, sum_refs, wide = (
+        scalar_refs, array_refs, value_refs, out_refs, resident_refs, sum_refs, wide_refs = (
             refs[end - count : end] for end, count in zip(ends, counts, strict=True)
         )
         b, kv_head, member, step = (pl.program_id(axis) for axis in range(4))
@@ -150,9 +150,9 @@ def _run(
         def _() -> None:
             for ref, (_, value) in zip(sum_refs, sums, strict=True):
                 ref[...] = jnp.full(ref.shape, value, jnp.float32)
-            for ref, held in zip(value_refs[:num_rows], wide, strict=True):
+            for ref, wide_ref in zip(value_refs[:num_rows], wide_refs, strict=True):
                 # once a row of blocks: values of rows come along the lanes, and scores have rows along the sublanes
-                held[...] = jnp.broadcast_to(ref[...], held.shape[::-1]).T
+                wide_ref[...] = jnp.broadcast_to(ref[...], wide_ref.shape[::-1]).T
 
         def compute(*, masked: bool) -> None:
             query, key = (blocks[i] * numbers[i] + lax.broadcasted_iota(jnp.int32, blocks, i) for i in (0, 1))
@@ -160,16 +160,16 @@ def _run(
                 query,
                 key,
                 tuple(ref[lead(ref, b, heads[0])] for ref in scalar_refs),
-                tuple(_repeated(ref[...], blocks[1]) for ref in wide),
+                tuple(_repeated(ref[...], blocks[1]) for ref in wide_refs),
                 tuple(jnp.broadcast_to(ref[...], blocks) for ref in value_refs[num_rows:]),
             )
-            seen = jnp.broadcast_to(rule.mask(tile), blocks) if masked and rule.mask else None
-            add(tile, seen, array_refs, sum_refs, resident_refs, numbers[1])
+            is_seen = jnp.broadcast_to(rule.mask(tile), blocks) if masked and rule.mask else None
+            add(tile, is_seen, array_refs, sum_refs, resident_refs, numbers[1])
 
-        kind = word & (_COMPUTED | _MASKED)
-        pl.when(kind == _COMPUTED if rule.mask else kind != 0)(partial(compute, masked=False))
+        flags = word & (_COMPUTED | _MASKED)
+        pl.when(flags == _COMPUTED if rule.mask else flags != 0)(partial(compute, masked=False))
         if rule.mask:
-            pl.when(kind == _COMPUTED | _MASKED)(partial(compute, masked=True))
+            pl.when(flags == _COMPUTED | _MASKED)(partial(compute, masked=True))
         pl.when((word & _LAST) != 0)(lambda: finish(out_refs, sum_refs))
 
     operands = [(x, side, False) for side in (0, 1) for x in arrays[side]]
@@ -248,20 +248,20 @@ def forward(
         s, _ = _scores(rule, tile, q[...], k[...], scale)
         if seen is not None:
             s = jnp.where(seen, s, LOWEST)
-        before = peak[...]
-        after = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
-        p = jnp.exp2(s - _repeated(after, blocks[1]))
-        fade = jnp.exp2(before - after)
-        peak[...] = after
+        old_peak = peak[...]
+        new_peak = jnp.maximum(old_peak, jnp.max(s, axis=1, keepdims=True))
+        p = jnp.exp2(s - _repeated(new_peak, blocks[1]))
+        fade = jnp.exp2(old_peak - new_peak)
+        peak[...] = new_peak
         total[...] = total[...] * fade + jnp.sum(p, axis=1, keepdims=True)
         mixed[...] = mixed[...] * _repeated(fade, width) + _product(p.astype(v.dtype), v[...], (1, 0))
 
     def finish(outs: _Refs, sums: _Refs) -> None:
         mixed, peak, total = (ref[...] for ref in sums)
         # masked scores weigh 1 until a row sees its first key, and 0 from then on
-        seen = peak > LOWEST
-        outs[0][...] = (mixed * _repeated(jnp.where(seen, 1.0 / total, 0.0), width)).astype(outs[0].dtype)
-        outs[1][...] = jnp.where(seen, peak / _LOG2_E + jnp.log(total), -jnp.inf).T[:1]
+        has_key = peak > LOWEST
+        outs[0][...] = (mixed * _repeated(jnp.where(has_key, 1.0 / total, 0.0), width)).astype(outs[0].dtype)
+        outs[1][...] = jnp.where(has_key, peak / _LOG2_E + jnp.log(total), -jnp.inf).T[:1]
 
     o, lse = _run(
         rule,
@@ -304,7 +304,7 @@ def backward(
     num_blocks = keys[0].shape[2] // blocks[1]
     # two buffers in float32
     block_bytes = 8 * blocks[1] * sum(pl.cdiv(x.shape[-1], LANES) * LANES for x in keys)
-    span = max(1, _resident_bytes() // block_bytes)
+    span_len = max(1, _resident_bytes() // block_bytes)
 
     def add(
         first: int, tile: Tile, seen: Array | None, arrays: _Refs, sums: _Refs, resident: _Refs, column: Array
@@ -324,20 +324,20 @@ def backward(
         outs[0][...] = (sums[0][...] * scale).astype(outs[0].dtype)
 
     parts = []
-    for first in range(0, num_blocks, span):
-        here = range(first, min(first + span, num_blocks))
-        shapes = [(*x.shape[:2], len(here), blocks[1], x.shape[3]) for x in keys]
+    for first_block in range(0, num_blocks, span_len):
+        key_blocks = range(first_block, min(first_block + span_len, num_blocks))
+        shapes = [(*x.shape[:2], len(key_blocks), blocks[1], x.shape[3]) for x in keys]
         parts.append(
             _run(
                 rule,
-                _steps(by_query, here),
+                _steps(by_query, key_blocks),
                 blocks,
                 (queries, keys),
                 row_values=values,
-                add=partial(add, first),
+                add=partial(add, first_block),
                 finish=finish,
                 # float32 where several kernels' dq are added
-                outs=[jax.ShapeDtypeStruct(queries[0].shape, q.dtype if span >= num_blocks else jnp.float32)],
+                outs=[jax.ShapeDtypeStruct(queries[0].shape, q.dtype if span_len >= num_blocks else jnp.float32)],
                 resident=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
                 sums=[(q.shape[-1], 0.0)],
                 name="flash_attention_backward",

@@ -108,9 +108,9 @@ def attend(
 
 def finish(running: RunningSoftmax) -> tuple[MixedRows, PerRow]:
     """Returns result and log-sum-exp in float32; zeros and minus infinity for a row that saw no key."""
-    seen = running.total > 0
-    total = jnp.where(seen, running.total, 1.0)
-    return running.mixed / total[..., None], jnp.where(seen, running.peak + jnp.log(total), -jnp.inf)
+    has_key = running.total > 0
+    total = jnp.where(has_key, running.total, 1.0)
+    return running.mixed / total[..., None], jnp.where(has_key, running.peak + jnp.log(total), -jnp.inf)
 
 
 def reads(held: TileRule | Tile) -> dict[str, Any]:
@@ -147,11 +147,11 @@ def score_cotangents(
 def _with_reads(score: Callable[..., Array], tile: Tile, found: Array, learned: Any) -> Array:
     """Returns scores by a rule, from the arrays that it learns."""
 
-    held: dict[str, Any] = {
+    arrays: dict[str, Any] = {
         name: tuple(x if y is None else y for x, y in zip(getattr(tile, name), values, strict=True))
         for name, values in learned.items()
     }
-    return score(found, tile._replace(**held))
+    return score(found, tile._replace(**arrays))
 
 
 def transposed(k: KeyRows) -> Float[Array, "*lead H S"]:

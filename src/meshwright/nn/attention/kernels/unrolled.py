@@ -43,8 +43,8 @@ def _fewest(head: Head, row: int, blocks: list[int], run: Callable[[list[int]], 
     if head.lists.exists is None or len(blocks) == 1:
         return run(blocks)
     half = len(blocks) // 2
-    falls = row - blocks[0] > blocks[-1] - row
-    near, far = (blocks[half:], blocks[:half]) if falls else (blocks[:-half], blocks[-half:])
+    is_below = row - blocks[0] > blocks[-1] - row
+    near, far = (blocks[half:], blocks[:half]) if is_below else (blocks[:-half], blocks[-half:])
     sees_far = jnp.asarray(head.lists.exists)[row, np.array(far)].any()
     return lax.cond(sees_far, lambda: run(blocks), lambda: _fewest(head, row, near, run))
 
@@ -74,13 +74,13 @@ def _tile(sizes: TileSizes, head: Head, rows: Sequence[int], columns: Sequence[i
 
 def forward(sizes: TileSizes, scale: float, head: Head, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Returns the result [T, Hv] and log-sum-exp [T] of one head."""
-    outs, sums = [], []
+    outs, lses = [], []
     q, rest = scaled(q, scale)
     for i, blocks, is_masked in _tiles(head.lists):
         tall = _taken(q, [i], sizes.q_block, -2)
         if not blocks:
             outs.append(jnp.zeros((*tall.shape[:-1], v.shape[-1]), q.dtype))
-            sums.append(jnp.full(tall.shape[:-1], -jnp.inf, jnp.float32))
+            lses.append(jnp.full(tall.shape[:-1], -jnp.inf, jnp.float32))
             continue
 
         def row(blocks: list[int], i: int = i, tall: Array = tall, is_masked: bool = is_masked) -> tuple[Array, Array]:
@@ -90,20 +90,20 @@ def forward(sizes: TileSizes, scale: float, head: Head, q: Array, k: Array, v: A
 
         out, lse = _fewest(head, i, blocks, row)
         outs.append(out.astype(q.dtype))
-        sums.append(lse)
-    return jnp.concatenate(outs, -2), jnp.concatenate(sums, -1)
+        lses.append(lse)
+    return jnp.concatenate(outs, -2), jnp.concatenate(lses, -1)
 
 
 def backward(
     sizes: TileSizes, scale: float, head: Head, rows: Sequence[Array], k: Array, v: Array
 ) -> tuple[Array, Array, Array, Any]:
     """Returns (dq, dk, dv, cotangents of what the score rule reads) of one head, as `blocks` does."""
-    tall, rest = scaled(rows[0], scale)
+    queries, rest = scaled(rows[0], scale)
     columns = transposed(k)
     # Without it scores would read these at the stride of the heads, which XLA does not vectorise.
     by_row = lax.optimization_barrier(tuple(rows[2:]))
     # dq is accumulated as columns: its products with transposed keys then have no other transposed factor.
-    dq = jnp.zeros((*tall.shape[:-2], tall.shape[-1], tall.shape[-2]), jnp.float32)
+    dq = jnp.zeros((*queries.shape[:-2], queries.shape[-1], queries.shape[-2]), jnp.float32)
     drule = jax.tree.map(jnp.zeros_like, reads(head.rule))
     dks, dvs = [], []
     for j, blocks, is_masked in _tiles(head.lists):
@@ -118,18 +118,18 @@ def backward(
             blocks: list[int], j: int = j, keys: Any = keys, before: Any = before, is_masked: bool = is_masked
         ) -> Any:
             dq, drule = before
-            q, dout = (_taken(x, blocks, sizes.q_block, -2) for x in (tall, rows[1]))
+            q, dout = (_taken(x, blocks, sizes.q_block, -2) for x in (queries, rows[1]))
             lse, delta = (_taken(x, blocks, sizes.q_block) for x in by_row)
             tile = _tile(sizes, head, blocks, [j], turned=True)
-            p, ds, added = score_cotangents((q, dout, lse, delta), keys, rest, head.rule, tile, is_masked=is_masked)
+            p, ds, dreads = score_cotangents((q, dout, lse, delta), keys, rest, head.rule, tile, is_masked=is_masked)
             part = weighted_sums(_taken(columns, [j], sizes.kv_block), ds.astype(k.dtype))
-            ways: dict[str, Any] = {
+            add_by_name: dict[str, Any] = {
                 "heads": lambda x, y: x + y.sum(),
                 "rows": lambda x, y: _added(x, y.sum(0), blocks, sizes.q_block),
                 "columns": lambda x, y: _added(x, y.sum(1), [j], sizes.kv_block),
                 "tables": jnp.add,
             }
-            drule = {name: jax.tree.map(ways[name], drule[name], added[name]) for name in drule}
+            drule = {name: jax.tree.map(add_by_name[name], drule[name], dreads[name]) for name in drule}
             return _added(dq, part, blocks, sizes.q_block), weighted_sums(ds, q) * rest, weighted_sums(p, dout), drule
 
         dq, dk, dv, drule = _fewest(head, j, blocks, column)
@@ -145,10 +145,10 @@ def backward(
 def _added(x: Array, value: Array, blocks: Sequence[int], size: int) -> Array:
     """Adds ``value`` to the blocks that `_taken` takes. Not a scatter: over all rows its index is empty, and jaxlib
     0.11's partitioner crashes on that."""
-    first, last = blocks[0] * size, (blocks[-1] + 1) * size
-    if len(blocks) * size < last - first:
+    start, end = blocks[0] * size, (blocks[-1] + 1) * size
+    if len(blocks) * size < end - start:
         for n, block in enumerate(blocks):
             x = _added(x, lax.slice_in_dim(value, n * size, (n + 1) * size, axis=value.ndim - 1), [block], size)
         return x
-    added = lax.slice_in_dim(x, first, last, axis=x.ndim - 1) + value
-    return lax.dynamic_update_slice_in_dim(x, added, first, axis=x.ndim - 1)
+    added = lax.slice_in_dim(x, start, end, axis=x.ndim - 1) + value
+    return lax.dynamic_update_slice_in_dim(x, added, start, axis=x.ndim - 1)

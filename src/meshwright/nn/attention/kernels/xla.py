@@ -49,30 +49,30 @@ def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[T
         if bounds is not None and max(lengths) > unrolled.DENSE and bounds.sparsity() < unrolled.SPARSITY:
             bounds = None
     if bounds is None:
-        most = (WIDE, WIDE)
+        max_sizes = (WIDE, WIDE)
         if call.platform == "cpu":
-            most = (ROWS, LISTED) if over == "queries" else (LISTED, ROWS)
-        sizes = block_size(lengths[0], most[0]), block_size(lengths[1], most[1])
+            max_sizes = (ROWS, LISTED) if over == "queries" else (LISTED, ROWS)
+        sizes = block_size(lengths[0], max_sizes[0]), block_size(lengths[1], max_sizes[1])
     rule, table = prepared(call, q, k, sizes)
     q_idx, kv_idx = padded(jnp.asarray(call.q_idx), sizes[0], -1), padded(jnp.asarray(call.kv_idx), sizes[1], -1)
     table = table if call.platform == "cpu" else table.reduced()
     lists = table.lists(over) if bounds is None else bounds.reduced().lists(over)
-    varies = table.kinds.shape[:2] != (1, 1) or not isinstance(table.kinds, np.ndarray)
-    if bounds is not None and varies and max(lengths) > unrolled.WHOLE:
+    is_varying = table.kinds.shape[:2] != (1, 1) or not isinstance(table.kinds, np.ndarray)
+    if bounds is not None and is_varying and max(lengths) > unrolled.WHOLE:
         lists = lists._replace(exists=table.exists(over))
-    together = 1
+    num_together = 1
     if call.platform == "cpu":
-        together = _together(lists) if bounds is None else 0
-    return rule, lists, TileSizes(*sizes, q_idx, kv_idx, call.first_head, together)
+        num_together = _together(lists) if bounds is None else 0
+    return rule, lists, TileSizes(*sizes, q_idx, kv_idx, call.first_head, num_together)
 
 
 def _together(lists: BlockLists) -> int:
     """Returns how many blocks of a list are processed together: what takes least, or 4 where lists are not known."""
-    most = lists.index.shape[-1]
-    able = [count for count in TOGETHER if count <= most]
+    max_blocks = lists.index.shape[-1]
+    counts = [count for count in TOGETHER if count <= max_blocks]
     if not isinstance(lists.total, np.ndarray):
-        return max(able)
-    return min(able, key=lambda count: float(np.ceil(lists.total / count).sum()) * TOGETHER[count])
+        return max(counts)
+    return min(counts, key=lambda count: float(np.ceil(lists.total / count).sum()) * TOGETHER[count])
 
 
 def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
