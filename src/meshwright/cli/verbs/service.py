@@ -269,7 +269,7 @@ def _changed(result: ServiceResult, text: str) -> Answer:
     }
     lines: list[Piece] = ["", *(Paragraph(f"{'    and' if n else 'What if'} {row}", 10) for n, row in enumerate(words))]
     try:
-        planned_with = {"stored": result.stored, "axes": result.axes, "pareto": result.is_frontier}
+        planned_with: Facts = {"stored": result.stored, "axes": result.axes, "pareto": result.is_frontier}
         then = plan_service(setting, service, **planned_with).plans[0]
     except CannotRunError as error:
         return Answer({**facts, "note": str(error)}, [*lines, Fact("  nothing serves", str(error))])
