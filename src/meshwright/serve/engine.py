@@ -141,8 +141,7 @@ class Engine:
     def dispatch(self) -> None:
         """Dispatches a step, if anything is to run; `read` follows."""
         if self._drafter:
-            # where the rows of a step begin depends on which drafts were right
-            self._read()
+            self._read()  # where the rows of a step begin depends on which drafts were right
             self._close_ended()
         planned = [owner.scheduler.plan() for owner in self._owners]
         for active in (active for step in planned for active in step.preempted):

@@ -10,9 +10,9 @@ from msgspec.structs import asdict, replace
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas import serving
 from meshwright.cost.formulas.accounting import kv_cache_bytes
-from meshwright.cost.formulas.letters import feed_forward_width
 from meshwright.cost.formulas.limits import ici_intensity, tensor_max_size
 from meshwright.cost.formulas.roofline import critical_batch, dtype_bytes
+from meshwright.cost.letters import feed_forward_width
 from meshwright.cost.network.collectives import latency_bound_bytes
 from meshwright.cost.network.links import torus_width
 from meshwright.report.answer import Facts

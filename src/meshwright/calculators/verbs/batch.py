@@ -14,9 +14,9 @@ from meshwright.calculators.verbs.show_chip import product_dtype
 from meshwright.cli.verb import SEQ_NEEDED, Count, Options, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_count, format_params
-from meshwright.cost.formulas.letters import sparsity
 from meshwright.cost.formulas.limits import data_parallel_min_tokens_per_chip, ici_intensity
 from meshwright.cost.formulas.roofline import critical_batch, dtype_bytes
+from meshwright.cost.letters import sparsity
 from meshwright.cost.network.links import torus_width
 from meshwright.plan.legal import divisors
 from meshwright.report.answer import Answer, Fact, Facts, Piece, Table

@@ -18,7 +18,7 @@ from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas.accounting import kv_cache_bytes
-from meshwright.cost.formulas.letters import feed_forward_width
+from meshwright.cost.letters import feed_forward_width
 from meshwright.cost.work.ops import token_flops
 from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
 from meshwright.spec.catalogue import models

@@ -7,9 +7,9 @@ from meshwright.cli.verbs.explain import legend, limit_tables
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted, format_count, format_seconds
 from meshwright.cost.formulas.accounting import state_bytes
-from meshwright.cost.formulas.letters import Letters
 from meshwright.cost.formulas.limit_table import limits_at
 from meshwright.cost.formulas.limits import MixedLayer, ici_intensity
+from meshwright.cost.letters import Letters
 from meshwright.cost.network.links import torus_width
 from meshwright.plan.why.bounds import model_letters, shared_letters, switched_letters
 from meshwright.report.answer import Answer, Facts

@@ -12,7 +12,6 @@ import msgspec
 
 from meshwright.core.units import format_count, format_seconds
 from meshwright.cost.formulas import limits
-from meshwright.cost.formulas.letters import Letters
 from meshwright.cost.formulas.training_budget import (
     DAY_S,
     min_chips,
@@ -21,6 +20,7 @@ from meshwright.cost.formulas.training_budget import (
     train_seconds,
     training_flops,
 )
+from meshwright.cost.letters import Letters
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):

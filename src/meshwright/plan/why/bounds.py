@@ -13,9 +13,9 @@ from meshwright.algebra.notation import product
 from meshwright.algebra.rewrites.rings import num_moves
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.accounting import state_bytes
-from meshwright.cost.formulas.letters import Letters, feed_forward_width, sparsity
 from meshwright.cost.formulas.roofline import critical_batch
 from meshwright.cost.formulas.training_budget import global_batch
+from meshwright.cost.letters import Letters, feed_forward_width, sparsity
 from meshwright.cost.network.links import TorusWidth, torus_width
 from meshwright.cost.network.placement import Placement
 from meshwright.cost.pass_times import link_seconds

@@ -8,9 +8,9 @@ from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_seconds
 from meshwright.cost.breakdown import Breakdown, PricedOverlap, Term
 from meshwright.cost.formulas import limits
-from meshwright.cost.formulas.letters import Letters
 from meshwright.cost.formulas.limit_table import Limit, limits_at
 from meshwright.cost.formulas.training_budget import train_seconds, training_flops
+from meshwright.cost.letters import Letters
 from meshwright.cost.network.collectives import group_rates
 from meshwright.cost.network.placement import physical_placement
 from meshwright.cost.setting import setting_of
