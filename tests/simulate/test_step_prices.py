@@ -60,6 +60,12 @@ def test_layers_with_a_window_read_no_more_than_that(length):
     assert kv == pytest.approx(kv_bytes_of_position(gemma) * 8 * kept)
 
 
+def test_windows_with_pages_of_their_own_are_read_alike():
+    model = load_model("gemma2-9b")
+    apart = prices_of(model, replace(STORAGE, window_pages=200))
+    np.testing.assert_allclose(apart.of([DECODE, PROMPT, BOTH]), prices_of(model).of([DECODE, PROMPT, BOTH]))
+
+
 def test_devices_share_the_work():
     whole, split = prices_of().of([BOTH]), prices_of(tensor=8).of([BOTH])
     np.testing.assert_allclose(split[:, 2:] * 8, whole[:, 2:])

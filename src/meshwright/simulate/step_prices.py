@@ -60,7 +60,7 @@ class StepPrices:
         prompt_seqs = LikeSequences.of_sums(prompt_rows, np.maximum(pairs, 1), earlier)
         decode_seqs = LikeSequences(decoded, 1.0, cached / np.maximum(decoded, 1))
         prompt_seqs = replace(prompt_seqs, count=prompt_seqs.count * (prefilled > 0))
-        dims = {**sizes.dims, "O": outputs, "Q": 0.0, "Pg": 1.0, "Pl": 1.0, "Bp": 0.0}
+        dims = {**sizes.dims, "O": outputs, "Q": 0.0, "Pg": 1.0, "Pw": 1.0, "Pl": 1.0, "Bp": 0.0}
         sizes = replace(sizes, dims=dims, sequences=(decode_seqs, prompt_seqs), cache={})
         weight_bytes = kv_bytes = flops = 0.0
         names = {name for name, variable in self.derived.program.variables.items() if variable.role in WEIGHTS}
