@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.algebra.notation import check
 from meshwright.core.errors import UserError
 from meshwright.nn.hf.weights import read_params, save_hf

@@ -4,14 +4,13 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.generation import (
+from meshwright.algebra.generation.cache import cache_table, sequence_bytes
+from meshwright.algebra.generation.derive import derive_generation
+from meshwright.algebra.generation.program import (
     Storage,
     WeightDtype,
-    cache_table,
-    derive_generation,
     generation_program,
     quantised_weights,
-    sequence_bytes,
     weight_bytes,
 )
 from meshwright.algebra.notation import local_elements

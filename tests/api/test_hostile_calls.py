@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshwright as mw
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.core.errors import CannotRunError, InputError
 
 MODEL, CLUSTER = mw.load_model("tiny"), mw.parse_cluster("h100:8x1")

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage, derive_generation
+from meshwright.algebra.generation.derive import derive_generation
+from meshwright.algebra.generation.program import Storage
 from meshwright.api.served_step import step_prices
 from meshwright.core.dims import COLLECTIVES
 from meshwright.spec.calibration import save_calibration

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage, cache_table
+from meshwright.algebra.generation.cache import cache_table
+from meshwright.algebra.generation.program import Storage
 from meshwright.algebra.ops import kind_of
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.accounting import attention_work

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.api.planning import make_setting
 from meshwright.cost.memory.generation import copied_bytes
 from meshwright.cost.setting import Setting

@@ -94,7 +94,8 @@ def training_steps(model: Any, chosen: Chosen, options: Any) -> dict[str, list[s
 
 def generation_steps(model: Any, chosen: Chosen, *, which: str, cache_dtype: str, quantised: bool) -> dict[str, Any]:
     """The same of a step of generation: of prompts (``prefill``), or of one more token of each sequence."""
-    from meshwright.algebra.generation import Storage, derive_generation
+    from meshwright.algebra.generation.derive import derive_generation
+    from meshwright.algebra.generation.program import Storage
 
     storage = Storage(cache_dtype=cache_dtype, weights="int8" if quantised else "")
     return _sections(derive_generation(model, chosen.strategy, storage, prompts=which == "prefill"))

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.algebra.generation import Storage, weight_dtype
+from meshwright.algebra.generation.program import Storage, weight_dtype
 from meshwright.hlo.collectives import collectives
 from meshwright.nn.weights import init_params
 from meshwright.parallel.generation.packed_step import PackedShape, PackedStep

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.algebra.generation import generation_program
+from meshwright.algebra.generation.program import generation_program
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.transformer import transformer
 from meshwright.core.errors import CannotRunError, InputError

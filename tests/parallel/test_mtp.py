@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage, derive_job
+from meshwright.algebra.generation.derive import derive_job
+from meshwright.algebra.generation.program import Storage
 from meshwright.algebra.layers import ProgramOptions
 from meshwright.algebra.ops.route import ROUTING_ROWS
 from meshwright.algebra.transformer import transformer

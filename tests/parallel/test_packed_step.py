@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.algebra.sizes import OpSizes
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.nn import cache

@@ -5,7 +5,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.algebra.generation import cache_table
+from meshwright.algebra.generation.cache import cache_table
 from meshwright.core.errors import CannotRunError
 from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.strategy import held_dims

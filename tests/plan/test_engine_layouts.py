@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import derive_job
+from meshwright.algebra.generation.derive import derive_job
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.formulas.serving import WeightStationary
 from meshwright.cost.network.placement import place_axes

@@ -181,7 +181,7 @@ def derived_once():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("algebra.generation",):
+        for module in ("algebra.generation.derive",):
             patch.setattr(f"meshwright.{module}.derive", known_steps)
         yield
 

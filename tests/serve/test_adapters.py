@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.adapter import base_folder

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 from msgspec import structs
 
-from meshwright.algebra.generation import Storage, pages_of_windows
+from meshwright.algebra.generation.cache import pages_of_windows
+from meshwright.algebra.generation.program import Storage
 from meshwright.algebra.ops import past_latent_attention
 from meshwright.batching.limits import POLICIES, SchedulerLimits
 from meshwright.core.errors import CannotRunError, InputError

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.nn.hf.weights import read_params
 from meshwright.parallel.generation.packed_step import PackedStep

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from meshwright.algebra.generation import pages_of_windows
+from meshwright.algebra.generation.cache import pages_of_windows
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.serve.drawing.drawer import Drawn

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage, weight_dtype
+from meshwright.algebra.generation.program import Storage, weight_dtype
 from meshwright.nn.hf import files
 from meshwright.nn.hf.files import Entry, write_checkpoint
 from meshwright.nn.hf.format import stored_parts
@@ -178,7 +178,7 @@ LOADING = """
 import sys, threading, time
 from pathlib import Path
 import jax, jax.numpy as jnp
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.nn.hf.weights import load_params, save_adapter, source_of
 from meshwright.nn.weights import init_params

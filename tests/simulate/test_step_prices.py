@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage, derive_generation
+from meshwright.algebra.generation.derive import derive_generation
+from meshwright.algebra.generation.program import Storage
 from meshwright.api.rates import rates_for
 from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting

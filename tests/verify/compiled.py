@@ -9,7 +9,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.experimental.layout import Format
 from jax.sharding import SingleDeviceSharding
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.api.proving import PROGRAM, ProofOptions, request_of
 from meshwright.cli.asked import job_of_step
 from meshwright.cost.setting import Setting

@@ -3,7 +3,8 @@
 import pytest
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.generation import Storage, derive_generation
+from meshwright.algebra.generation.derive import derive_generation
+from meshwright.algebra.generation.program import Storage
 from meshwright.algebra.transformer import transformer
 from meshwright.core.labels import find_label
 from meshwright.spec.catalogue import load_model, models

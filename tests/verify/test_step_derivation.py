@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from meshwright.algebra.generation import AS_WRITTEN, Storage
+from meshwright.algebra.generation.program import AS_WRITTEN, Storage
 from meshwright.algebra.schedules.ticks import tick_tables
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshwright.algebra.generation import Storage, weight_dtype
+from meshwright.algebra.generation.program import Storage, weight_dtype
 from meshwright.api.rates import rates_for
 from meshwright.cli.fields import job_of, parse_fields, take_axes, with_fields
 from meshwright.cli.verb import CALIBRATION, Count, MeshSizes, Options, argument, option

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.algebra.generation import WeightStorage, weight_dtype
+from meshwright.algebra.generation.program import WeightStorage, weight_dtype
 from meshwright.cli.output import compiling, say
 from meshwright.cli.verb import Bytes, Count, MeshSizes, Options, argument, option
 from meshwright.core.errors import CannotRunError, InputError

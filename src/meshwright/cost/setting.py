@@ -8,14 +8,9 @@ from msgspec.structs import replace
 
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.generation import (
-    AS_WRITTEN,
-    Storage,
-    derive_generation,
-    derive_job,
-    job_strategy,
-    pages_of_window,
-)
+from meshwright.algebra.generation.cache import pages_of_window
+from meshwright.algebra.generation.derive import derive_generation, derive_job, job_strategy
+from meshwright.algebra.generation.program import AS_WRITTEN, Storage
 from meshwright.algebra.layers import PLAIN
 from meshwright.algebra.program import Program
 from meshwright.algebra.sizes import Number

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.generation import job_strategy
+from meshwright.algebra.generation.derive import job_strategy
 from meshwright.algebra.notation import product
 from meshwright.algebra.sizes import Number
 from meshwright.cost.arrays import as_python, largest, select, total

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
-from meshwright.algebra.generation import WeightDtype, quantised_weights
+from meshwright.algebra.generation.program import WeightDtype, quantised_weights
 from meshwright.algebra.ops.quantised_einsum import has_groups
 from meshwright.algebra.program import Variable
 from meshwright.algebra.steps import Step

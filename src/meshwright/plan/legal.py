@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.generation import cache_sizes, job_strategy
+from meshwright.algebra.generation.cache import cache_sizes
+from meshwright.algebra.generation.derive import job_strategy
 from meshwright.algebra.notation import product
 from meshwright.algebra.rewrites.pipeline import NO_PIPELINE, is_one_stack
 from meshwright.algebra.sizes import Number

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from meshwright.algebra.generation import AS_WRITTEN, Storage, job_strategy
+from meshwright.algebra.generation.derive import job_strategy
+from meshwright.algebra.generation.program import AS_WRITTEN, Storage
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted, format_bytes
 from meshwright.cost.breakdown import Breakdown

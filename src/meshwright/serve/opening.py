@@ -11,14 +11,9 @@ import jax
 import jax.numpy as jnp
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import (
-    Storage,
-    cache_table,
-    derive_generation,
-    pages_of_windows,
-    quantised_weights,
-    weight_bytes,
-)
+from meshwright.algebra.generation.cache import cache_table, pages_of_windows
+from meshwright.algebra.generation.derive import derive_generation
+from meshwright.algebra.generation.program import Storage, quantised_weights, weight_bytes
 from meshwright.algebra.notation import ShardedArray, local_elements, product
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.algebra.transformer import weight_variables

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.batching.limits import Policy
 from meshwright.core.fields import Checked, check_figures
 

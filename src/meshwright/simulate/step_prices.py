@@ -6,7 +6,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.program import WEIGHTS
 from meshwright.batching.clock import Clock

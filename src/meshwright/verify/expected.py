@@ -10,7 +10,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.generation import cache_sizes, derive_job, job_strategy
+from meshwright.algebra.generation.cache import cache_sizes
+from meshwright.algebra.generation.derive import derive_job, job_strategy
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.dispatch import ROOM, is_bounded
 from meshwright.algebra.ops.muon import padding_factor

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from meshwright.algebra.derive import derive
-from meshwright.algebra.generation import derive_generation
+from meshwright.algebra.generation.derive import derive_generation
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.ops.collective_matmul import NAME as COLLECTIVE_MATMUL
 from meshwright.algebra.rewrites.collective_matmul import with_collective_matmuls

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.algebra.generation import CacheDtype, Storage, WeightStorage
+from meshwright.algebra.generation.program import CacheDtype, Storage, WeightStorage
 from meshwright.api.running import require_devices
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, storage_of
 from meshwright.cli.output import or_dash, say

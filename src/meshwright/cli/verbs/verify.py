@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import asdict
 
-from meshwright.algebra.generation import CacheDtype, WeightStorage
+from meshwright.algebra.generation.program import CacheDtype, WeightStorage
 from meshwright.api.proving import TIMEOUT_S, ProofOptions, prove_service, prove_strategy
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, service_of, storage_of
 from meshwright.cli.verb import option, verb

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.generation import caches_of
+from meshwright.algebra.generation.program import caches_of
 from meshwright.algebra.notation import ShardedArray, product
 from meshwright.algebra.ops import kind_of
 from meshwright.algebra.rewrites.split_backward import weights_of

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from meshwright.algebra.generation import scale_name
+from meshwright.algebra.generation.program import scale_name
 from meshwright.algebra.ops.past_latent_attention import chunk_rows
 from meshwright.algebra.steps import Step
 from meshwright.nn.attention.ragged import NOTHING_SEEN, PagedPart, SpreadSlots, ragged_attention

@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.generation import CacheArray, Storage, quantised_weights, scale_name
+from meshwright.algebra.generation.cache import CacheArray
+from meshwright.algebra.generation.program import Storage, quantised_weights, scale_name
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.transformer import rows, weight_variables
 from meshwright.nn import quantisation

@@ -16,14 +16,9 @@ from jaxtyping import Array
 from msgspec.structs import replace
 
 from meshwright.algebra.derived import Derived
-from meshwright.algebra.generation import (
-    WINDOW_PAGES,
-    Storage,
-    cache_sizes,
-    cache_table,
-    derive_generation,
-    generation_strategy,
-)
+from meshwright.algebra.generation.cache import cache_sizes, cache_table
+from meshwright.algebra.generation.derive import derive_generation, generation_strategy
+from meshwright.algebra.generation.program import WINDOW_PAGES, Storage
 from meshwright.algebra.notation import ShardedArray, check
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
 from meshwright.core.errors import CannotRunError, InputError

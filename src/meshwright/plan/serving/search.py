@@ -28,7 +28,7 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 
-from meshwright.algebra.generation import sequence_bytes
+from meshwright.algebra.generation.cache import sequence_bytes
 from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.formulas.serving import waiting_s
 from meshwright.plan.serving.engines import PricedFleet

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.core.errors import InputError, nearest
 from meshwright.spec.chip import Chip
 from meshwright.spec.strategy import Precision

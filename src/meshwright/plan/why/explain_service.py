@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from meshwright.algebra.generation import sequence_bytes
+from meshwright.algebra.generation.cache import sequence_bytes
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.breakdown import Breakdown, Term

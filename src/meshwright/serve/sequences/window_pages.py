@@ -28,7 +28,7 @@ class HeldWindow:
 
 class WindowPages:
     """Numbers ``num_pages`` pages from ``first`` on. There must be as many as requests hold, see
-    `algebra.generation.pages_of_windows`."""
+    `algebra.generation.cache.pages_of_windows`."""
 
     def __init__(self, window: int, page_len: int, num_pages: int, first: int = 0) -> None:
         self.window, self.page_len = window, page_len

@@ -1,4 +1,4 @@
-"""The program of generation, made of the ops of a model's training program, and its caches.
+"""The program of generation, made of the ops of a model's training program.
 
 It is the step of a server. A row is one position of any sequence, so that sequences which get one more token and parts
 of prompts share the step; keys and values are in pages. It ends in the logits of the rows that are asked for. With
@@ -7,30 +7,21 @@ latents, are multiplied with the keys' projection (DeepSeek-V2, 2024, section 2.
 """
 
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.algebra.derive import derive, forward_pass
-from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.layers import PLAIN, ProgramOptions, mask_data
+from meshwright.algebra.layers import PLAIN, mask_data
 from meshwright.algebra.program import Block, Op, Program, Variable
-from meshwright.algebra.rewrites.collective_matmul import in_blocks
-from meshwright.algebra.rewrites.pipeline import boundary
-from meshwright.algebra.rewrites.repeated_heads import repeating, strategy_of_heads
-from meshwright.algebra.rewrites.torus import blocks_leg_by_leg
-from meshwright.algebra.tape import Shardings
 from meshwright.algebra.transformer import layer_kinds, parse_block, transformer, weight_variables
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.masks.names import mask_named
 from meshwright.masks.user import is_users, table_of_user
-from meshwright.spec.job import Job
 from meshwright.spec.model import MASK_DATA, Model
-from meshwright.spec.strategy import GENERATION_RULES, Rules, Strategy, held_dims
-from meshwright.spec.weights import group_dims, without_mtp
+from meshwright.spec.weights import group_dims
 
 Attributes = tuple[tuple[str, str], ...]
 CacheDtype = Literal["bf16", "fp32", "int8", "fp8"]
@@ -84,128 +75,25 @@ def weight_dtype(weights: WeightStorage) -> WeightDtype:
 AS_WRITTEN = Storage()
 """Weights in the dtype of the state, caches in bfloat16."""
 
-
-ONE_DEVICE = Strategy(mesh={})
-"""The strategy of one device."""
-
-
-def derive_forward(program: Program, strategy: Strategy, axes: tuple[str, ...] | None = None) -> Derived:
-    """Derives the forward steps of a program that is never differentiated: no backward pass, no update, nothing
-    kept. ``axes`` stay in the steps whatever their sizes; by default those of several devices."""
-    program = _with_wide_norms(repeating(program, strategy), strategy)
-    shardings = Shardings(program, strategy, strategy.active_axes if axes is None else axes)
-    blocks = [BlockSteps(block, tuple(forward_pass(block, shardings).steps), (), ()) for block in program.blocks]
-    declared = {name: shardings.declared(name) for name in program.variables}
-    return Derived(
-        program,
-        blocks_leg_by_leg((in_blocks(block, shardings) for block in blocks), strategy),
-        (),
-        declared,
-        boundary=tuple(step for step in boundary(program, shardings) if step.phase == "forward"),
-    )
+PAGES = "pages"
+"""The variable of the page table: for each sequence the numbers of its pages."""
+WINDOW_PAGES = "window_pages"
+"""The page table of layers with a window, if these have pages of their own."""
 
 
-def _with_wide_norms(program: Program, strategy: Strategy) -> Program:
-    """Returns the program whose RMS norms sum over devices if the strategy splits D of the stream."""
-    if not strategy.rules("activation").get("D"):
-        return program
-
-    def wide(op: Op) -> Op:
-        return replace(op, kind="wide_rms_norm") if op.kind == "rms_norm" else op
-
-    return replace(program, blocks=tuple(replace(b, ops=tuple(map(wide, b.ops))) for b in program.blocks))
+def window_of(block: Block) -> int | None:
+    """Returns the window of a block's attention, which its cache keeps at most; None for every position."""
+    return next((int(value) for op in block.ops for name, value in op.attributes if name == "window"), None)
 
 
-# -- the step of a job ----------------------------------------------------------------------------------
+def caches_of(block: Block) -> tuple[str, ...]:
+    """Returns the names of the caches that a layer of a block writes and reads."""
+    return tuple(op.inputs[0] for op in block.ops if op.kind == "cache_write")
 
 
-def derive_job(
-    model: Model,
-    job: Job,
-    strategy: Strategy,
-    *,
-    storage: Storage = AS_WRITTEN,
-    options: ProgramOptions = PLAIN,
-    fused_head: bool = True,
-) -> Derived:
-    """Returns the step of a job: all passes and the update of a training job, else the step of a server."""
-    strategy = strategy_of_heads(job_strategy(job, strategy), model.num_kv_heads)
-    if job.trains:
-        return derive(transformer(model, options), strategy, optimizer=job.optimizer, fused_head=fused_head)
-    return derive_generation(model, strategy, storage, prompts=job.has_prompts)
-
-
-def derive_generation(
-    model: Model,
-    strategy: Strategy,
-    storage: Storage = AS_WRITTEN,
-    axes: tuple[str, ...] | None = None,
-    *,
-    prompts: bool = False,
-) -> Derived:
-    """Returns the step of a server; ``axes`` stay in it whatever their sizes. The strategy says if it repeats heads. A
-    step has ``prompts`` if its sequences have several rows."""
-    # where positions of a cache are split, heads are gathered for all of them
-    joined = prompts and not strategy.rules("cache").get("S")
-    program = generation_program(without_mtp(model), storage, joined=joined)
-    return derive_forward(program, packed_rows(strategy, prompts=prompts), axes)
-
-
-def job_strategy(job: Job, strategy: Strategy) -> Strategy:
-    """Returns the strategy as the step of a job runs it."""
-    return strategy if job.trains else generation_strategy(strategy, prompts=job.has_prompts)
-
-
-def generation_strategy(strategy: Strategy, *, prompts: bool = False) -> Strategy:
-    """Returns the strategy as a step that generates runs it.
-
-    It has one microbatch, but pipelined steps of prompts, which are priced, not executed; nothing to offload and no
-    bound on the slots of experts. Keys are gathered over ``context`` also where training uses a ring or ulysses. Raises
-    CannotRunError for pipeline stages without prompts.
-    """
-    stages = strategy.mesh.get("pipeline", 1)
-    if stages > 1 and not prompts:
-        raise CannotRunError(
-            f"pipeline={stages} trains but does not generate in this version. Use its devices as tensor, data or fsdp."
-        )
-    microbatches = strategy.num_microbatches if stages > 1 else 1
-    return replace(strategy, context_attention="gather", num_microbatches=microbatches, offload=(), capacity_factor=0.0)
-
-
-def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:
-    """Returns the strategy for packed rows.
-
-    A sequence belongs to the devices of one place on the axes that split the sequences of caches: its rows, its pages
-    and its rows with logits are there. Axes that split positions of caches split the slots of every page. In steps
-    with ``prompts``, whose rows are many, rows are split as the positions of prompts are, over further axes.
-    """
-    roles = GENERATION_RULES | strategy.assignment
-    owner_axes, output_axes = roles["cache"].get("B", ()), roles["output"].get("B", ())
-    axes_by_role = {role: roles[role].get("B", ()) for role in ("activation", "input", "position")}
-    changed_rules: dict[str, Rules] = {
-        "position": {"B": axes_by_role["position"], "Q": owner_axes, "O": output_axes},
-        "output": {"O": output_axes},
-        "cache": {
-            **{dim: axes for dim, axes in roles["cache"].items() if dim not in ("B", "S")},
-            "Pg": owner_axes,
-            "Pw": owner_axes,
-            "Pl": roles["cache"].get("S", ()),
-        },
-    }
-    for role in ("activation", "input"):
-        row_axes = _merged(axes_by_role[role], roles[role].get("T", ()) if prompts else ())
-        changed_rules[role] = {**roles[role], "B": row_axes, "O": axes_by_role[role]}
-    assignment = roles | changed_rules
-    for role, rules in assignment.items():  # a row is one position, whose slots of experts are split as rows are
-        packed_rules = {dim: axes for dim, axes in rules.items() if dim != "T"}
-        if "C" in packed_rules and "B" in packed_rules:
-            packed_rules["C"] = tuple(axis for axis in packed_rules["C"] if axis in packed_rules["B"])
-        assignment[role] = packed_rules
-    return replace(strategy, assignment=assignment)
-
-
-def _merged(*several: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(axis for axes in several for axis in axes))
+def scale_name(name: str) -> str:
+    """Returns the name of the variable that holds the scales of an int8 array."""
+    return f"{name}_scale"
 
 
 # -- quantised weights ----------------------------------------------------------------------------------
@@ -225,7 +113,7 @@ def quantised_weights(model: Model, dtype: WeightDtype) -> dict[str, tuple[Varia
         return {}
     weights = {name: weight for name, (weight, _) in weight_variables(model).items()}
     scale_dims: dict[str, set[str]] = {}
-    for program in (_plain_program(model, AS_WRITTEN, joined=joined) for joined in (False, True)):
+    for program in (plain_program(model, AS_WRITTEN, joined=joined) for joined in (False, True)):
         for op in (op for block in program.blocks for op in block.ops if op.kind in QUANTISED):
             weight = weights.get(op.inputs[1])
             if weight and weight.part not in ("router", "adapter") and weight.dims[0] != "P":
@@ -275,7 +163,7 @@ def generation_program(model: Model, storage: Storage = AS_WRITTEN, *, joined: b
     logits it ends in. With several adapters, ``adapters``[B, T] is the number of each row's own, -1 for none. With
     latents, ``joined`` says that rows meet those of their own step by keys and values of heads, as in training.
     """
-    program = _plain_program(model, storage, joined=joined)
+    program = plain_program(model, storage, joined=joined)
     if not (pairs := quantised_weights(model, storage.weights)):
         return program
     variables = program.variables | {variable.name: variable for pair in pairs.values() for variable in pair}
@@ -292,7 +180,8 @@ def generation_program(model: Model, storage: Storage = AS_WRITTEN, *, joined: b
     return Program(blocks, variables, program.stacks)
 
 
-def _plain_program(model: Model, storage: Storage, *, joined: bool = False) -> Program:
+def plain_program(model: Model, storage: Storage, *, joined: bool = False) -> Program:
+    """Returns the program with the weights of products as the state has them."""
     if model.encoder or model.relative_buckets:
         raise CannotRunError(
             f"{model.name} has an encoder or relative positions and does not generate in this version."
@@ -442,98 +331,3 @@ class _Writer:
             written_names.append(self._add("cache_write", (name, array, where), updated))
         self.outputs += written_names
         return written_names
-
-
-# -- the cache: declared arrays of the program ----------------------------------------------------------------
-
-PAGES = "pages"
-"""The variable of the page table: for each sequence the numbers of its pages."""
-WINDOW_PAGES = "window_pages"
-"""The page table of layers with a window, if these have pages of their own."""
-
-
-class CacheArray(msgspec.Struct, frozen=True):
-    """One array of the cache of each of ``num_layers`` layers; ``dims`` and ``shape`` are of one layer."""
-
-    name: str
-    dims: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: str
-    num_layers: int
-
-    @property
-    def stacked_shape(self) -> tuple[int, ...]:
-        """Shape with the layers of the kind in front, as the weights have it."""
-        return (self.num_layers, *self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all layers of the whole array, without copies."""
-        return math.prod(self.stacked_shape) * int(DTYPE_BYTES[self.dtype])
-
-
-def window_of(block: Block) -> int | None:
-    """Returns the window of a block's attention, which its cache keeps at most; None for every position."""
-    return next((int(value) for op in block.ops for name, value in op.attributes if name == "window"), None)
-
-
-def caches_of(block: Block) -> tuple[str, ...]:
-    """Returns the names of the caches that a layer of a block writes and reads."""
-    return tuple(op.inputs[0] for op in block.ops if op.kind == "cache_write")
-
-
-def scale_name(name: str) -> str:
-    """Returns the name of the variable that holds the scales of an int8 array."""
-    return f"{name}_scale"
-
-
-def pages_of_window(window: int, page_len: Any, rows: Any = 1) -> Any:
-    """Returns the pages that the windows of a sequence's next rows touch at most, with those that the rows write."""
-    return (window + rows - 3) // page_len + 2
-
-
-def pages_of_windows(window: int, page_len: int, *, num_seqs: int, num_rows: int) -> int:
-    """Returns the pages that windows of sequences need at most while a step writes so many rows, of any of them."""
-    # those that write several rows fill whole pages, and a part of one more each
-    return num_seqs * pages_of_window(window, page_len) + num_rows // page_len + min(num_seqs, num_rows // 2)
-
-
-def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN) -> dict[str, int]:
-    """Returns the sizes of the dims that only caches have, for sequences of up to ``max_len`` positions.
-
-    There are enough pages for every sequence to be full, unless the storage says how many.
-    """
-    page_len = storage.page_len or max_len
-    pages_per_seq = -(-max_len // page_len)
-    num_pages = storage.num_pages or batch_seqs * pages_per_seq
-    return {"S": max_len, "Pl": page_len, "Bp": pages_per_seq, "Pg": num_pages, "Pw": storage.window_pages}
-
-
-def cache_table(
-    model: Model,
-    *,
-    batch_seqs: int,
-    max_len: int,
-    storage: Storage = AS_WRITTEN,
-    strategy: Strategy = ONE_DEVICE,
-) -> tuple[CacheArray, ...]:
-    """Returns the rows of the cache of ``batch_seqs`` sequences of up to ``max_len`` positions, on all devices.
-
-    int8 keeps a float32 scale for each token and head, or for each token of latents.
-    """
-    program = repeating(_plain_program(model, storage), strategy_of_heads(strategy, model.num_kv_heads))
-    sizes = held_dims(model.dims, strategy.mesh) | {"B": batch_seqs}
-    sizes |= cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
-    rows = []
-    for block in program.blocks:
-        for array in (program.variables[name] for name in caches_of(block)):
-            shape = tuple(sizes[dim] for dim in array.dims)
-            rows.append(CacheArray(array.name, array.dims, shape, array.dtype, block.repeat))
-    return tuple(rows)
-
-
-def sequence_bytes(model: Model, num_positions: int, storage: Storage) -> int:
-    """Returns the bytes of the cache of one sequence, on all devices: of layers with a window its positions alone."""
-    window = min(model.sliding_window or 0, num_positions)
-    exact_storage = replace(storage, page_len=1, num_pages=0, window_pages=window)
-    return sum(row.num_bytes for row in cache_table(model, batch_seqs=1, max_len=num_positions, storage=exact_storage))

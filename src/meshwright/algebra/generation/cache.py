@@ -1,0 +1,88 @@
+"""The cache that steps of generation read and write: its arrays, pages and bytes."""
+
+import math
+
+import msgspec
+from msgspec.structs import replace
+
+from meshwright.algebra.generation.program import AS_WRITTEN, Storage, caches_of, plain_program
+from meshwright.algebra.rewrites.repeated_heads import repeating, strategy_of_heads
+from meshwright.algebra.sizes import Number
+from meshwright.core.dims import DTYPE_BYTES
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import Strategy, held_dims
+
+ONE_DEVICE = Strategy(mesh={})
+"""The strategy of one device."""
+
+
+class CacheArray(msgspec.Struct, frozen=True):
+    """One array of the cache of each of ``num_layers`` layers; ``dims`` and ``shape`` are of one layer."""
+
+    name: str
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    num_layers: int
+
+    @property
+    def stacked_shape(self) -> tuple[int, ...]:
+        """Shape with the layers of the kind in front, as the weights have it."""
+        return (self.num_layers, *self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all layers of the whole array, without copies."""
+        return math.prod(self.stacked_shape) * int(DTYPE_BYTES[self.dtype])
+
+
+def pages_of_window(window: int, page_len: Number, rows: Number = 1) -> Number:
+    """Returns the pages that the windows of a sequence's next rows touch at most, with those that the rows write."""
+    return (window + rows - 3) // page_len + 2
+
+
+def pages_of_windows(window: int, page_len: int, *, num_seqs: int, num_rows: int) -> int:
+    """Returns the pages that windows of sequences need at most while a step writes so many rows, of any of them."""
+    # those that write several rows fill whole pages, and a part of one more each
+    return num_seqs * pages_of_window(window, page_len) + num_rows // page_len + min(num_seqs, num_rows // 2)
+
+
+def cache_sizes(*, batch_seqs: int, max_len: int, storage: Storage = AS_WRITTEN) -> dict[str, int]:
+    """Returns the sizes of the dims that only caches have, for sequences of up to ``max_len`` positions.
+
+    There are enough pages for every sequence to be full, unless the storage says how many.
+    """
+    page_len = storage.page_len or max_len
+    pages_per_seq = -(-max_len // page_len)
+    num_pages = storage.num_pages or batch_seqs * pages_per_seq
+    return {"S": max_len, "Pl": page_len, "Bp": pages_per_seq, "Pg": num_pages, "Pw": storage.window_pages}
+
+
+def cache_table(
+    model: Model,
+    *,
+    batch_seqs: int,
+    max_len: int,
+    storage: Storage = AS_WRITTEN,
+    strategy: Strategy = ONE_DEVICE,
+) -> tuple[CacheArray, ...]:
+    """Returns the rows of the cache of ``batch_seqs`` sequences of up to ``max_len`` positions, on all devices.
+
+    int8 keeps a float32 scale for each token and head, or for each token of latents.
+    """
+    program = repeating(plain_program(model, storage), strategy_of_heads(strategy, model.num_kv_heads))
+    sizes = held_dims(model.dims, strategy.mesh) | {"B": batch_seqs}
+    sizes |= cache_sizes(batch_seqs=batch_seqs, max_len=max_len, storage=storage)
+    rows = []
+    for block in program.blocks:
+        for array in (program.variables[name] for name in caches_of(block)):
+            shape = tuple(sizes[dim] for dim in array.dims)
+            rows.append(CacheArray(array.name, array.dims, shape, array.dtype, block.repeat))
+    return tuple(rows)
+
+
+def sequence_bytes(model: Model, num_positions: int, storage: Storage) -> int:
+    """Returns the bytes of the cache of one sequence, on all devices: of layers with a window its positions alone."""
+    window = min(model.sliding_window or 0, num_positions)
+    exact_storage = replace(storage, page_len=1, num_pages=0, window_pages=window)
+    return sum(row.num_bytes for row in cache_table(model, batch_seqs=1, max_len=num_positions, storage=exact_storage))

@@ -1,0 +1,139 @@
+"""Derived steps that generate, and the strategies that they run under."""
+
+from msgspec.structs import replace
+
+from meshwright.algebra.derive import derive, forward_pass
+from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.generation.program import AS_WRITTEN, Storage, generation_program
+from meshwright.algebra.layers import PLAIN, ProgramOptions
+from meshwright.algebra.program import Op, Program
+from meshwright.algebra.rewrites.collective_matmul import in_blocks
+from meshwright.algebra.rewrites.pipeline import boundary
+from meshwright.algebra.rewrites.repeated_heads import repeating, strategy_of_heads
+from meshwright.algebra.rewrites.torus import blocks_leg_by_leg
+from meshwright.algebra.tape import Shardings
+from meshwright.algebra.transformer import transformer
+from meshwright.core.errors import CannotRunError
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import GENERATION_RULES, Rules, Strategy
+from meshwright.spec.weights import without_mtp
+
+
+def derive_forward(program: Program, strategy: Strategy, axes: tuple[str, ...] | None = None) -> Derived:
+    """Derives the forward steps of a program that is never differentiated: no backward pass, no update, nothing
+    kept. ``axes`` stay in the steps whatever their sizes; by default those of several devices."""
+    program = _with_wide_norms(repeating(program, strategy), strategy)
+    shardings = Shardings(program, strategy, strategy.active_axes if axes is None else axes)
+    blocks = [BlockSteps(block, tuple(forward_pass(block, shardings).steps), (), ()) for block in program.blocks]
+    declared = {name: shardings.declared(name) for name in program.variables}
+    return Derived(
+        program,
+        blocks_leg_by_leg((in_blocks(block, shardings) for block in blocks), strategy),
+        (),
+        declared,
+        boundary=tuple(step for step in boundary(program, shardings) if step.phase == "forward"),
+    )
+
+
+def _with_wide_norms(program: Program, strategy: Strategy) -> Program:
+    """Returns the program whose RMS norms sum over devices if the strategy splits D of the stream."""
+    if not strategy.rules("activation").get("D"):
+        return program
+
+    def wide(op: Op) -> Op:
+        return replace(op, kind="wide_rms_norm") if op.kind == "rms_norm" else op
+
+    return replace(program, blocks=tuple(replace(b, ops=tuple(map(wide, b.ops))) for b in program.blocks))
+
+
+# -- the step of a job ----------------------------------------------------------------------------------
+
+
+def derive_job(
+    model: Model,
+    job: Job,
+    strategy: Strategy,
+    *,
+    storage: Storage = AS_WRITTEN,
+    options: ProgramOptions = PLAIN,
+    fused_head: bool = True,
+) -> Derived:
+    """Returns the step of a job: all passes and the update of a training job, else the step of a server."""
+    strategy = strategy_of_heads(job_strategy(job, strategy), model.num_kv_heads)
+    if job.trains:
+        return derive(transformer(model, options), strategy, optimizer=job.optimizer, fused_head=fused_head)
+    return derive_generation(model, strategy, storage, prompts=job.has_prompts)
+
+
+def derive_generation(
+    model: Model,
+    strategy: Strategy,
+    storage: Storage = AS_WRITTEN,
+    axes: tuple[str, ...] | None = None,
+    *,
+    prompts: bool = False,
+) -> Derived:
+    """Returns the step of a server; ``axes`` stay in it whatever their sizes. The strategy says if it repeats heads. A
+    step has ``prompts`` if its sequences have several rows."""
+    # where positions of a cache are split, heads are gathered for all of them
+    joined = prompts and not strategy.rules("cache").get("S")
+    program = generation_program(without_mtp(model), storage, joined=joined)
+    return derive_forward(program, packed_rows(strategy, prompts=prompts), axes)
+
+
+def job_strategy(job: Job, strategy: Strategy) -> Strategy:
+    """Returns the strategy as the step of a job runs it."""
+    return strategy if job.trains else generation_strategy(strategy, prompts=job.has_prompts)
+
+
+def generation_strategy(strategy: Strategy, *, prompts: bool = False) -> Strategy:
+    """Returns the strategy as a step that generates runs it.
+
+    It has one microbatch, but pipelined steps of prompts, which are priced, not executed; nothing to offload and no
+    bound on the slots of experts. Keys are gathered over ``context`` also where training uses a ring or ulysses. Raises
+    CannotRunError for pipeline stages without prompts.
+    """
+    stages = strategy.mesh.get("pipeline", 1)
+    if stages > 1 and not prompts:
+        raise CannotRunError(
+            f"pipeline={stages} trains but does not generate in this version. Use its devices as tensor, data or fsdp."
+        )
+    microbatches = strategy.num_microbatches if stages > 1 else 1
+    return replace(strategy, context_attention="gather", num_microbatches=microbatches, offload=(), capacity_factor=0.0)
+
+
+def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:
+    """Returns the strategy for packed rows.
+
+    A sequence belongs to the devices of one place on the axes that split the sequences of caches: its rows, its pages
+    and its rows with logits are there. Axes that split positions of caches split the slots of every page. In steps
+    with ``prompts``, whose rows are many, rows are split as the positions of prompts are, over further axes.
+    """
+    roles = GENERATION_RULES | strategy.assignment
+    owner_axes, output_axes = roles["cache"].get("B", ()), roles["output"].get("B", ())
+    axes_by_role = {role: roles[role].get("B", ()) for role in ("activation", "input", "position")}
+    changed_rules: dict[str, Rules] = {
+        "position": {"B": axes_by_role["position"], "Q": owner_axes, "O": output_axes},
+        "output": {"O": output_axes},
+        "cache": {
+            **{dim: axes for dim, axes in roles["cache"].items() if dim not in ("B", "S")},
+            "Pg": owner_axes,
+            "Pw": owner_axes,
+            "Pl": roles["cache"].get("S", ()),
+        },
+    }
+    for role in ("activation", "input"):
+        row_axes = _merged(axes_by_role[role], roles[role].get("T", ()) if prompts else ())
+        changed_rules[role] = {**roles[role], "B": row_axes, "O": axes_by_role[role]}
+    assignment = roles | changed_rules
+    for role, rules in assignment.items():  # a row is one position, whose slots of experts are split as rows are
+        packed_rules = {dim: axes for dim, axes in rules.items() if dim != "T"}
+        if "C" in packed_rules and "B" in packed_rules:
+            packed_rules["C"] = tuple(axis for axis in packed_rules["C"] if axis in packed_rules["B"])
+        assignment[role] = packed_rules
+    return replace(strategy, assignment=assignment)
+
+
+def _merged(*several: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(axis for axes in several for axis in axes))
