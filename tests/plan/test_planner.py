@@ -14,11 +14,10 @@ from meshwright.plan.planner import UNEVEN, imbalance_notes, rank_plans, slots_n
 from meshwright.plan.space import EMULATED
 from meshwright.spec import catalogue
 from meshwright.spec.calibration import Calibration, CollectiveRate
-from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.cluster import parse_cluster, slice_note
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import load_plan, save_plan
-from meshwright.spec.slices import slice_note
 from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, require_runnable_strategy
 
 LLAMA70B, LLAMA8B, TINY = (catalogue.load_model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))

@@ -22,8 +22,7 @@ from meshwright.spec.chip import (
     options_of,
     peak,
 )
-from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.slices import parse_clusters
+from meshwright.spec.cluster import parse_cluster, parse_clusters
 
 UNSOURCED = {
     "name", "aliases", "family", "device_kind", "full_name", "vendor", "variant", "topology", "sources",

@@ -6,8 +6,7 @@ import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.chip import chip
-from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.slices import bisection_links, parse_clusters, slice_note, slice_shapes
+from meshwright.spec.cluster import bisection_links, parse_cluster, parse_clusters, slice_note, slice_shapes
 
 
 def names(text):

@@ -22,7 +22,7 @@ from meshwright.serve.options import EngineOptions
 from meshwright.serve.request import TokenRequest
 from meshwright.simulate.step_prices import StepPrices
 from meshwright.spec.chip import chip_of_kind
-from meshwright.spec.slices import slice_shapes
+from meshwright.spec.cluster import slice_shapes
 from meshwright.spec.strategy import Strategy
 
 

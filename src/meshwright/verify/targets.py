@@ -8,9 +8,8 @@ import msgspec
 from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes
 from meshwright.spec.chip import LibtpuTarget, XlaGpuTarget, catalogued, chips, compiled_as
-from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster import Cluster, compiles, slice_note
 from meshwright.spec.cluster_shapes import times
-from meshwright.spec.slices import compiles, slice_note
 
 CompilerPlatform = Literal["tpu", "cuda", "cpu"]
 

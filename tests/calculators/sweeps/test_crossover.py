@@ -13,9 +13,8 @@ from meshwright.calculators.sweeps.crossover import (
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.limits import mixed_min_tokens_per_chip
 from meshwright.spec.catalogue import load_model
-from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.cluster import parse_cluster, parse_clusters
 from meshwright.spec.efficiency import fitted_calibration
-from meshwright.spec.slices import parse_clusters
 
 CHIPS, WIDTH, F = 4096, 8192, 32768
 ALPHA = 4.59e14 / 1.8e11

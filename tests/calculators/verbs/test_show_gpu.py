@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.calculators.verbs.show_cluster import clusters_answer, slice_facts
 from meshwright.report.answer import as_text
-from meshwright.spec.slices import parse_clusters
+from meshwright.spec.cluster import parse_clusters
 
 
 def test_inside_an_h100(call):

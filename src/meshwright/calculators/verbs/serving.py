@@ -18,9 +18,8 @@ from meshwright.cost.formulas import serving
 from meshwright.report.answer import Answer, Fact, Facts, Heading, Piece, Quantity, Show, Table, TableColumns
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip, peak
-from meshwright.spec.cluster import parse_cluster
+from meshwright.spec.cluster import parse_cluster, slice_shapes
 from meshwright.spec.cluster_shapes import times
-from meshwright.spec.slices import slice_shapes
 
 POSITIVE, SHARE = click.FloatRange(0, min_open=True), click.FloatRange(0, 1, min_open=True)
 MOST_BATCH = 8192

@@ -14,7 +14,7 @@ from meshwright.core.units import format_bytes, format_params, format_rate
 from meshwright.report.answer import Answer, Fact, Facts, Table
 from meshwright.spec.catalogue import load_model, models, weights_of
 from meshwright.spec.chip import chip, chips
-from meshwright.spec.slices import parse_clusters
+from meshwright.spec.cluster import parse_clusters
 from meshwright.spec.weights import num_active_params, num_params
 
 

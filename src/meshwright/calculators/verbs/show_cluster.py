@@ -16,8 +16,7 @@ from meshwright.cost.network.collectives import collective_time, group_rates
 from meshwright.cost.network.links import physical_links, torus_width
 from meshwright.cost.network.placement import physical_placement
 from meshwright.report.answer import Answer, Facts, Piece, Show, Table
-from meshwright.spec.cluster import Cluster
-from meshwright.spec.slices import bisection_links
+from meshwright.spec.cluster import Cluster, bisection_links
 
 LEVELS: Facts = {
     "level": "name",

@@ -26,7 +26,7 @@ from meshwright.report.figure import Figure
 from meshwright.report.plans.comm_compute import CommsCurve, comm_compute_figure
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.catalogue import load_model
-from meshwright.spec.slices import parse_clusters
+from meshwright.spec.cluster import parse_clusters
 from meshwright.spec.strategy import short_mesh
 
 TOKENS_PER_CHIP = (32, 32 * 1024)

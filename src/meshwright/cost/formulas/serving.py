@@ -15,8 +15,8 @@ from meshwright.algebra.sizes import Number
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.training_budget import cost_usd, min_chips
 from meshwright.spec.chip import Chip, known
-from meshwright.spec.cluster import Cluster, make_cluster
-from meshwright.spec.slices import is_offered, slice_shapes
+from meshwright.spec.cluster import Cluster, make_cluster, slice_shapes
+from meshwright.spec.cluster_shapes import is_offered
 
 DRAFTS = np.arange(65)
 """Numbers of drafted tokens that are compared."""
