@@ -2,7 +2,7 @@
 
 from beside_one_device import MODEL, print_steps
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.nn.weights import init_params
 from meshwright.parallel.generation.packed_step import PackedStep

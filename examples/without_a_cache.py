@@ -10,7 +10,7 @@ from pathlib import Path
 import altair as alt
 from msgspec.structs import replace
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.nn.weights import init_params
 from meshwright.parallel.generation.packed_step import PackedStep

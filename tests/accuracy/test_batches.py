@@ -10,8 +10,8 @@ import pytest
 from meshwright.accuracy.batches import batches, calibrations
 from meshwright.accuracy.cases import Case, case_of
 from meshwright.cost.train_step import estimate_step
+from meshwright.spec.assumptions import AttentionKernel, Dispatch, Software
 from meshwright.spec.calibration import datasheet_calibration
-from meshwright.spec.strategy import AttentionKernel, Dispatch, Software
 from tests.accuracy.recorded import LLAMA, case, one_of_each, published
 from tests.tier import sampled
 

@@ -13,9 +13,10 @@ from meshwright.cli.fields import (
     with_fields,
 )
 from meshwright.core.errors import InputError
+from meshwright.spec.assumptions import AS_RUN
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import AS_RUN, Strategy, standard_assignment
+from meshwright.spec.strategy import Strategy, standard_assignment
 
 
 def test_values_are_toml_or_plain_text():

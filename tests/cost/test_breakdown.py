@@ -7,11 +7,12 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.ops import LOCAL_TERMS
 from meshwright.plan.planner import rank_plans
+from meshwright.spec.assumptions import Assumptions
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 from meshwright.spec.weights import num_params, weight_table
 
 LLAMA = load_model("llama3-8b")

@@ -14,12 +14,13 @@ from meshwright.cost.train_step import price_strategy
 from meshwright.cost.work.kernel_times import collective_s, small_reduce_s
 from meshwright.cost.work.kernels import serving_kernels
 from meshwright.cost.work.ops import model_flops, op_flops, op_hbm_bytes
+from meshwright.spec.assumptions import AS_RUN, Assumptions
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip as catalogue_chip
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration, generation_calibration
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 LLAMA = load_model("llama3-8b")
 INT8 = Storage(cache_dtype="int8", weights="int8")

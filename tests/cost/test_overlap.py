@@ -9,12 +9,14 @@ from meshwright.cost.pipeline import PipelineCost
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step, price_strategy
 from meshwright.spec import catalogue
+from meshwright.spec.assumptions import TRAITS, Assumptions
 from meshwright.spec.calibration import Calibration, Efficiency
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import IN_TURN, WITHOUT_HOST, Assumptions, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
-HOST_IN_TURN = tuple(name for name in IN_TURN if name not in WITHOUT_HOST)
+IN_TURN = {name for name, traits in TRAITS.items() if traits.in_turn}
+HOST_IN_TURN = sorted(name for name in IN_TURN if TRAITS[name].starts_kernels)
 TINY = catalogue.load_model("tiny")
 JOB = Job(batch_seqs=64, seq_len=512)
 """The number of the block that layers repeat: the embedding comes before, the head after it."""
@@ -191,7 +193,7 @@ def test_a_launch_on_the_device_is_part_of_each_op():
 @pytest.mark.parametrize("software", HOST_IN_TURN)
 def test_software_that_communicates_in_turn(software):
     """Compute, then the links: the exponent holds inside a kernel and nowhere else."""
-    assert set(IN_TURN) == {"eager-2021", "eager-in-turn", "served"}
+    assert {"eager-2021", "eager-in-turn", "served"} == IN_TURN
     for axes, zero in (({"fsdp": 8}, 3), ({"data": 8}, 0), ({"tensor": 2, "data": 4}, 0), ({"fsdp": 8}, 1)):
         _, times, costs = priced(axes, zero=zero, software=software, efficiency={"overlap": P})
         assert times.layers[0].forward == pytest.approx(local(costs, "forward") + moved(costs, "forward"))

@@ -45,7 +45,7 @@ def test_one_stage_is_a_sum():
 def test_stages_by_hand(software, ends):
     """1F1B on four stages of two layers, eight microbatches: the last stage has the head, and three wait to begin.
     One program updates both ends on every stage."""
-    pipeline = PipelineCost(stages=4, microbatches=8, software=software)
+    pipeline = PipelineCost(stages=4, microbatches=8, in_lockstep=software == "compiled")
     step = TIMES.step_s(pipeline)
     layers = 2 * (1 + 2)
     assert step.bubble_s == pytest.approx(3 * layers)
@@ -77,7 +77,7 @@ def test_a_step_of_layers_alone_is_the_simulation(schedule):
     layer = msgspec.structs.replace(LAYER, last=0.0, update=0.0)
     times = BlockTimes(num_layers=8, layers=(layer,), ends=(), send_s=0.0, after_s=0.0)
     rows, passes = build(schedule, stages=4, microbatches=8), {"forward_s": 2, "backward_s": 2.5, "weight_s": 1.5}
-    apart = times.step_s(PipelineCost(schedule=schedule, stages=4, microbatches=8, software="eager"))
+    apart = times.step_s(PipelineCost(schedule=schedule, stages=4, microbatches=8, in_lockstep=False))
     assert apart.step_s == pytest.approx(simulate(rows, **passes).makespan_s)
     together = times.step_s(PipelineCost(schedule=schedule, stages=4, microbatches=8))
     assert together.step_s == pytest.approx(lockstep_seconds(tick_tables(rows), **passes))
@@ -87,7 +87,7 @@ def test_dualpipe_updates_two_stages_and_takes_turns_at_the_ends():
     """One program sums and updates each stage once, where its weights are at home."""
     times = msgspec.structs.replace(TIMES, exchange_parts_s=(0.8, 0.02))
     for software, copies, meet in (("eager", 2, 0.0), ("compiled", 1, 0.8 / 4 + 0.02)):
-        pipeline = PipelineCost(schedule="dualpipe", stages=4, microbatches=8, software=software)
+        pipeline = PipelineCost(schedule="dualpipe", stages=4, microbatches=8, in_lockstep=software == "compiled")
         step, sends = times.step_s(pipeline), times.sends_s(pipeline)
         once = copies * 2 * (0.2 + 0.05) + (0.1 + 0.4) + (0.3 + 0.6) + meet
         each = 2 * 3 + (0.75 + 8) / 2

@@ -12,7 +12,8 @@ from meshwright.spec.strategy import Strategy, make_mesh
 
 def pipeline(schedule="1f1b", *, stages=4, microbatches=8, chunks=None, software="compiled"):
     chunks = default_chunks(schedule) if chunks is None else chunks
-    return PipelineCost(schedule=schedule, stages=stages, microbatches=microbatches, chunks=chunks, software=software)
+    is_one = software == "compiled"
+    return PipelineCost(schedule=schedule, stages=stages, microbatches=microbatches, chunks=chunks, in_lockstep=is_one)
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,13 @@ from meshwright.cost.train_step import PricedStep, estimate_step, predict, price
 from meshwright.cost.work.ops import model_flops
 from meshwright.report.answer import utilisation_rows
 from meshwright.spec import catalogue
+from meshwright.spec.assumptions import Assumptions
 from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import unmasked
-from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Assumptions, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Strategy, make_mesh, standard_assignment
 from meshwright.spec.weights import num_params, params_by_part
 
 TINY, LLAMA8B, LLAMA70B = (catalogue.load_model(name) for name in ("tiny", "llama3-8b", "llama3-70b"))

@@ -32,6 +32,7 @@ from meshwright.core.units import parse_bytes, parse_count
 from meshwright.nn.hf.files import Entry, open_checkpoint, write_checkpoint
 from meshwright.nn.hf.tokenizer import end_token, read_tokenizer
 from meshwright.serve.model_folder import open_model
+from meshwright.spec.assumptions import AS_RUN
 from meshwright.spec.calibration import load_calibration
 from meshwright.spec.catalogue import entry, load_model, models
 from meshwright.spec.chip import chip
@@ -40,7 +41,7 @@ from meshwright.spec.efficiency import FittedNumbers, fitted_numbers
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.job import parse_batch
 from meshwright.spec.plan_file import load_plan
-from meshwright.spec.strategy import AS_RUN, Strategy
+from meshwright.spec.strategy import Strategy
 from meshwright.spec.weights import num_params
 from meshwright.train.data.text import read_pieces
 from meshwright.train.data.tokenizer import train_tokenizer

@@ -64,7 +64,8 @@ class Chosen(NamedTuple):
 
 def make_strategy(axes: Mapping[str, int], choices: Mapping[str, Any]) -> Chosen:
     """``zero`` and ``sequence_parallel`` among the choices of a strategy pick the assignment; some are assumptions."""
-    from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
+    from meshwright.spec.assumptions import Assumptions
+    from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
     fields = dict(choices)
     assumed = {name: fields.pop(name) for name in Assumptions.__struct_fields__ if name in fields}

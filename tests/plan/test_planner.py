@@ -13,12 +13,13 @@ from meshwright.plan.legal import legal
 from meshwright.plan.planner import UNEVEN, imbalance_notes, rank_plans, slots_note
 from meshwright.plan.space import EMULATED
 from meshwright.spec import catalogue
+from meshwright.spec.assumptions import Assumptions, require_runnable_strategy
 from meshwright.spec.calibration import Calibration, CollectiveRate
 from meshwright.spec.cluster import parse_cluster, slice_note
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import load_plan, save_plan
-from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, require_runnable_strategy
+from meshwright.spec.strategy import Strategy, make_mesh
 
 LLAMA70B, LLAMA8B, TINY = (catalogue.load_model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))
 BIG = Job(batch_seqs=1024, seq_len=4096, train_tokens=15 * 10**12)

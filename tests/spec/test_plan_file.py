@@ -8,11 +8,12 @@ import pytest
 from meshwright.core.errors import InputError
 from meshwright.core.toml_file import dump_toml, parse_toml
 from meshwright.spec import catalogue
+from meshwright.spec.assumptions import AS_RUN, Assumptions
 from meshwright.spec.calibration import Calibration, CollectiveRate, datasheet_calibration
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.plan_file import Plan, Prediction, decode_plan, load_plan, save_plan
-from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 PREDICTED = Prediction(
     step_s=1.5,

@@ -4,17 +4,15 @@ import msgspec
 import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.spec.assumptions import Assumptions, require_runnable_assumptions, require_runnable_strategy
 from meshwright.spec.strategy import (
     ALL_LAYERS,
     DEFAULT_ASSIGNMENT,
     REMAT_POLICIES,
     STATE_BYTES,
-    Assumptions,
     Strategy,
     assign,
     make_mesh,
-    require_runnable_assumptions,
-    require_runnable_strategy,
     short_mesh,
     standard_assignment,
 )

@@ -101,7 +101,6 @@ class CaseBatch(msgspec.Struct, frozen=True, kw_only=True):
                 for group, rates in rates_by_group.items()
                 for key, busy in busy_links(group, rates, self.fills[group], self.links).items()
             },
-            software=self.pipeline.software,
             num_hosts=self.num_hosts,
             num_nodes=self.num_nodes,
             hides_exchanges=exchanges_hide(self.cases[0].strategy, self.cases[0].setting.assumptions),
@@ -184,7 +183,7 @@ def _batch(cases: Sequence[Case], numbers: Sequence[int]) -> CaseBatch:
             stages=np.array([case.strategy.mesh["pipeline"] for case in batch_cases]),
             chunks=np.array([case.strategy.chunks for case in batch_cases]),
             microbatches=np.array([case.strategy.num_microbatches for case in batch_cases]),
-            software=first_case.setting.assumptions.software,
+            in_lockstep=first_case.setting.assumptions.traits.is_compiled,
         ),
         legs={group: _stacked_legs([group_legs(placement, group) for placement in placements]) for group in groups},
         fills={group: _filled(placements, group) for group in groups},

@@ -14,20 +14,13 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.work.ops import model_flops
+from meshwright.spec.assumptions import Assumptions, AttentionKernel, Dispatch, Software
 from meshwright.spec.chip import Chip, chip, peak
 from meshwright.spec.cluster import Cluster, make_cluster
 from meshwright.spec.cluster_shapes import balanced_shape
 from meshwright.spec.job import Job
 from meshwright.spec.model import Lora, Model
-from meshwright.spec.strategy import (
-    Assumptions,
-    AttentionKernel,
-    Dispatch,
-    Software,
-    Strategy,
-    make_mesh,
-    standard_assignment,
-)
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 _GIGABITS_PER_NODE = re.compile(r"\b([1-9]\d{0,6}) Gb/s inter-node")
 _ROPE_DIM = 64

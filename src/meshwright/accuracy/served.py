@@ -18,12 +18,13 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.work.kernel_times import MEMORY
 from meshwright.plan.serving.storing import WEIGHT_DTYPES, StoredDtypes
+from meshwright.spec.assumptions import Assumptions, EngineName
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.chip import Chip, known
 from meshwright.spec.cluster import make_cluster
 from meshwright.spec.efficiency import KERNEL_NUMBERS, family, fitted_numbers, generation_numbers
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Assumptions, EngineName, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 PRIORS: dict[str, tuple[float, float]] = {
     "compute.blackwell": (0.6, 0.2),

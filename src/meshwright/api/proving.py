@@ -12,7 +12,8 @@ from meshwright.core.fields import Checked
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.serving.file import PHASES, GenerationPhase, ServiceFile
-from meshwright.spec.strategy import AS_RUN, Form, Strategy, require_runnable_assumptions
+from meshwright.spec.assumptions import AS_RUN, require_runnable_assumptions
+from meshwright.spec.strategy import Form, Strategy
 from meshwright.verify.request import Depth, Request
 from meshwright.verify.targets import CompilerPlatform, target_of, usable_target
 

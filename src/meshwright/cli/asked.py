@@ -21,12 +21,13 @@ from meshwright.plan.planner import rank_plans, refuse_given, space_of
 from meshwright.plan.result import PlanResult, plan_in
 from meshwright.plan.serving.file import ServiceFile, is_service_file, load_service
 from meshwright.report.answer import Facts
+from meshwright.spec.assumptions import AS_RUN, require_runnable_assumptions
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import Plan, load_plan
-from meshwright.spec.strategy import AS_RUN, Strategy, make_mesh, require_runnable_assumptions
+from meshwright.spec.strategy import Strategy, make_mesh
 
 RUN = ("train", "profile")
 """Verbs that run the plan."""

@@ -12,9 +12,10 @@ from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import convert_fields, shown
 from meshwright.core.units import MOST, parse_count
 from meshwright.report.answer import Facts
+from meshwright.spec.assumptions import Assumptions
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Assumptions, Strategy, standard_assignment
+from meshwright.spec.strategy import Strategy, standard_assignment
 
 PLANNED = ("model", "job", "strategy", "assumptions")
 SECTIONS: tuple[str, ...] = (*PLANNED, "train")

@@ -18,7 +18,6 @@ from meshwright.cost.step_costs import Priced, blocks_of_weights
 from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernels import LONGEST_DRAFT, AxisGroup, StepCost, partly_hidden
 from meshwright.cost.work.slots import SlotSizes
-from meshwright.spec.strategy import IN_TURN, WITHOUT_HOST
 
 
 class StepSeconds(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,7 +153,7 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
     fit = rates.chip.efficiency
     trains = any(block.backward for block in priced.blocks)
     # an engine has graphs of its steps without parts of prompts alone
-    is_eager = (rates.software == "served") & (np.asarray(sizes.rows_each) > LONGEST_DRAFT)
+    is_eager = rates.chip.software.is_engine & (np.asarray(sizes.rows_each) > LONGEST_DRAFT)
     # the block whose backward pass sums a gradient: of several (tied embeddings) the first
     owners = {weight: names[0] for weight, names in blocks_of_weights(derived).items()}
     layer_seconds, end_seconds = list[BlockSeconds](), list[BlockSeconds]()
@@ -200,8 +199,8 @@ def block_times(derived: Derived, priced: Priced, sizes: SlotSizes, rates: StepR
             total(cost.count * (cost.network_s + cost.exposed_s - cost.latency_s) for cost in priced.exchanges),
             total(cost.latency_s for cost in priced.exchanges),
         ),
-        microbatch_s=fit.host_microbatch_s * (rates.software not in WITHOUT_HOST) + fit.engine_s.get(rates.engine, 0.0),
-        overlap=fit.overlap if rates.overlaps and rates.software not in IN_TURN else None,
+        microbatch_s=fit.host_microbatch_s * rates.chip.software.starts_kernels + fit.engine_s.get(rates.engine, 0.0),
+        overlap=fit.overlap if rates.overlaps and not rates.chip.software.in_turn else None,
         slowdown=1 + trains * fit.straggler * np.log2(rates.num_hosts),
         straggler_s=trains * fit.straggler_s * np.log2(rates.num_hosts),
         starts_s=total(block.steps.repeat * _starts_s(block.forward, rates) for block in priced.blocks) * is_eager,
@@ -216,7 +215,7 @@ def _pass_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     complete overlap is: see `partly_hidden`. With eager dispatch, a pass is no shorter than the starts of its kernels.
     Libraries add the exchanges of tokens that nothing hides.
     """
-    if rates.overlaps and rates.software not in WITHOUT_HOST:
+    if rates.overlaps and rates.chip.software.starts_kernels:
         return np.maximum(_device_s(costs, rates), _starts_s(costs, rates))
     return _device_s(costs, rates)
 
@@ -228,11 +227,11 @@ def _device_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
     fit = rates.chip.efficiency
     compute_s = total(cost.local_s for cost in costs) / rates.compute_share
     alone_s = total(cost.exposed_s for cost in costs)
-    if rates.software in IN_TURN:
+    if rates.chip.software.in_turn:
         return compute_s + alone_s + total(cost.network_s for cost in costs if cost.step.is_collective)
     hides = [cost.hides or (rates.hides_exchanges and exchanges_slots(cost.step)) for cost in costs]
     awaited = [cost for cost, hidden in zip(costs, hides, strict=True) if cost.step.is_collective and not hidden]
-    if rates.software != "compiled":
+    if not rates.chip.software.is_compiled:
         # libraries overlap weights, gradients and tensor parallelism, but tokens wait for their exchange
         alone_s = alone_s + total(cost.network_s for cost in awaited if exchanges_slots(cost.step))
         awaited = [cost for cost in awaited if not exchanges_slots(cost.step)]
@@ -255,7 +254,7 @@ def _starts_s(costs: Sequence[StepCost], rates: StepRates) -> Number:
 def _host_starts(cost: StepCost, rates: StepRates) -> Number:
     """Returns the kernels of a step that the host starts: none that a CUDA graph holds, and no collective that hides,
     as libraries move the weights and gradients of many matrices at once."""
-    is_in_graph = rates.software == "captured-layers" and not is_at_experts(cost.step)
+    is_in_graph = rates.chip.software.captures_layers and not is_at_experts(cost.step)
     is_sent = cost.step.is_collective and not cost.hides and np.asarray(rates.groups[cost.group].size) > 1
     return 0 if is_in_graph else cost.num_kernels + is_sent
 
@@ -304,7 +303,7 @@ def _update_s(costs: Sequence[StepCost], forward: Sequence[StepCost], forward_s:
     The gather (ZeRO-1 and 2) overlaps with the next forward pass, and shares links with its collectives.
     """
     local_s = total(cost.local_s + cost.exposed_s for cost in costs)
-    if not rates.overlaps or rates.software in IN_TURN:
+    if not rates.overlaps or rates.chip.software.in_turn:
         return total(cost.time_s for cost in costs)
     total_s = partly_hidden(forward_s, _links_s(costs, rates), rates.chip.efficiency.overlap)
     return local_s + np.maximum(total_s, _links_s([*forward, *costs], rates)) - forward_s

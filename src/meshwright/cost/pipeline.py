@@ -11,24 +11,24 @@ from meshwright.algebra.schedules.forms import is_legal, lockstep_forms, stage_f
 from meshwright.algebra.schedules.registry import definition
 from meshwright.algebra.sizes import Number
 from meshwright.cost.arrays import largest, total
-from meshwright.spec.strategy import Software, Strategy
+from meshwright.spec.strategy import Strategy
 
 
 class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     """A schedule on ``stages`` devices, each with ``chunks`` runs of layers; sizes may be arrays.
 
-    If the layers do not divide evenly, no run is more than one layer longer than another. "compiled" ``software``
-    is one program on all devices, as the executor runs it: in lockstep, with embedding and head on every stage, and
-    with buffers of the size that the worst device needs; ``names``, the blocks of the model's layers, say how many
-    layers such a stage runs (`stage_layers`). Other software has a program for each stage. ``sums_last``: replicas
-    sum their gradients after the backward pass.
+    If the layers do not divide evenly, no run is more than one layer longer than another. ``in_lockstep`` one program
+    runs on all devices, tick by tick, as the executor has it: with embedding and head on every stage, and with buffers
+    of the size that the worst device needs; ``names``, the blocks of the model's layers, say how many layers such a
+    stage runs (`stage_layers`). Other software has a program for each stage. ``sums_last``: replicas sum their
+    gradients after the backward pass.
     """
 
     schedule: str = "1f1b"
     stages: Number = 1
     chunks: Number = 1
     microbatches: Number = 1
-    software: Software = "compiled"
+    in_lockstep: bool = True
     names: tuple[str, ...] = ()
     sums_last: bool = False
 
@@ -36,11 +36,6 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     def is_one(self) -> Any:
         """True where the pipeline has one stage."""
         return np.asarray(self.stages) == 1
-
-    @property
-    def in_lockstep(self) -> bool:
-        """True if one program runs on all devices, tick by tick."""
-        return self.software == "compiled"
 
     @property
     def runs(self) -> Number:
@@ -192,16 +187,14 @@ def schedule_refusal(schedule: str, *, stages: int, chunks: int, microbatches: i
     return refusal or too_many_passes(defined, stages, microbatches, chunks)
 
 
-def strategy_pipeline(
-    strategy: Strategy, software: Software = "compiled", *, names: tuple[str, ...] = ()
-) -> PipelineCost:
-    """Returns the pipeline of one strategy, as ``software`` runs it; ``names`` are the blocks of the model's layers."""
+def strategy_pipeline(strategy: Strategy, *, in_lockstep: bool = True, names: tuple[str, ...] = ()) -> PipelineCost:
+    """Returns the pipeline of one strategy; ``names`` are the blocks of the model's layers."""
     return PipelineCost(
         schedule=strategy.schedule,
         stages=strategy.mesh.get("pipeline", 1),
         chunks=strategy.chunks,
         microbatches=strategy.num_microbatches,
-        software=software,
+        in_lockstep=in_lockstep,
         names=names,
         sums_last=strategy.gradient_sync != "overlapped",
     )

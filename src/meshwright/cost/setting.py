@@ -25,20 +25,14 @@ from meshwright.cost.step_costs import collective_groups, op_sizes
 from meshwright.cost.step_rates import StepRates, attention_scores, has_grouped_kernels, step_rates
 from meshwright.cost.work.sequences import LikeSequences
 from meshwright.cost.work.slots import SlotSizes
+from meshwright.spec.assumptions import AS_RUN, Assumptions, require_runnable_assumptions, require_runnable_strategy
 from meshwright.spec.calibration import Calibration, datasheet_calibration
 from meshwright.spec.chip import catalogued, compiled_as
 from meshwright.spec.cluster import Cluster, Topology
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import Plan
-from meshwright.spec.strategy import (
-    AS_RUN,
-    Assumptions,
-    Strategy,
-    make_mesh,
-    require_runnable_assumptions,
-    require_runnable_strategy,
-)
+from meshwright.spec.strategy import Strategy, make_mesh
 
 PAGE_LENS: dict[Topology, int] = {"torus": 128, "host": 32, "switched": 16}
 """Positions of a page: what attention reads at once, and on TPUs a row of a tile of scales; on GPUs as in vLLM."""
@@ -89,7 +83,7 @@ class Setting(Checked, frozen=True, dict=True):
     def derived(self, strategy: Strategy) -> Derived:
         """Returns the job's steps under a strategy, as its software runs them. Raises InputError for unknown axes."""
         make_mesh(strategy.mesh)
-        fused_head = self.assumptions.fused_head
+        fused_head = self.assumptions.traits.is_compiled
         return derive_job(self.model, self.job, strategy, storage=self.step_storage, fused_head=fused_head)
 
     @property
@@ -117,7 +111,7 @@ class Setting(Checked, frozen=True, dict=True):
 
         A strategy that repeats kv heads (`with_repeated_heads`) is for the meshes that need it.
         """
-        optimizer, fused_head = self.job.optimizer, self.assumptions.fused_head
+        optimizer, fused_head = self.job.optimizer, self.assumptions.traits.is_compiled
         if not self.job.trains:
             axes, prompts = tuple(axis for axis in strategy.mesh if axis not in without), self.job.has_prompts
             step_strategy = job_strategy(self.job, strategy)
@@ -172,10 +166,10 @@ class Setting(Checked, frozen=True, dict=True):
             strategy=strategy,
             scores=attention_scores(self.cluster, self.assumptions),
             grouped=has_grouped_kernels(self.cluster),
-            on_gpus=self.cluster.kind == "switched" and self.assumptions.software == "compiled",
+            on_gpus=self.cluster.kind == "switched" and self.assumptions.traits.is_compiled,
             assumptions=self.assumptions,
         )
-        on_cpus = self.cluster.kind == "host" and self.assumptions.software == "compiled"
+        on_cpus = self.cluster.kind == "host" and self.assumptions.traits.is_compiled
         return replace(sizes, tile_rows=target.tile_rows if target else 0, on_cpus=on_cpus)
 
     def memory(self, strategy: Strategy, derived: Derived | None = None) -> dict[str, Number]:
@@ -196,7 +190,9 @@ class Setting(Checked, frozen=True, dict=True):
 
     def pipeline(self, strategy: Strategy) -> PipelineCost:
         """Returns the pipeline of a strategy."""
-        return strategy_pipeline(strategy, self.assumptions.software, names=layer_names(self.model))
+        return strategy_pipeline(
+            strategy, in_lockstep=self.assumptions.traits.is_compiled, names=layer_names(self.model)
+        )
 
     def require_runnable(self, strategy: Strategy) -> None:
         """Raises CannotRunError for what this machine's own devices would not run in this version."""

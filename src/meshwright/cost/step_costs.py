@@ -25,8 +25,9 @@ from meshwright.cost.step_rates import StepRates
 from meshwright.cost.work.kernel_times import KernelRates, collective_s, small_reduce_s
 from meshwright.cost.work.kernels import AxisGroup, StepCost, local_cost
 from meshwright.cost.work.slots import SlotSizes, expert_slots, places_of_token, slot_sizes
+from meshwright.spec.assumptions import AS_RUN, Assumptions
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import AS_RUN, STATE_BYTES, Assumptions, Strategy, held_dims
+from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims
 
 
 class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,7 +194,7 @@ def price_steps(
         return replace(known[step, "alone"], count=count)
 
     def together(costs: Iterable[StepCost]) -> tuple[StepCost, ...]:
-        return tuple(costs) if rates.software == "compiled" else _in_buckets(tuple(costs), owners)
+        return tuple(costs) if rates.chip.software.is_compiled else _in_buckets(tuple(costs), owners)
 
     steps = iter(derived.steps(num_microbatches, pipeline.runs))
     return Priced(
@@ -270,7 +271,7 @@ def _with_sum(cost: StepCost, elements: Number, rates: StepRates, num_microbatch
     With eager dispatch the product itself adds; a compiled program adds in a pass of its own.
     """
     moved_bytes = 2 * DTYPE_BYTES["fp32"] * elements * (np.asarray(num_microbatches) > 1)
-    field = "launch_s" if rates.software == "compiled" else "hbm_s"
+    field = "launch_s" if rates.chip.software.is_compiled else "hbm_s"
     added: dict[str, Any] = {field: getattr(cost, field) + moved_bytes / rates.chip.hbm_bytes_per_s}
     return replace(cost, hbm_bytes=cost.hbm_bytes + moved_bytes, **added)
 
@@ -316,7 +317,7 @@ def price_step(
     group, chip = rates.groups[frozenset(step.axes)], rates.chip
     element_bytes = sent_element_bytes(step, width=sizes.width, num_microbatches=num_microbatches)
     # programs of this package sum in float32; libraries in the dtype of their state's gradients
-    if rates.software != "compiled" and step.scope == "step" and step.phase != "update":
+    if not chip.software.is_compiled and step.scope == "step" and step.phase != "update":
         element_bytes = np.minimum(element_bytes, STATE_BYTES[sizes.state]["gradients"])
     if rates.narrow_gathers and step.op == "all_gather" and (step.phase == "update" or not step.critical):
         element_bytes = 1.0
@@ -338,7 +339,7 @@ def price_step(
         network_s = bytes_s + latency_s
     # accumulation also reads the sum so far, as after a product
     added_bytes = sizes.bytes(step.result) if step.accumulates else 0.0
-    added_bytes = added_bytes * chip.efficiency.eager_traffic if chip.eager else added_bytes
+    added_bytes = added_bytes if chip.software.is_compiled else added_bytes * chip.efficiency.eager_traffic
     return StepCost(
         step=step,
         hbm_bytes=added_bytes,

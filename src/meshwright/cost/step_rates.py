@@ -14,10 +14,11 @@ from meshwright.cost.network.collectives import GroupRates, leg_rates
 from meshwright.cost.network.legs import Leg, legs_of_links
 from meshwright.cost.network.placement import Placement, place_axes
 from meshwright.cost.work.kernels import AxisGroup, ChipRates, chip_rates
+from meshwright.spec.assumptions import AS_RUN, SENDING_SMS, Assumptions
 from meshwright.spec.calibration import Calibration, datasheet_calibration, reference_peak
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.efficiency import family
-from meshwright.spec.strategy import AS_RUN, SENDING_SMS, Assumptions, Software, Strategy, mesh_words
+from meshwright.spec.strategy import Strategy, mesh_words
 
 BETWEEN_NODES = ("network", "dcn")
 """Levels of links that leave a domain or a slice."""
@@ -28,9 +29,8 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
 
     Utilisation is a share of ``peak_flops_per_s``. ``link_levels`` has the level of each physical axis. ``uses`` says
     for a group and a kind of collective which physical axes it keeps busy; collectives that share one compete.
-    ``overlaps`` is false where communication runs on the cores that compute (emulated devices). ``software`` decides
-    whether a host starts every kernel, and whether communication overlaps compute. ``num_nodes`` are those that a
-    group spans. ``hides_exchanges``: exchanges of slots overlap with the pass of the other direction.
+    ``overlaps`` is false where communication runs on the cores that compute (emulated devices). ``num_nodes`` are
+    those that a group spans. ``hides_exchanges``: exchanges of slots overlap with the pass of the other direction.
     ``narrow_gathers``: weights are gathered in one byte.
     """
 
@@ -40,7 +40,6 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True):
     link_levels: tuple[str, ...]
     uses: dict[tuple[AxisGroup, str], tuple[Number, ...]]
     overlaps: bool = True
-    software: Software = "compiled"
     num_hosts: Number = 1
     pcie_bytes_per_s: float | None = None
     num_nodes: dict[AxisGroup, Number] = {}
@@ -76,7 +75,7 @@ def attention_scores(cluster: Cluster, assumptions: Assumptions = AS_RUN) -> Sco
     """Returns where attention keeps its scores: on chip in fused kernels, in memory on CPUs and in stacks of 2021."""
     if cluster.kind == "host":
         return "in_memory"
-    return "in_memory_16" if assumptions.software == "eager-2021" else "on_chip"
+    return "on_chip" if assumptions.traits.fuses_attention else "in_memory_16"
 
 
 def has_grouped_kernels(cluster: Cluster) -> bool:
@@ -145,7 +144,6 @@ def step_rates(
         link_levels=tuple(link.level for link in placements[0].links),
         uses=uses,
         overlaps=cluster.kind != "host",
-        software=assumptions.software,
         num_hosts=cluster.num_hosts,
         pcie_bytes_per_s=cluster.chip.pcie_bytes_per_s,
         num_nodes=nodes_of_group,

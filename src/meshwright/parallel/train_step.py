@@ -39,8 +39,9 @@ from meshwright.parallel.optimizer import Optimizer, plain_optimizer
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
 from meshwright.parallel.second_labels import second_labels
+from meshwright.spec.assumptions import require_runnable_strategy
 from meshwright.spec.model import MASK_DATA, Model, require_runnable
-from meshwright.spec.strategy import Form, Strategy, held_dims, require_runnable_strategy
+from meshwright.spec.strategy import Form, Strategy, held_dims
 from meshwright.spec.weights import has_frozen_matrices
 
 Batch = dict[str, Array]

@@ -191,7 +191,7 @@ def candidate_pipeline(space: Space, found: Candidates, *, schedule: str = "1f1b
         stages=found.mesh["pipeline"],
         chunks=chunks,
         microbatches=found.microbatches,
-        software=space.setting.assumptions.software,
+        in_lockstep=space.setting.assumptions.traits.is_compiled,
         names=layer_names(space.setting.model),
         sums_last=space.template.gradient_sync != "overlapped",
     )

@@ -23,10 +23,11 @@ from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.rules import Refusal, check_rules
 from meshwright.plan.search import SearchOutcome, search
 from meshwright.plan.space import USUAL, Choices, Space, open_space
+from meshwright.spec.assumptions import Assumptions
 from meshwright.spec.cluster import Cluster, slice_note
 from meshwright.spec.efficiency import power_notes
 from meshwright.spec.job import Job, optimizer_words, require_training
-from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_words
+from meshwright.spec.strategy import Strategy, make_mesh, mesh_words
 
 NEAREST_BATCH_SHARE = 0.25
 """Share of the wanted batch by which a batch that uses all chips may differ from it."""

@@ -210,7 +210,7 @@ def _forms(
         variants.append((with_repeated_heads(strategy), axes))
     for variant, repeated in variants:
         derived = setting.symbolic(variant)
-        if not setting.assumptions.fused_head or keeps_logits(strategy):
+        if not setting.assumptions.traits.is_compiled or keeps_logits(strategy):
             yield derived, None, repeated
             continue
         if fixed.get("tensor") != 1:

@@ -8,11 +8,12 @@ import msgspec
 from meshwright.core.fields import Checked, check_figures
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import TomlFile, decode_toml, read_toml, sealed_toml, warn_of_changes
+from meshwright.spec.assumptions import AS_RUN, Assumptions
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy
+from meshwright.spec.strategy import Strategy
 
 VERSION = 1
 SERVICE = "service"

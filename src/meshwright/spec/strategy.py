@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from meshwright.core.dims import DTYPE_BYTES, MESH_AXES
-from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import Checked
 
 Rules = dict[str, tuple[str, ...]]
@@ -317,118 +317,6 @@ def sequence_shards(strategy: Strategy, dim: str = "B") -> int:
     """Returns the number of places over which the cached sequences of an engine are split; with ``dim`` S, the devices
     over which the positions of each are."""
     return math.prod(strategy.mesh[axis] for axis in strategy.rules("cache").get(dim, ()))
-
-
-Software = Literal["compiled", "captured", "captured-layers", "served", "eager", "eager-in-turn", "eager-2021"]
-"""How the step runs: "compiled" as one program; "eager" kernel by kernel from a host that stays ahead, with fused
-attention and overlapped communication; "eager-in-turn" without overlap; "eager-2021" also without fused attention.
-"captured" replays the kernels of a step from CUDA graphs, one for all experts of a product; "captured-layers" has
-graphs of everything but the experts. "served" is an inference engine: captured, with collectives in turn."""
-
-AttentionKernel = Literal["tuned", "portable", "narrow"]
-"""Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then), or for the chip
-in the dtype of products where that is narrower than 16 bits."""
-
-Scatters = Literal["turns", "once"]
-"""A ReduceScatter over a whole torus slice: in two turns as programs of this package, or all at once as other programs
-have it, which libtpu compiles as an AllReduce of the whole array."""
-
-Dispatch = Literal["experts", "one_hot", "devices", "nodes"]
-"""How tokens reach experts: "experts" sends a row for each expert; "one_hot" brings it to its slot by a product with
-one-hot rows; "devices" sends a row for each device with experts of the token, between nodes one for each node, which
-passes it on there. "nodes" also sends rows to experts in 8 bits if products are in fp8, and where passes in both
-directions overlap (DualPipe) it hides behind them and holds `SENDING_SMS`. Source: DeepSeek-V3 (2024), section 3.2."""
-
-EngineName = Literal["", "TensorRT-LLM", "vLLM", "SGLang"]
-"""An inference engine whose own seconds between two steps are known."""
-
-SENDING_SMS = 20
-
-IN_TURN: tuple[str, ...] = ("eager-in-turn", "eager-2021", "served")
-"""Software without overlap of communication and compute."""
-
-WITHOUT_HOST: tuple[str, ...] = ("compiled", "captured", "served")
-"""Software whose kernels no host starts one by one."""
-
-
-class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Assumptions of a prediction beside the strategy; no run reads them.
-
-    ``software`` and ``attention_kernel`` are what runs the step. ``imbalance`` is the load of the busiest expert device
-    over the mean where nothing bounds it. ``empty_slots`` says that compiled software without a bound has room for
-    more rows than the mean at devices of experts, as arrays of fixed size need. ``dispatch`` is how tokens are sent;
-    with ``exchange_overlap`` that hides behind another microbatch. With ``narrow_gathers`` weights are gathered in fp8
-    where products are in fp8. ``engine`` serves, between steps of software "served". ``scatters`` is how a sum is
-    scattered over a whole torus slice.
-    """
-
-    software: Software = "compiled"
-    attention_kernel: AttentionKernel = "tuned"
-    imbalance: float = 1.0
-    empty_slots: bool = True
-    dispatch: Dispatch = "experts"
-    exchange_overlap: bool = False
-    narrow_gathers: bool = False
-    engine: EngineName = ""
-    scatters: Scatters = "turns"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.imbalance <= MAX_SEQUENCES:
-            raise InputError(f"assumptions.imbalance={self.imbalance} must be at least 1.")
-
-    @property
-    def of_other_software(self) -> dict[str, str | bool]:
-        """Fields that differ from what programs of this package do, which are priced and not executed."""
-        names = ("attention_kernel", "software", "dispatch", "exchange_overlap", "narrow_gathers", "scatters")
-        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(AS_RUN, name)}
-
-    @property
-    def fused_head(self) -> bool:
-        """True if the software fuses both passes of a chunked loss head; other software computes its logits in each."""
-        return self.software == "compiled"
-
-    @property
-    def holds_empty_slots(self) -> bool:
-        """True if empty expert slots take memory and are sent; libraries size arrays by the load."""
-        return self.empty_slots and self.software == "compiled"
-
-
-AS_RUN = Assumptions()
-"""Assumptions that hold for programs of this package."""
-
-
-def require_runnable_strategy(strategy: Strategy, *, trains: bool = True) -> None:
-    """Raises CannotRunError for strategies that are derived and priced but not executed in this version.
-
-    Gradients are summed on the assumption that every device adds its own part of the loss once, which holds
-    for the standard assignments and is not shown for others.
-    """
-    for axis in strategy.mesh:
-        if axis not in MESH_AXES:
-            raise CannotRunError(f"mesh axis {axis!r} is not one that runs.{nearest(axis, MESH_AXES)}")
-    if strategy.precision not in ("", strategy.state_dtype):
-        _refuse("precision", strategy.precision, f"{strategy.state_dtype!r}, the state's own")
-    if strategy.zero is None and (trains or strategy.assignment not in LAYOUTS.values()):
-        differing_role = next(
-            role
-            for role in (*strategy.assignment, *DEFAULT_ASSIGNMENT)
-            if strategy.assignment.get(role) != DEFAULT_ASSIGNMENT.get(role)
-        )
-        raise CannotRunError(
-            f"strategy.assignment.{differing_role} differs from the standard one; other assignments are derived and "
-            f"counted but not executed in this version. Leave it out."
-        )
-
-
-def require_runnable_assumptions(assumptions: Assumptions) -> None:
-    """Raises CannotRunError for assumptions about other software, which is only priced."""
-    for name, value in assumptions.of_other_software.items():
-        _refuse(name, value, getattr(AS_RUN, name))
-
-
-def _refuse(name: str, value: str | bool, instead: str | bool) -> None:
-    raise CannotRunError(f"{name} {value!r} is planned but not executed in this version. Use {instead}.")
 
 
 def mesh_words(mesh: Mapping[str, int], join: str = ", ", *, alone: str = "one device") -> str:

@@ -61,7 +61,7 @@ def test_it_is_priced_by_its_simulation(toy):
     """All arrays at once, by the rows and the tick tables of each size."""
     stages, counts = np.array([1, 2, 4, 4]), np.array([8, 4, 4, 8])
     for software in ("compiled", "eager"):
-        found = PipelineCost(schedule=toy, stages=stages, microbatches=counts, software=software)
+        found = PipelineCost(schedule=toy, stages=stages, microbatches=counts, in_lockstep=software == "compiled")
         for index in (1, 2, 3):
             p, m = int(stages[index]), int(counts[index])
             made = build(toy, stages=p, microbatches=m)
@@ -105,7 +105,7 @@ def test_a_file_that_a_person_writes_is_priced(tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("0: F0 F1 B0 B1\n1: F0 B0 F1 B1\n")
     own, known = (
-        PipelineCost(schedule=name, stages=2, microbatches=2, software="eager") for name in (str(path), "1f1b")
+        PipelineCost(schedule=name, stages=2, microbatches=2, in_lockstep=False) for name in (str(path), "1f1b")
     )
     assert own.bubble_s(**TIMES) == pytest.approx(known.bubble_s(**TIMES))
     assert own.stash == known.stash

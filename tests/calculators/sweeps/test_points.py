@@ -10,9 +10,10 @@ from meshwright.core.errors import InputError
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import estimate_step, price_strategy
 from meshwright.plan.planner import rank_plans
+from meshwright.spec.assumptions import Assumptions
 from meshwright.spec.chip import chip
 from meshwright.spec.efficiency import fitted_calibration
-from meshwright.spec.strategy import REMAT_POLICIES, Assumptions
+from meshwright.spec.strategy import REMAT_POLICIES
 
 EAGER = Assumptions(software="eager")
 

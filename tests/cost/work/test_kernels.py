@@ -24,11 +24,12 @@ from meshwright.cost.work.kernels import (
 from meshwright.cost.work.ops import op_flops, op_hbm_bytes
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec import catalogue
+from meshwright.spec.assumptions import Assumptions
 from meshwright.spec.calibration import Calibration, Efficiency, datasheet_calibration
 from meshwright.spec.chip import chip
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Assumptions, Strategy, make_mesh
+from meshwright.spec.strategy import Strategy, make_mesh
 
 H100, V5E = chip("h100"), chip("v5e")
 DIMS = {"B": 8.0, "T": 512.0, "D": 1024.0, "F": 4096.0, "N": 8.0, "K": 8.0, "H": 64.0, "V": 32000.0, "E": 16.0}

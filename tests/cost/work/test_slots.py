@@ -23,10 +23,11 @@ from meshwright.cost.work.slots import (
 )
 from meshwright.nn.experts.products import blocks_of
 from meshwright.spec import catalogue
+from meshwright.spec.assumptions import Assumptions
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_numbers
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 XE, WEIGHT, GE = (parse_array(text) for text in ("xe[E,C,D]", "w[E,D,Fe]", "ge[E,C,Fe]"))
 PRODUCT = Step(op="einsum", inputs=(XE, WEIGHT), result=GE)

@@ -11,9 +11,10 @@ from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import rank_plans
 from meshwright.plan.why.bounds import letters_of
 from meshwright.spec import catalogue
+from meshwright.spec.assumptions import Assumptions
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 
 def planned(model, cluster, batch_seqs, *, seq_len=4096, overrides=None, **axes):

@@ -28,10 +28,11 @@ from meshwright.cost.step_rates import attention_scores, step_rates
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.plan.legal import divisors
 from meshwright.report.answer import Facts
+from meshwright.spec.assumptions import Assumptions
 from meshwright.spec.calibration import Calibration, datasheet_calibration, matmul_rate
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import Assumptions, Strategy, make_mesh, mesh_words
+from meshwright.spec.strategy import Strategy, make_mesh, mesh_words
 
 Array = Any
 """A NumPy array with one entry per batch."""

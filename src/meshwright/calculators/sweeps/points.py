@@ -20,10 +20,11 @@ from meshwright.plan.result import PlannedStrategy, planned
 from meshwright.plan.search import search
 from meshwright.plan.space import Space
 from meshwright.report.answer import Facts
+from meshwright.spec.assumptions import AS_RUN
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job, parse_batch, require_training
-from meshwright.spec.strategy import AS_RUN, BATCH_AXES, Strategy, make_mesh
+from meshwright.spec.strategy import BATCH_AXES, Strategy, make_mesh
 
 NO_RATES: dict[str, Calibration | None] = {}
 """Chips at the rates of their data sheets."""

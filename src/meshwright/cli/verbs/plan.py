@@ -32,11 +32,12 @@ from meshwright.plan.run_budget import run_budget
 from meshwright.plan.space import FULL, USUAL
 from meshwright.plan.why.setup_changes import parse_what_if
 from meshwright.report.answer import Answer, Fact, Facts, Piece, Table, TableColumns, tables_of
+from meshwright.spec.assumptions import AS_RUN
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import parse_clusters
 from meshwright.spec.job import require_training
 from meshwright.spec.plan_file import save_plan
-from meshwright.spec.strategy import AS_RUN, COLLECTIVE_MATMULS, Strategy, mesh_words
+from meshwright.spec.strategy import COLLECTIVE_MATMULS, Strategy, mesh_words
 
 NUMBERS_WIDTH = 46
 """Columns that the numbers of the table need beside the strategy."""

@@ -19,9 +19,10 @@ from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.plan.why.setup_changes import CHANGES
 from meshwright.report.answer import Fact, Piece, TableColumns
+from meshwright.spec.assumptions import require_runnable_strategy
 from meshwright.spec.model import require_runnable
 from meshwright.spec.plan_file import unmasked
-from meshwright.spec.strategy import Strategy, mesh_words, require_runnable_strategy
+from meshwright.spec.strategy import Strategy, mesh_words
 from meshwright.verify.targets import target_of
 
 MIN_HIDDEN = 0.1

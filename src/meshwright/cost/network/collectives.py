@@ -21,8 +21,8 @@ from meshwright.core.errors import InputError
 from meshwright.cost.network.legs import Leg, group_legs
 from meshwright.cost.network.links import Level
 from meshwright.cost.network.placement import Placement
+from meshwright.spec.assumptions import Scatters
 from meshwright.spec.calibration import Calibration, collective_rate
-from meshwright.spec.strategy import Scatters
 
 _INNER: tuple[Level, ...] = ("ici", "nvlink", "host")
 

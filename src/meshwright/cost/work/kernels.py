@@ -19,6 +19,7 @@ from meshwright.cost.work.host_work import amounts_of, is_product, pace_of
 from meshwright.cost.work.kernel_times import NCCL_LINKS, KernelRates, grouped_s, kernel_rates
 from meshwright.cost.work.ops import is_attention, op_flops, op_hbm_bytes, op_term
 from meshwright.cost.work.slots import SlotSizes, block_bytes, computed_share, slot_sizes, unread_bytes
+from meshwright.spec.assumptions import AS_RUN, Assumptions, Traits
 from meshwright.spec.calibration import (
     Calibration,
     Efficiency,
@@ -31,7 +32,6 @@ from meshwright.spec.calibration import (
 )
 from meshwright.spec.chip import Chip
 from meshwright.spec.efficiency import KERNEL_NUMBERS, fitted_numbers
-from meshwright.spec.strategy import AS_RUN, WITHOUT_HOST, Assumptions
 
 AxisGroup = frozenset[str]
 """Mesh axes that one collective uses jointly; their order does not change its time."""
@@ -61,10 +61,9 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     """Rates of one chip; fields may be arrays, one entry per candidate.
 
     ``wide_flops_per_s`` is the rate of the loss head and the router, which keep the dtype of the state if other
-    products are ``narrow``. ``processors`` is the number of SMs, 0 for chips without. ``eager`` is true if a host
-    starts every kernel, ``by_expert`` if each expert's product is a kernel of its own. With ``one_hot`` products
-    with one-hot rows bring tokens to their slots and back. ``host`` prices emulated devices whose steps have been
-    measured, whose products of few rows read weights at ``weight_bytes_per_s``.
+    products are ``narrow``. ``processors`` is the number of SMs, 0 for chips without. With ``one_hot``
+    products with one-hot rows bring tokens to their slots and back. ``host`` prices emulated devices whose steps have
+    been measured, whose products of few rows read weights at ``weight_bytes_per_s``.
     """
 
     matmul_flops_per_s: Number
@@ -73,8 +72,7 @@ class ChipRates(msgspec.Struct, frozen=True, kw_only=True):
     hbm_bytes_per_s: Number
     processors: Number = 0
     narrow: bool = False
-    eager: bool = False
-    by_expert: bool = False
+    software: Traits = AS_RUN.traits
     one_hot: bool = False
     efficiency: Efficiency = Efficiency()
     host: HostRates | None = None
@@ -156,9 +154,9 @@ def chip_rates(
 
     Attention that is not fused, as in software of 2021, runs at the rate of other products.
     """
-    if assumptions.software == "eager-2021":
-        flops_per_s = matmul_rate(chip, calibration, dtype)
-    else:
+    software = assumptions.traits
+    flops_per_s = matmul_rate(chip, calibration, dtype)
+    if software.fuses_attention:
         flops_per_s = attention_rate(chip, calibration, dtype, narrow=assumptions.attention_kernel == "narrow")
     if assumptions.attention_kernel == "portable":
         flops_per_s *= calibration.efficiency.portable
@@ -172,14 +170,13 @@ def chip_rates(
         attention_flops_per_s=flops_per_s,
         hbm_bytes_per_s=memory_rate(chip, calibration),
         processors=chip.num_sms or 0,
-        eager=assumptions.software != "compiled",
-        by_expert=assumptions.software not in WITHOUT_HOST,
+        software=software,
         one_hot=assumptions.dispatch == "one_hot",
         narrow=DTYPE_BYTES[dtype] < DTYPE_BYTES[state_dtype],
         efficiency=efficiency,
         host=host_rates_in(calibration, dtype),
         weight_bytes_per_s=calibration.weight_bytes_per_s.get(dtype, np.inf),
-        kernels=serving_kernels(chip) if assumptions.software == "served" else None,
+        kernels=serving_kernels(chip) if software.is_engine else None,
     )
 
 
@@ -224,7 +221,7 @@ def local_cost(
         elif kind_of(step).is_einsum:
             math_s, cast_bytes = _product_s(step, flops, sizes, rates)
             num_bytes = num_bytes + cast_bytes
-            if rates.by_expert and is_at_experts(step):
+            if rates.software.starts_kernels and is_at_experts(step):
                 num_launches = num_launches * sizes.local(*step.inputs)["E"]
         else:
             math_s = flops / rates.wide_flops_per_s
@@ -232,7 +229,8 @@ def local_cost(
                 # each slot is a sum over all positions of its sequence
                 slots = next(array for array in (*step.results, *step.inputs) if has_slots(array))
                 math_s = sums_per_slot * 2 * sizes.elements(slots) * sizes.dims["T"] / rates.matmul_flops_per_s
-            num_bytes = num_bytes * fit.eager_traffic if rates.eager and step.phase != "update" else num_bytes
+            if not rates.software.is_compiled and step.phase != "update":
+                num_bytes = num_bytes * fit.eager_traffic
     return StepCost(
         step=step,
         flops=_mean_flops(step, sizes),

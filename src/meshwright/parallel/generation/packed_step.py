@@ -28,9 +28,10 @@ from meshwright.nn.weights import Params
 from meshwright.parallel.generation.held_arrays import Cache, HeldArrays
 from meshwright.parallel.generation.program_store import ProgramStore
 from meshwright.parallel.mesh import GivenOptions, compiler_options, lower, partition_spec, shardings
+from meshwright.spec.assumptions import require_runnable_strategy
 from meshwright.spec.job import Job
 from meshwright.spec.model import MASK_DATA, Model, require_runnable
-from meshwright.spec.strategy import Strategy, held_dims, require_runnable_strategy
+from meshwright.spec.strategy import Strategy, held_dims
 from meshwright.spec.weights import without_mtp
 
 ALIKE_ROWS = 32

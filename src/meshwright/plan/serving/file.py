@@ -19,12 +19,13 @@ from meshwright.plan.serving.engines import phase_setting
 from meshwright.plan.serving.result import EnginePool, ServiceFigures, ServicePlan, ServiceResult
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
+from meshwright.spec.assumptions import AS_RUN, Assumptions
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.plan_file import SERVICE, VERSION, require_version
-from meshwright.spec.strategy import AS_RUN, Assumptions, Strategy
+from meshwright.spec.strategy import Strategy
 
 GenerationPhase = Literal["decode", "prefill"]
 PHASES: tuple[GenerationPhase, ...] = get_args(GenerationPhase)

@@ -15,12 +15,12 @@ from meshwright.plan.serving.result import ServiceResult, service_plan
 from meshwright.plan.serving.search import Services, all_services, frontier, ranked
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
+from meshwright.spec.assumptions import AS_RUN, Assumptions
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.efficiency import SERVED_FAMILIES, family, generation_calibration
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.strategy import AS_RUN, Assumptions
 
 AS_SERVED = Assumptions(software="served", engine="vLLM", empty_slots=False)
 """Steps of an inference engine: kernels of a CUDA graph, collectives in turn, vLLM's seconds between steps."""

@@ -25,7 +25,8 @@ from meshwright.plan.rules import Refusal
 from meshwright.plan.search import search
 from meshwright.plan.space import Choices, Space
 from meshwright.plan.why.bounds import letters_of
-from meshwright.spec.strategy import Assumptions, Strategy, mesh_words, standard_assignment
+from meshwright.spec.assumptions import Assumptions
+from meshwright.spec.strategy import Strategy, mesh_words, standard_assignment
 
 NO_LIMIT_BYTES = 1e30
 """Memory of a chip that is large enough for every strategy."""

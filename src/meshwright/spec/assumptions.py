@@ -1,0 +1,138 @@
+"""Assumptions of a prediction: the software that runs a step and what it does there; what this version executes."""
+
+from typing import Literal
+
+import msgspec
+
+from meshwright.core.dims import MESH_AXES
+from meshwright.core.errors import CannotRunError, InputError, nearest
+from meshwright.core.fields import Checked
+from meshwright.spec.strategy import DEFAULT_ASSIGNMENT, LAYOUTS, MAX_SEQUENCES, Strategy
+
+Software = Literal["compiled", "captured", "captured-layers", "served", "eager", "eager-in-turn", "eager-2021"]
+"""How the step runs: "compiled" as one program, "captured" from CUDA graphs, "served" by an inference engine, "eager"
+kernel by kernel from a host that stays ahead. `TRAITS` has what each does."""
+
+AttentionKernel = Literal["tuned", "portable", "narrow"]
+"""Fused attention written for the chip, or once for all chips (Triton in 2023, needed for ALiBi then), or for the chip
+in the dtype of products where that is narrower than 16 bits."""
+
+Scatters = Literal["turns", "once"]
+"""A ReduceScatter over a whole torus slice: in two turns as programs of this package, or all at once as other programs
+have it, which libtpu compiles as an AllReduce of the whole array."""
+
+Dispatch = Literal["experts", "one_hot", "devices", "nodes"]
+"""How tokens reach experts: "experts" sends a row for each expert; "one_hot" brings it to its slot by a product with
+one-hot rows; "devices" sends a row for each device with experts of the token, between nodes one for each node, which
+passes it on there. "nodes" also sends rows to experts in 8 bits if products are in fp8, and where passes in both
+directions overlap (DualPipe) it hides behind them and holds `SENDING_SMS`. Source: DeepSeek-V3 (2024), section 3.2."""
+
+EngineName = Literal["", "TensorRT-LLM", "vLLM", "SGLang"]
+"""An inference engine whose own seconds between two steps are known."""
+
+SENDING_SMS = 20
+
+
+class Traits(msgspec.Struct, frozen=True, kw_only=True):
+    """What software does in a step where kinds of it differ; by default as eager libraries do."""
+
+    # One program on all devices. Compilers fuse both passes of a chunked loss head, size arrays of expert slots ahead,
+    # sum gradients in float32, and add them to those of earlier microbatches in a pass of its own. Libraries send the
+    # weights or gradients of a block in one flat buffer, and nothing hides their exchanges of tokens.
+    is_compiled: bool = False
+    starts_kernels: bool = True  # a host does, one by one, and one for each expert of a product
+    captures_layers: bool = False  # CUDA graphs hold everything but the kernels of experts
+    in_turn: bool = False  # communication and compute do not overlap
+    fuses_attention: bool = True  # else several kernels, at the rate of other products, with scores in memory
+    is_engine: bool = False  # of inference, with kernels measured by themselves, and graphs of steps without prompts
+
+
+TRAITS: dict[Software, Traits] = {
+    "compiled": Traits(is_compiled=True, starts_kernels=False),
+    "captured": Traits(starts_kernels=False),
+    "captured-layers": Traits(captures_layers=True),
+    "served": Traits(is_engine=True, starts_kernels=False, in_turn=True),
+    "eager": Traits(),
+    "eager-in-turn": Traits(in_turn=True),
+    "eager-2021": Traits(in_turn=True, fuses_attention=False),
+}
+
+
+class Assumptions(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Assumptions of a prediction beside the strategy; no run reads them.
+
+    ``software`` and ``attention_kernel`` are what runs the step. ``imbalance`` is the load of the busiest expert device
+    over the mean where nothing bounds it. ``empty_slots`` says that compiled software without a bound has room for
+    more rows than the mean at devices of experts, as arrays of fixed size need. ``dispatch`` is how tokens are sent;
+    with ``exchange_overlap`` that hides behind another microbatch. With ``narrow_gathers`` weights are gathered in fp8
+    where products are in fp8. ``engine`` serves, between steps of software "served". ``scatters`` is how a sum is
+    scattered over a whole torus slice.
+    """
+
+    software: Software = "compiled"
+    attention_kernel: AttentionKernel = "tuned"
+    imbalance: float = 1.0
+    empty_slots: bool = True
+    dispatch: Dispatch = "experts"
+    exchange_overlap: bool = False
+    narrow_gathers: bool = False
+    engine: EngineName = ""
+    scatters: Scatters = "turns"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.imbalance <= MAX_SEQUENCES:
+            raise InputError(f"assumptions.imbalance={self.imbalance} must be at least 1.")
+
+    @property
+    def of_other_software(self) -> dict[str, str | bool]:
+        """Fields that differ from what programs of this package do, which are priced and not executed."""
+        names = ("attention_kernel", "software", "dispatch", "exchange_overlap", "narrow_gathers", "scatters")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(AS_RUN, name)}
+
+    @property
+    def traits(self) -> Traits:
+        """What the software does in a step."""
+        return TRAITS[self.software]
+
+    @property
+    def holds_empty_slots(self) -> bool:
+        """True if empty expert slots take memory and are sent; libraries size arrays by the load."""
+        return self.empty_slots and self.traits.is_compiled
+
+
+AS_RUN = Assumptions()
+"""Assumptions that hold for programs of this package."""
+
+
+def require_runnable_strategy(strategy: Strategy, *, trains: bool = True) -> None:
+    """Raises CannotRunError for strategies that are derived and priced but not executed in this version.
+
+    Gradients are summed on the assumption that every device adds its own part of the loss once, which holds
+    for the standard assignments and is not shown for others.
+    """
+    for axis in strategy.mesh:
+        if axis not in MESH_AXES:
+            raise CannotRunError(f"mesh axis {axis!r} is not one that runs.{nearest(axis, MESH_AXES)}")
+    if strategy.precision not in ("", strategy.state_dtype):
+        _refuse("precision", strategy.precision, f"{strategy.state_dtype!r}, the state's own")
+    if strategy.zero is None and (trains or strategy.assignment not in LAYOUTS.values()):
+        differing_role = next(
+            role
+            for role in (*strategy.assignment, *DEFAULT_ASSIGNMENT)
+            if strategy.assignment.get(role) != DEFAULT_ASSIGNMENT.get(role)
+        )
+        raise CannotRunError(
+            f"strategy.assignment.{differing_role} differs from the standard one; other assignments are derived and "
+            f"counted but not executed in this version. Leave it out."
+        )
+
+
+def require_runnable_assumptions(assumptions: Assumptions) -> None:
+    """Raises CannotRunError for assumptions about other software, which is only priced."""
+    for name, value in assumptions.of_other_software.items():
+        _refuse(name, value, getattr(AS_RUN, name))
+
+
+def _refuse(name: str, value: str | bool, instead: str | bool) -> None:
+    raise CannotRunError(f"{name} {value!r} is planned but not executed in this version. Use {instead}.")
