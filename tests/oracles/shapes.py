@@ -4,12 +4,14 @@ from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.program import Program, Variable
 from meshwright.algebra.transformer import parse_block
+from meshwright.calculators.serving.replica import ServingReplica
 from meshwright.calculators.sharding.einsum_cost import einsum_rates
 from meshwright.cost.network.collectives import GroupRates, group_rates
 from meshwright.spec.chip import Chip, chip_from_table
-from meshwright.spec.cluster import Cluster
+from meshwright.spec.cluster import Cluster, make_cluster
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Rules, Strategy
+from tests.oracles.worked import Inputs
 
 TWO_MATMULS = """
 tmp[B,F] = in[B,D] * win[D,F]
@@ -51,6 +53,19 @@ def rates(cluster: Cluster, mesh: dict[str, int], axes: tuple[str, ...] | str) -
     laid = einsum_rates(cluster, mesh)
     assert all(" x " not in words for words in laid.laid.describe().values())
     return group_rates(laid.laid, axes)
+
+
+def serving(i: Inputs) -> ServingReplica:
+    """A model of the row's parameters on as many chips as it has, of its memory and bandwidth."""
+    figures = {"hbm_bytes": i.get("cap", i.get("hbm")), "hbm_bytes_per_s": i.get("hbm_bw", i.get("bw"))}
+    table = {"name": "row", "topology": "switched"} | {name: figure for name, figure in figures.items() if figure}
+    return ServingReplica(
+        cluster=make_cluster(chip_from_table(table), (i.get("chips", 1),)),
+        params=i["params"],
+        kv_token_bytes=i.get("kv_per_token"),
+        weights={2: "bf16", 1: "int8", 0.5: "int4"}[i["bytes"]],
+        peak_flops=i.get("peak", 1.0),
+    )
 
 
 def counting(base: str, *, link_bytes_per_s: float) -> Chip:

@@ -1,30 +1,16 @@
 """Worked answers on inference: critical batches, steps of generation, what fits, limits of sharding."""
 
+from meshwright.calculators.serving.replica import DecodeStep, uncached_share
+from meshwright.calculators.serving.sharding import WeightStationary, decode_max_tensor, hbm_over_link
 from meshwright.cost.formulas.accounting import attention_work
 from meshwright.cost.formulas.roofline import critical_batch
-from meshwright.cost.formulas.serving import (
-    DecodeStep,
-    WeightStationary,
-    decode_max_tensor,
-    free_bytes,
-    hbm_over_link,
-    largest_batch,
-    uncached_share,
-    weight_bytes,
-)
+from tests.oracles.shapes import serving
 from tests.oracles.worked import Answers, Inputs
 
 
 def load_s(i: Inputs) -> float:
     """Seconds to read the row's weights from the memories of all chips."""
-    stored = weight_bytes(i["params"], i["bytes"])
-    return DecodeStep(
-        batch_seqs=0,
-        kv_bytes=0,
-        weight_bytes=stored,
-        num_chips=i["chips"],
-        hbm_bytes_per_s=i.get("hbm_bw", i.get("bw")),
-    ).weights_s
+    return serving(i).step(0, 0).weights_s
 
 
 def shortest(i: Inputs) -> DecodeStep:
@@ -40,15 +26,7 @@ def shortest(i: Inputs) -> DecodeStep:
 
 def general_step_s(i: Inputs) -> float:
     """Seconds of a step of int8 weights with its FLOPs."""
-    return DecodeStep(
-        batch_seqs=i["batch"],
-        kv_bytes=i["kv"],
-        weight_bytes=weight_bytes(i["params"], 1),
-        active_params=i["params"],
-        num_chips=i["chips"],
-        peak_flops=i["peak"],
-        hbm_bytes_per_s=i["bw"],
-    ).time_s
+    return serving({**i, "bytes": 1}).step(i["batch"], i["kv"]).time_s
 
 
 def attention_intensity(i: Inputs, queries: int) -> float:
@@ -81,9 +59,7 @@ ANSWERS: Answers = {
     "book-7.1.4-gen": lambda i: attention_intensity(i, 1),
     "book-7.1.4-prefill": lambda i: attention_intensity(i, i["T"]),
     "book-7.1.5-b256": general_step_s,
-    "book-7.1.7-oom": lambda i: largest_batch(
-        free_bytes(i["hbm"], num_chips=1, weight_bytes=i["params_bytes"]), i["kv"]
-    ),
+    "book-7.1.7-oom": lambda i: serving({**i, "params": i["params_bytes"], "bytes": 1}).batch_that_fits(i["kv"]),
     "book-7.3.2-Y": lambda i: decode_max_tensor(i["F"], i["B"], beta=i["beta"]),
     "book-7.3.2-beta": lambda i: hbm_over_link(i["hbm"], i["ici"]),
     "book-7.4.2-prefix": lambda i: uncached_share(i["cached"], i["total"]),

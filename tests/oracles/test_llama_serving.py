@@ -2,30 +2,19 @@
 
 import pytest
 
+from meshwright.calculators.serving.replica import DecodeStep, request_rates, smallest_slice
+from meshwright.calculators.serving.sharding import TensorProduct, decode_max_tensor
 from meshwright.cost.formulas.accounting import kv_cache_bytes
 from meshwright.cost.formulas.limits import tensor_max_size
-from meshwright.cost.formulas.serving import (
-    DecodeStep,
-    RequestStream,
-    TensorProduct,
-    cache_bytes,
-    decode_max_tensor,
-    fractional_chips,
-    free_bytes,
-    largest_batch,
-    prefill_s,
-    smallest_slice,
-    weight_bytes,
-)
 from meshwright.cost.formulas.training_budget import flops_per_dollar, min_chips
 from meshwright.spec.chip import chip, known
-from tests.oracles.shapes import dense
+from tests.oracles.shapes import dense, serving
 from tests.oracles.worked import Answers, Inputs
 
 
 def stored(i: Inputs) -> float:
     """Bytes of the row's weights."""
-    return weight_bytes(i["params"], i["bytes"])
+    return serving(i).weight_bytes
 
 
 def token_bytes(i: Inputs) -> float:
@@ -35,41 +24,43 @@ def token_bytes(i: Inputs) -> float:
 
 def caches(i: Inputs) -> float:
     """Bytes of the row's caches."""
-    return cache_bytes(i["kv_per_token"], num_positions=i["S"], batch_seqs=i.get("batch", 1))
+    return serving({"params": 0, "bytes": 2, **i}).kv_bytes(i["S"]) * i.get("batch", 1)
 
 
 def free(i: Inputs) -> float:
     """Bytes that the row's weights leave on its chips."""
-    return free_bytes(i["cap"], num_chips=i["chips"], weight_bytes=stored(i))
+    return serving(i).free_bytes
 
 
 def batch_that_fits(i: Inputs) -> float:
     """Caches of the row that fit beside its weights."""
-    return largest_batch(free(i), caches(i))
+    return serving(i).batch_that_fits(caches(i))
 
 
 def reading_s(i: Inputs) -> float:
     """Seconds to read bytes, or the row's weights, from the memories of all chips."""
-    size = i["bytes"] if "params" not in i else stored(i)
-    return DecodeStep(
-        batch_seqs=0, kv_bytes=0, weight_bytes=size, num_chips=i.get("chips", 1), hbm_bytes_per_s=i["bw"]
-    ).time_s
+    if "params" in i:
+        return serving(i).step(0, 0).time_s
+    num_chips = i.get("chips", 1)
+    step = DecodeStep(batch_seqs=0, kv_bytes=0, weight_bytes=i["bytes"], num_chips=num_chips, hbm_bytes_per_s=i["bw"])
+    return step.time_s
 
 
-def requests(i: Inputs) -> RequestStream:
-    """The row's requests, in steady state."""
-    return RequestStream(
-        batch_seqs=i["batch"],
-        step_s=i.get("t_step", 0.019),
+def requests(i: Inputs) -> dict[str, float]:
+    """Figures of the row's requests, in steady state."""
+    return request_rates(
+        i["batch"],
+        i.get("t_step", 0.019),
         prompt_len=i.get("P", 0),
         output_len=i.get("steps", i.get("G")),
+        prefill_s=i.get("t_prefill", 0.0),
         num_chips=i.get("chips", 1),
     )
 
 
 def queries_per_chip(i: Inputs) -> float:
     """Queries per second and chip."""
-    return requests(i).per_s_per_chip
+    return requests(i)["per_s_per_chip"]
 
 
 def product(i: Inputs) -> TensorProduct:
@@ -98,13 +89,13 @@ ANSWERS: Answers = {
     "book-8.1-kv240": caches,
     "book-8.1-kv32k": caches,
     "book-8.1.1-19ms": reading_s,
-    "book-8.1.1-4.42": lambda i: requests(i).per_s,
+    "book-8.1.1-4.42": lambda i: requests(i)["per_s"],
     "book-8.1.1-56": lambda i: decode_max_tensor(i["F"], i["B"], beta=i["beta"]),
-    "book-8.1.1-9s": lambda i: RequestStream(batch_seqs=1, step_s=i["t_step"], output_len=i["tokens"]).generation_s,
+    "book-8.1.1-9s": lambda i: requests({"batch": 1, "steps": i["tokens"], **i})["generation_s"],
     "book-8.1.1-Tici": lambda i: product(i).link_s(i["w"]),
     "book-8.1.1-Tmath": lambda i: product(i).math_s(i["peak"]),
     "book-8.1.1-bf16-kvtok": token_bytes,
-    "book-8.1.1-bf16-min": lambda i: fractional_chips(stored(i), i["cap"]),
+    "book-8.1.1-bf16-min": lambda i: stored(i) / serving(i).memory_bytes,
     "book-8.1.1-bf16-num": batch_that_fits,
     "book-8.1.1-bf16-params": stored,
     "book-8.1.1-bf16-rem": free,
@@ -121,10 +112,10 @@ ANSWERS: Answers = {
     "book-8.1.1-int8-rem": free,
     "book-8.1.1-qps-int8": queries_per_chip,
     "book-8.1.1-slice": lambda i: [
-        smallest_slice(chip("v5e-book"), weight_bytes(i["params"], width)).num_chips for width in i["bytes"]
+        smallest_slice(chip("v5e-book"), stored({**i, "bytes": width})).num_chips for width in i["bytes"]
     ],
-    "book-8.1.2-evict": lambda i: requests(i).evicted_per_step,
-    "book-8.1.2-ratio": lambda i: requests(i).prefill_servers(i["t_prefill"]),
+    "book-8.1.2-evict": lambda i: requests(i)["evicted_per_step"],
+    "book-8.1.2-ratio": lambda i: requests(i)["prefill_servers"],
     "book-8.2-low": reading_s,
 }
 
@@ -134,7 +125,8 @@ def test_the_chip_of_the_slices_has_the_memory_of_the_row():
 
 
 def test_prefill_of_section_8_1_2():
-    assert prefill_s(8192, 70e9, num_chips=16, peak_flops=1.97e14, mfu=0.4) == pytest.approx(0.91, rel=2e-3)
+    llama = serving({"params": 70e9, "bytes": 2, "chips": 16, "peak": 1.97e14})
+    assert llama.prefill_s(8192, mfu=0.4) == pytest.approx(0.91, rel=2e-3)
 
 
 def test_matmul_of_section_8_1_1():

@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.algebra.generation.derive import derive_job
+from meshwright.calculators.serving.sharding import WeightStationary
 from meshwright.core.errors import CannotRunError
-from meshwright.cost.formulas.serving import WeightStationary
 from meshwright.cost.network.placement import place_axes
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.serving.fleet import engine_strategy, engine_words, fleet_of

@@ -2,7 +2,8 @@
 
 import pytest
 
-from meshwright.calculators.serving.replica import ServingReplica, tricks
+from meshwright.calculators.serving.replica import ServingReplica
+from meshwright.calculators.serving.tricks import tricks
 from meshwright.core.errors import InputError
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import peak

@@ -8,13 +8,23 @@ from typing import Any
 import click
 from msgspec.structs import replace
 
-from meshwright.calculators.serving.replica import ServingReplica, tricks
+from meshwright.calculators.serving.replica import (
+    DRAFTS,
+    DecodeStep,
+    ServingReplica,
+    lru_hit_share,
+    request_rates,
+    smallest_slice,
+    uncached_share,
+)
+from meshwright.calculators.serving.sharding import sharding
+from meshwright.calculators.serving.tricks import tricks
 from meshwright.cli.fields import parse_fields, split_values, with_fields
 from meshwright.cli.output import four_digits, three_digits
 from meshwright.cli.verb import Bytes, Count, Options, argument, option, verb
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, format_params, format_rate, format_seconds, parse_count
-from meshwright.cost.formulas import serving
+from meshwright.cost.formulas.serving import expected_tokens
 from meshwright.report.answer import Answer, Fact, Facts, Heading, Piece, Quantity, Show, Table, TableColumns
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip, peak
@@ -103,7 +113,7 @@ def command(given: Given) -> Answer:
         "steps": [dict(zip(column_by_name, row, strict=True)) for row in zip(*column_by_name.values(), strict=True)],
         "requests": _requests(replica, given, batches[-1], kv_bytes),
         "slices": _slices(replica, given, kv_bytes),
-        "sharding": replica.sharding(batches[-1]),
+        "sharding": sharding(replica, batches[-1]),
         "contexts": [_context(replica, length) for length in _counts(given.contexts, "--contexts")],
         "speculation": _speculation(given, replica.step(batches[-1], kv_bytes)) if given.accept else None,
         "prefixes": _prefixes(replica, given) if given.prefixes else None,
@@ -134,7 +144,7 @@ def _replica(given: Given) -> ServingReplica:
         if model.encoder:
             raise InputError(f"{model.name} has an encoder, whose keys and values are not counted here.")
     is_cluster = ":" in given.on or given.on.endswith(".toml")
-    cluster = parse_cluster(given.on) if is_cluster else serving.smallest_slice(chip(given.on), 1)
+    cluster = parse_cluster(given.on) if is_cluster else smallest_slice(chip(given.on), 1)
     replica = ServingReplica(
         cluster=cluster, model=model, params=given.params, kv_token_bytes=given.kv_token_bytes,
         weights=given.weights, kv=given.kv, peak_flops=peak(cluster.chip, given.dtype), price_usd_per_hour=given.price,
@@ -143,7 +153,7 @@ def _replica(given: Given) -> ServingReplica:
         return replica
     batch_seqs = max(_counts(given.batch, "--batch"), default=1)
     num_bytes = replica.weight_bytes + batch_seqs * replica.kv_bytes(given.context or given.prompt + given.output)
-    return replace(replica, cluster=serving.smallest_slice(cluster.chip, num_bytes))
+    return replace(replica, cluster=smallest_slice(cluster.chip, num_bytes))
 
 
 def _counts(text: str | None, flag: str) -> list[int]:
@@ -163,39 +173,28 @@ def _memory(at: ServingReplica, kv_bytes: float, batch: int) -> list[Facts]:
             "both": at.weight_bytes + kv_bytes * batch, "another cache": kv_bytes}  # fmt: skip
     facts = []
     for item, size in bytes_by_item.items():
-        row = {"what": item, "bytes": size, "chips": serving.fractional_chips(size, at.memory_bytes)}
+        row = {"what": item, "bytes": size, "chips": size / at.memory_bytes}
         facts.append(row | {"smallest_slice": None})
         with suppress(CannotRunError):
-            facts[-1]["smallest_slice"] = times(serving.smallest_slice(at.cluster.chip, size).shape)
+            facts[-1]["smallest_slice"] = times(smallest_slice(at.cluster.chip, size).shape)
     return facts
 
 
 def _requests(at: ServingReplica, given: Given, batch: int, kv_bytes: float) -> Facts:
-    num_chips, unit = at.cluster.num_chips, at.cluster.chip
-    stream = serving.RequestStream(
-        batch_seqs=batch, step_s=at.step(batch, kv_bytes).time_s, prompt_len=given.prompt, output_len=given.output,
-        num_chips=num_chips,
-    )  # fmt: skip
-    prefill_time_s = serving.prefill_s(
-        given.prompt, at.active_params, num_chips=num_chips, peak_flops=at.peak_flops, mfu=given.mfu
-    )
-    link, cache = unit.dcn_bytes_per_s if unit.topology == "torus" else unit.nic_bytes_per_s, at.kv_bytes(given.prompt)
+    num_chips, unit, prompt_len = at.cluster.num_chips, at.cluster.chip, given.prompt
+    step_s, prefill_s = at.step(batch, kv_bytes).time_s, at.prefill_s(prompt_len, given.mfu)
+    link, cache = unit.dcn_bytes_per_s if unit.topology == "torus" else unit.nic_bytes_per_s, at.kv_bytes(prompt_len)
     return {
         "batch": batch,
         "fits": batch <= at.batch_that_fits(kv_bytes),
-        "ttft_s": prefill_time_s,
-        "tpot_s": stream.step_s,
-        "tpot_interleaved_s": stream.interleaved_step_s(prefill_time_s),
-        "generation_s": stream.generation_s,
-        "per_s": stream.per_s,
-        "per_s_per_chip": stream.per_s_per_chip,
-        "tokens_per_s_per_chip": batch / stream.step_s / num_chips,
-        "finished_per_step": stream.finished_per_step,
-        "evicted_per_step": stream.evicted_per_step,
-        "prefill_servers": stream.prefill_servers(prefill_time_s),
+        "ttft_s": prefill_s,
+        "tpot_s": step_s,
+        **request_rates(
+            batch, step_s, prompt_len=prompt_len, output_len=given.output, prefill_s=prefill_s, num_chips=num_chips
+        ),
         "kv_transfer_s": link and cache / (num_chips * link),  # section 7.4
-        "usd_per_million_input": at.usd_per_million_tokens(given.prompt / prefill_time_s),
-        "usd_per_million_output": at.usd_per_million_tokens(batch / stream.step_s),
+        "usd_per_million_input": at.usd_per_million_tokens(prompt_len / prefill_s),
+        "usd_per_million_output": at.usd_per_million_tokens(batch / step_s),
     }
 
 
@@ -226,9 +225,9 @@ def _context(at: ServingReplica, num_positions: int) -> Facts:
     return {**row, "points": points}
 
 
-def _speculation(given: Given, step: serving.DecodeStep) -> Facts:
+def _speculation(given: Given, step: DecodeStep) -> Facts:
     """Returns tokens and speed-up by drafts."""
-    expected = serving.expected_tokens(given.accept, serving.DRAFTS)
+    expected = expected_tokens(given.accept, DRAFTS)
     speedups = step.speedups(given.accept, draft_cost=given.draft_cost)
     num_drafts = int(speedups.argmax())
     return {"best": num_drafts, "tokens": expected, "speedup": speedups, "tpot_s": step.time_s / speedups[num_drafts]}
@@ -237,8 +236,8 @@ def _speculation(given: Given, step: serving.DecodeStep) -> Facts:
 def _prefixes(at: ServingReplica, given: Given) -> Facts:
     cache_size = at.free_bytes if given.prefix_cache is None else given.prefix_cache
     num_prompts = cache_size / at.kv_bytes(given.prompt)
-    hit_share = serving.lru_hit_share(num_prompts, [rank**-given.zipf for rank in range(1, (given.prefixes or 1) + 1)])
-    left_share = serving.uncached_share(hit_share * given.prompt, given.prompt)
+    hit_share = lru_hit_share(num_prompts, [rank**-given.zipf for rank in range(1, (given.prefixes or 1) + 1)])
+    left_share = uncached_share(hit_share * given.prompt, given.prompt)
     return {"cache_bytes": cache_size, "room": num_prompts, "hit_share": hit_share, "prefill_left": left_share}
 
 

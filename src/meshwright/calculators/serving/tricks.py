@@ -1,0 +1,104 @@
+"""What each trick of serving brings by itself, and all together: caches that are smaller, narrower or paged, drafts."""
+
+from msgspec.structs import asdict, replace
+
+from meshwright.calculators.serving.replica import ServingReplica
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.report.answer import Facts
+from meshwright.spec.model import Model
+
+LOCAL_OF, WINDOW = 6, 1024
+"""Of so many layers all but the last see a window of so many positions: as in Gemma 3."""
+SHARED_BY = 2
+"""Neighbouring layers that keep one cache (Brandon et al., Cross-Layer Attention, 2024)."""
+PAGE_LEN = 16
+"""Positions of a page, as in vLLM."""
+FIGURES = ("step_s", "tpot_s", "tokens_per_s_per_chip", "usd_per_million_output")
+
+
+class _Way(ServingReplica, frozen=True, kw_only=True):
+    """A replica and how it keeps caches and makes tokens."""
+
+    paged: bool = False
+    drafts: bool = False
+
+    def changed(self, of_model: Facts, own: Facts) -> "_Way":
+        """Returns it with other fields of the model, and other fields of its own."""
+        return replace(self, model=self.model and replace(self.model, **of_model), **own)
+
+
+def tricks(
+    at: ServingReplica, *, prompt_len: int, output_len: int, acceptance: float, draft_cost: float
+) -> list[Facts]:
+    """Returns a row for the model without tricks, one for each of them alone, and one for all together.
+
+    Without tricks every head has its own keys and values, all layers see and keep all positions, weights and caches are
+    in 16 bits, and a cache is as long as the longest sequence, of which every position is read. A row has the bytes of
+    a token's cache, the largest batch that fits, its step, and what follows: seconds and dollars of tokens, and the
+    tokens of a chip over those without tricks; None where nothing fits. Drafts are as many as pay off at that batch;
+    one is right with probability ``acceptance``, and takes ``draft_cost`` of the model's own step.
+    Raises InputError without a model, or if its caches are given as a number.
+    """
+    model = at.model
+    if model is None or at.kv_token_bytes is not None:
+        raise InputError("--tricks changes a model's caches. Name a model, and leave out --kv-per-token.")
+    # as many kv heads as heads, no windows; latent attention stays
+    head_fields = {} if model.latent_attention else {"num_kv_heads": model.num_heads}
+    dense_model = replace(model, **head_fields, sliding_window=None, sliding_layers=())
+    plain_way = combined = _Way(**asdict(at) | {"model": dense_model, "weights": "bf16", "kv": "bf16"})
+    way_by_trick = {"none of these": plain_way}
+    for name, change in _changes(model).items():
+        way_by_trick[name] = plain_way.changed(*change)
+        if not name.startswith("one kv head") and name != "int8 weights":
+            combined = combined.changed(*change)
+    way_by_trick["all together*"] = combined
+    base_rate, rows = None, []
+    for name, trick_way in way_by_trick.items():
+        row = {"trick": name, **_figures(trick_way, prompt_len, output_len, acceptance, draft_cost)}
+        tokens_per_s = row["tokens_per_s_per_chip"]
+        base_rate = tokens_per_s if name == "none of these" else base_rate
+        rows.append({**row, "times": tokens_per_s / base_rate if tokens_per_s and base_rate else None})
+    return rows
+
+
+def _changes(model: Model) -> dict[str, tuple[Facts, Facts]]:
+    """Returns what each trick changes: fields of the model, and of a `_Way`."""
+    changes: dict[str, tuple[Facts, Facts]] = {}
+    if not model.latent_attention:
+        num_kv_heads = model.num_kv_heads if model.num_kv_heads < model.num_heads else max(1, model.num_heads // 8)
+        changes[f"{num_kv_heads} kv head{'s' * (num_kv_heads > 1)}"] = {"num_kv_heads": num_kv_heads}, {}
+        if num_kv_heads > 1:
+            changes["one kv head"] = {"num_kv_heads": 1}, {}
+    sliding, window = model.sliding_layers, model.sliding_window
+    if not sliding or not window:
+        sliding, window = tuple(layer for layer in range(model.num_layers) if (layer + 1) % LOCAL_OF), WINDOW
+    changes[f"window {window:,}, {len(sliding)} layers"] = {"sliding_layers": sliding, "sliding_window": window}, {}
+    return changes | {
+        f"{SHARED_BY} layers a cache": ({}, {"layers_per_cache": SHARED_BY}),
+        "int8 caches": ({}, {"kv": "int8"}),
+        "int8 weights": ({}, {"weights": "int8"}),
+        "int4 weights": ({}, {"weights": "int4"}),
+        f"pages of {PAGE_LEN}": ({}, {"paged": True}),
+        "drafts": ({}, {"drafts": True}),
+    }
+
+
+def _figures(at: _Way, prompt_len: int, output_len: int, acceptance: float, draft_cost: float) -> Facts:
+    """Returns the figures of one row."""
+    max_positions = prompt_len + output_len
+    # in the steady state a sequence has made half of its output, and its last page is half full
+    kv_bytes = at.kv_bytes(prompt_len + output_len / 2 + PAGE_LEN / 2 if at.paged else max_positions)
+    row: Facts = {"kv_token_bytes": at.kv_bytes(max_positions) / max_positions, "largest_batch": 0, "drafts": 0}
+    try:
+        batch = at.batch_that_fits(kv_bytes)
+    except CannotRunError:
+        return row | dict.fromkeys(FIGURES)
+    step = at.step(batch, kv_bytes)
+    token_s, num_drafts = step.time_s, 0
+    if at.drafts:
+        speedups = step.speedups(acceptance, draft_cost=draft_cost)
+        num_drafts = int(speedups.argmax())
+        token_s = step.time_s / speedups[num_drafts]
+    tokens_per_s = batch / token_s
+    figures = (step.time_s, token_s, tokens_per_s / at.cluster.num_chips, at.usd_per_million_tokens(tokens_per_s))
+    return row | {"largest_batch": batch, "drafts": num_drafts} | dict(zip(FIGURES, figures, strict=True))
