@@ -4,7 +4,6 @@ encoder if it has one. Dims of weights are read off the weight table."""
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -25,6 +24,7 @@ from meshwright.algebra.layers import (
 )
 from meshwright.algebra.notation import parse_array
 from meshwright.algebra.program import Block, Op, Program, Stack, Variable, layers_dim
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 from meshwright.spec.model import MASK_DATA, Model
 from meshwright.spec.weights import Weight, weight_table
@@ -214,7 +214,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
         """Iterations of a segment of at most that many layers, at least one."""
         return min(max(1, layers // len(self.pattern)), self.repeats)
 
-    def row(self, position: int, number: Any) -> Any:
+    def row(self, position: int, number: Number) -> Number:
         """Returns the index, among all layers of its kind, of a layer of the pattern in an iteration."""
         kind = self.pattern[position]
         return self.starts[kind] + number * self.pattern.count(kind) + self.pattern[:position].count(kind)

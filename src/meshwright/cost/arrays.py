@@ -40,7 +40,7 @@ def map_figures(change: Callable[..., Any], *parts: Any) -> Any:
     return change(*parts)
 
 
-def select(parts: T, index: Any) -> T:
+def select(parts: T, index: Number) -> T:
     """Indexes all arrays of a struct; numbers and other fields stay."""
     entry: T = map_figures(lambda value: value[index] if isinstance(value, np.ndarray) and value.ndim else value, parts)
     return entry

@@ -1,7 +1,5 @@
 """How a pipeline schedule shapes one training step: layers per device, microbatches in flight, idle time."""
 
-from typing import Any
-
 import msgspec
 import numpy as np
 
@@ -33,7 +31,7 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
     sums_last: bool = False
 
     @property
-    def is_one(self) -> Any:
+    def is_one(self) -> Number:
         """True where the pipeline has one stage."""
         return np.asarray(self.stages) == 1
 
@@ -174,7 +172,7 @@ class PipelineCost(msgspec.Struct, frozen=True, kw_only=True):
 ONE_STAGE = PipelineCost()
 
 
-def schedule_fits(schedule: str, *, stages: Number, chunks: Number, microbatches: Number) -> Any:
+def schedule_fits(schedule: str, *, stages: Number, chunks: Number, microbatches: Number) -> Number:
     """True where a schedule runs with these sizes, which may be arrays; on one stage every schedule does."""
     is_fit = is_legal(schedule, stages=stages, microbatches=microbatches, chunks=chunks)
     return is_fit | ((np.asarray(stages) == 1) & (np.asarray(chunks) == 1))

@@ -1,7 +1,7 @@
 """The costs of every derived step on one device: FLOPs, bytes through memory and over links, seconds by itself."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -28,6 +28,8 @@ from meshwright.cost.work.slots import SlotSizes, expert_slots, places_of_token,
 from meshwright.spec.assumptions import AS_RUN, Assumptions
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES, Strategy, held_dims
+
+Costs = TypeVar("Costs", bound=msgspec.Struct)
 
 
 class PricedBlock(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,7 +87,7 @@ class Priced(msgspec.Struct, frozen=True, kw_only=True):
     def changed(self, change: Callable[[StepCost], StepCost]) -> "Priced":
         """Returns the priced steps with ``change`` applied to every cost."""
 
-        def every(found: msgspec.Struct, *passes: str) -> Any:
+        def every(found: Costs, *passes: str) -> Costs:
             return replace(found, **{name: tuple(map(change, getattr(found, name))) for name in passes})
 
         blocks = tuple(every(block, "forward", "backward") for block in self.blocks)
@@ -160,7 +162,7 @@ def price_steps(
     sizes: SlotSizes,
     rates: StepRates,
     pipeline: PipelineCost,
-    known: dict[Any, StepCost] | None = None,
+    known: dict[object, StepCost] | None = None,
 ) -> Priced:
     """Prices every step of a derivation. ``known`` remembers the steps of others with the same sizes and rates."""
     known = {} if known is None else known
@@ -228,7 +230,7 @@ def _in_buckets(costs: tuple[StepCost, ...], owners: Mapping[str, list[str]]) ->
 
     Libraries send them as flat buffers: FSDP a block at a time, Megatron and DDP in buckets of about that size.
     """
-    buckets: dict[Any, list[int]] = {}
+    buckets: dict[tuple[str, str, str], list[int]] = {}
     for index, cost in enumerate(costs):
         if cost.step.is_collective and (cost.hides or cost.step.phase == "update"):
             owner = owners.get(cost.step.result.name.removeprefix("d"), [""])[-1]
@@ -272,11 +274,11 @@ def _with_sum(cost: StepCost, elements: Number, rates: StepRates, num_microbatch
     """
     moved_bytes = 2 * DTYPE_BYTES["fp32"] * elements * (np.asarray(num_microbatches) > 1)
     field = "launch_s" if rates.chip.software.is_compiled else "hbm_s"
-    added: dict[str, Any] = {field: getattr(cost, field) + moved_bytes / rates.chip.hbm_bytes_per_s}
+    added: dict[str, Number] = {field: getattr(cost, field) + moved_bytes / rates.chip.hbm_bytes_per_s}
     return replace(cost, hbm_bytes=cost.hbm_bytes + moved_bytes, **added)
 
 
-def sent_element_bytes(step: Step, *, width: Any, num_microbatches: Any) -> Any:
+def sent_element_bytes(step: Step, *, width: Number, num_microbatches: Number) -> Number:
     """Returns the bytes of one element of a collective; ``width`` is that of the state's weights.
 
     Gradients that are sent once per step have been summed in float32 if there is more than one microbatch.

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -154,7 +153,7 @@ def step_rates(
 
 
 def busy_links(
-    group: AxisGroup, rates: GroupRates, fills: np.ndarray, levels: Iterable[Any]
+    group: AxisGroup, rates: GroupRates, fills: np.ndarray, levels: Iterable[str | np.ndarray]
 ) -> dict[tuple[AxisGroup, str], tuple[Number, ...]]:
     """Maps (group, kind of collective) to a flag for each physical axis: whether the collective keeps it busy.
 

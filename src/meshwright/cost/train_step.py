@@ -49,7 +49,7 @@ class PricedStep(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     rates: StepRates
     pipeline: PipelineCost
     offload: tuple[str, ...] = ()
-    known: dict[Any, StepCost] = {}
+    known: dict[object, StepCost] = {}
 
     @cached_property
     def costs(self) -> Priced:

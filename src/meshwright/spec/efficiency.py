@@ -8,7 +8,6 @@ import functools
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -101,7 +100,7 @@ def power_notes(chip: Chip, rates: Calibration | None) -> list[str]:
 def efficiency_of(chip: Chip, base: str, values: Mapping[str, float]) -> Efficiency:
     """Returns a chip's efficiency: each number of its family ``base``, else of its kind of network, else of all."""
     kind = "tpu" if chip.topology == "torus" else "gpu"
-    figures: dict[str, Any] = {}
+    figures: dict[str, float] = {}
     for name in Efficiency.__struct_fields__:
         key = next((key for key in (f"{name}.{base}", f"{name}.{kind}", name) if key in values), None)
         if key:

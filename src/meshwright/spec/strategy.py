@@ -367,7 +367,7 @@ def require_mesh(mesh: Mapping[str, int]) -> None:
             raise InputError(f"mesh axis {axis}={size} must be at least 1. Leave it out if it is not wanted.")
 
 
-def assign(rules: Rules, dims: tuple[str, ...], *, keep: Iterable[str] | None = None) -> tuple[Any, ...]:
+def assign(rules: Rules, dims: tuple[str, ...], *, keep: Iterable[str] | None = None) -> tuple[tuple[str, ...], ...]:
     """Returns the mesh axes of each dim of an array under ``rules``; only axes in ``keep`` when that is given."""
     kept_axes = None if keep is None else set(keep)
     used_axes: set[str] = set()

@@ -6,7 +6,6 @@ has experts on devices, xe[E_expert, C, D], and moving the axis from C to E is t
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,7 @@ FURTHER_ROOM = 0.25
 """The same for each further round, which takes rows that found no room: few, so that little memory waits for them."""
 
 
-def blocks_at_once(mean_rows: Any) -> Any:
+def blocks_at_once(mean_rows: Number) -> Number:
     """Returns the blocks that an accelerator gathers for one product of an expert with ``mean_rows`` rows on average.
 
     One product takes all blocks of most experts: each reads the expert's weight, or reads and writes the sum of its

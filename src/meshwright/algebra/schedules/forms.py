@@ -18,7 +18,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -76,7 +76,7 @@ def is_legal(name: str, *, stages: Number, microbatches: Number, chunks: Number 
 
 
 @functools.lru_cache(maxsize=4096)
-def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, Any]:
+def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, Number]:
     """Returns the values of `StageForms` by name, and ``paths`` [n, 3]: the F, B and W of every longest path beyond the
     passes of all microbatches, in passes over all layers of a device."""
     schedule, chunks = _rows(definition, size), size[2]
@@ -94,7 +94,7 @@ def _simulated_stages(definition: ScheduleDefinition, size: Size) -> dict[str, A
 
 
 @functools.lru_cache(maxsize=4096)
-def _simulated_lockstep(definition: ScheduleDefinition, size: Size) -> dict[str, Any]:
+def _simulated_lockstep(definition: ScheduleDefinition, size: Size) -> dict[str, Number]:
     """Returns the values of `LockstepForms` by name, and ``paths`` as above."""
     tables = tick_tables(_rows(definition, size))
 
@@ -181,7 +181,7 @@ def _time(path: PathPasses, times: PathPasses) -> int:
 def _simulated_forms(
     definition: ScheduleDefinition,
     form: type[AnyForms],
-    simulated: Callable[[ScheduleDefinition, Size], dict[str, Any]],
+    simulated: Callable[[ScheduleDefinition, Size], dict[str, Number]],
 ) -> AnyForms:
     """Returns forms that simulate each size once; they are 0 for one stage, which has nothing to wait for."""
 

@@ -6,7 +6,7 @@ Source: How to Scale Your Model, section 1. Sizes may be NumPy arrays.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -76,7 +76,7 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True):
         return critical_intensity(self.peak_flops, self.bytes_per_s)
 
     @property
-    def bound_by(self) -> Any:
+    def bound_by(self) -> str | np.ndarray:
         """ "compute", or the channel's name; an array of them for array sizes."""
         bound_names = np.where(self.math_s >= self.transfer_s, "compute", self.channel)
         return bound_names if bound_names.ndim else str(bound_names)

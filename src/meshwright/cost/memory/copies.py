@@ -1,7 +1,5 @@
 """What compilers copy: weights in other tiles or widths, operands that are turned, arrays that TPUs scatter."""
 
-from typing import Any
-
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
@@ -57,7 +55,7 @@ def widening(sizes: OpSizes) -> float:
     return DTYPE_BYTES["fp32"] / sizes.width if sizes.on_cpus else 1
 
 
-def written_out(derived: Derived, sizes: OpSizes) -> Any:
+def written_out(derived: Derived, sizes: OpSizes) -> Number:
     """1 where a CPU runs its layers without a loop (`parallel.passes`), else 0."""
     has_reruns = any(step.phase == "recompute" for block in derived.blocks if block.is_layer for step in block.backward)
     has_few = all(span.repeats <= MAX_WRITTEN_OUT for stack in derived.program.stacks for span in spans(stack.layers))
@@ -112,7 +110,7 @@ def turned_bytes(gathers: dict[ShardedArray, Step], gathered: dict[ShardedArray,
     return largest(expert_bytes) if sizes.on_gpus else 0.0
 
 
-def _ends_within_tiles(shard: ShardedArray, step: Step, sizes: OpSizes) -> Any:
+def _ends_within_tiles(shard: ShardedArray, step: Step, sizes: OpSizes) -> Number:
     """True if a shard along the dim of a collective is no whole number of a TPU's tiles."""
     return sizes.local(shard)[step.dim] % STORED_ROWS != 0
 

@@ -3,8 +3,6 @@
 Engines that are not compiled by XLA copy nothing (`OpSizes.on_gpus` is False for them).
 """
 
-from typing import Any
-
 import numpy as np
 
 from meshwright.algebra.derived import BlockSteps, Derived
@@ -92,7 +90,7 @@ def copied_bytes(block: BlockSteps, derived: Derived, sizes: OpSizes) -> Number:
     return num_bytes
 
 
-def moves(step: Step, sizes: OpSizes) -> Any:
+def moves(step: Step, sizes: OpSizes) -> Number:
     """True if the step's mesh axes have several devices; over one device its result is its input."""
     return product(sizes.mesh[axis] for axis in step.axes) > 1
 

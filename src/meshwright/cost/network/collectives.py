@@ -8,7 +8,6 @@ Sources: How to Scale Your Model, sections 3.2 (rings, latency), 3.4 (summary), 
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,7 +32,7 @@ class KindRate(msgspec.Struct, frozen=True):
     seconds_per_byte: Number
     floor_s: Number = 0.0
     setup_s: Number = 0.0
-    level: Any = "none"
+    level: str | np.ndarray = "none"
 
     @property
     def latency_s(self) -> Number:
@@ -201,7 +200,7 @@ def _scatter_term(legs: Sequence[Leg], size: Number) -> Number:
     return _inner_term(first_legs, size // num_later) + _inner_term(later_legs, num_later) / num_first
 
 
-def busiest_link_share(size: Number, wraps: Any) -> Number:
+def busiest_link_share(size: Number, wraps: bool | np.ndarray) -> Number:
     """Returns the share of the array that the busiest link carries in one direction of an AllToAll of n devices.
 
     In a line the middle link parts k = n/2 devices (rounded down) from n - k, and each device sends 1/n^2 of the array
@@ -285,7 +284,7 @@ def _larger(first: Number, second: Number) -> Number:
     return max(first, second)
 
 
-def _binding(*terms: tuple[Number, str]) -> Any:
+def _binding(*terms: tuple[Number, str]) -> str | np.ndarray:
     """Returns the level that takes longest, of (seconds, level) from inside out; of equal ones the inner level."""
     longest_time, binding_level = terms[0][0], np.where(np.asarray(terms[0][0]) > 0, terms[0][1], "none")
     for time, level in terms[1:]:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -30,7 +29,7 @@ class Leg(msgspec.Struct, frozen=True, kw_only=True):
     level: Level
     size: Number
     bytes_per_s: Number
-    wraps: Any = False
+    wraps: Number = False
     sharing: Number = 1
     hops: Number = 1
     hop_s: float = 1e-6

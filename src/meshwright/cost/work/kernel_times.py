@@ -19,6 +19,9 @@ from meshwright.spec.chip import Chip, known, peak
 NVIDIA_TILE = (128, 128)
 """Rows and columns of the tile that one SM makes at a time: of the tiles of cuBLAS the one that fills SMs best."""
 
+KernelShape = Mapping[str, Any]
+"""Sizes of a kernel by letter, numbers or arrays; of a collective its ``op`` by name too."""
+
 SPLITS = (1, 2, 4, 8)
 """Parts that a library may split K into, to fill the SMs."""
 
@@ -176,7 +179,7 @@ def padded(size: Number, unit: Number) -> Number:
     return np.ceil(size / unit) * unit if unit else size
 
 
-def product_s(shape: Mapping[str, Any], at: KernelRates, *, narrow: bool = False, blocks: bool = False) -> Number:
+def product_s(shape: KernelShape, at: KernelRates, *, narrow: bool = False, blocks: bool = False) -> Number:
     """Returns the seconds of [M, K] x [K, N] in bf16, or in fp8 (``narrow``) with the cast of its rows before it.
 
     The cast finds the largest entry (2 bytes each), then reads and writes all (2 + 1). With scales of rows or
@@ -194,7 +197,7 @@ def product_s(shape: Mapping[str, Any], at: KernelRates, *, narrow: bool = False
     return total_s
 
 
-def attention_s(shape: Mapping[str, Any], at: KernelRates, *, phase: str = "forward", paged: bool = False) -> Number:
+def attention_s(shape: KernelShape, at: KernelRates, *, phase: str = "forward", paged: bool = False) -> Number:
     """Returns the seconds of fused attention: B sequences of T positions, N heads and G kv heads of width H.
 
     A causal query sees (T + block) / 2 keys, a block of them masked. On TPUs heads are padded to the side of the matrix
@@ -223,7 +226,7 @@ def attention_s(shape: Mapping[str, Any], at: KernelRates, *, phase: str = "forw
     return seconds
 
 
-def grouped_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
+def grouped_s(shape: KernelShape, at: KernelRates) -> Number:
     """Returns the seconds of G products [M_g, K] x [K, N] whose rows are M in all: every group adds a tile of rows.
 
     On a TPU the groups follow each other on one core. The weights of ``copied`` groups are read and written first.
@@ -237,7 +240,7 @@ def grouped_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     return seconds
 
 
-def gated_s(shape: Mapping[str, Any], at: KernelRates, *, fused: bool) -> Number:
+def gated_s(shape: KernelShape, at: KernelRates, *, fused: bool) -> Number:
     """Returns the seconds of two products [M, K] x [K, N] and the gate. Unless ``fused`` both results are written in
     fp32 and read again, and where they are ``copied`` into another layout once more."""
     rows, contracted, columns = shape["M"], padded(shape["K"], at.width), padded(shape["N"], at.width)
@@ -249,7 +252,7 @@ def gated_s(shape: Mapping[str, Any], at: KernelRates, *, fused: bool) -> Number
     return seconds
 
 
-def loss_s(shape: Mapping[str, Any], at: KernelRates, *, phase: str = "forward") -> Number:
+def loss_s(shape: KernelShape, at: KernelRates, *, phase: str = "forward") -> Number:
     """Returns the seconds of the loss and its product [M, K] x [K, N].
 
     On GPUs a kernel beside the products reads bf16 logits and writes as much. On TPUs they stay with the products: the
@@ -268,7 +271,7 @@ def loss_s(shape: Mapping[str, Any], at: KernelRates, *, phase: str = "forward")
     return seconds
 
 
-def collective_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
+def collective_s(shape: KernelShape, at: KernelRates) -> Number:
     """Returns the seconds of a collective over n GPUs of one switch: V are the bytes of the full array, or of each
     device's for AllToAll.
 
@@ -290,13 +293,13 @@ def collective_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     return seconds
 
 
-def generation_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
+def generation_attention_s(shape: KernelShape, at: KernelRates) -> Number:
     """Returns the seconds of attention of B queries, one a sequence, to caches of T positions or a window of them.
 
     N heads and G kv heads have width H, entries of a cache ``bits``; a window of 0 is none. Bytes stream, and a kv head
     of a sequence takes an SM ``block_s`` at least. Fewer of them than SMs are read in parts, which another kernel adds.
     """
-    length = np.where(shape["window"] > 0, np.minimum(shape["T"], shape["window"]), shape["T"])
+    length: Number = np.where(shape["window"] > 0, np.minimum(shape["T"], shape["window"]), shape["T"])
     num_blocks = shape["B"] * shape["G"]
     moved_bytes = num_blocks * length * shape["H"] * shape["bits"] / 4 + 4 * shape["B"] * shape["N"] * shape["H"]
     is_merged = (num_blocks < at.processors) & (length > SHORT)
@@ -305,7 +308,7 @@ def generation_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     return seconds
 
 
-def latent_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
+def latent_attention_s(shape: KernelShape, at: KernelRates) -> Number:
     """Returns the seconds of attention of B queries with N heads to latent caches of T positions, ``bits`` an entry.
 
     All heads share a cache of 512 entries and 64 rotated ones. Its copies and the products overlap; these are narrow
@@ -326,7 +329,7 @@ def latent_attention_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
     return seconds
 
 
-def experts_s(shape: Mapping[str, Any], at: KernelRates, *, bits: float = 16, blocks: bool = False) -> Number:
+def experts_s(shape: KernelShape, at: KernelRates, *, bits: float = 16, blocks: bool = False) -> Number:
     """Returns the seconds of a layer of gated experts: M rows in all through G experts of three weights [K, N] each.
 
     The weights of the experts that are met are read once, with ``bits`` an entry; each has the rows of an instruction
@@ -342,7 +345,7 @@ def experts_s(shape: Mapping[str, Any], at: KernelRates, *, bits: float = 16, bl
     return seconds
 
 
-def small_reduce_s(shape: Mapping[str, Any], at: KernelRates) -> Number:
+def small_reduce_s(shape: KernelShape, at: KernelRates) -> Number:
     """Returns the seconds of the sum of an array of V bytes over n GPUs by a kernel whose threads read peers' memory.
 
     One shot reads all of every peer. Two shots read a part, then the sums of the other parts after one barrier more.

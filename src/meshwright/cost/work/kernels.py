@@ -1,7 +1,5 @@
 """Seconds of local ops on one chip: data-sheet rates, and how much shapes and launches add."""
 
-from typing import Any
-
 import msgspec
 import numpy as np
 from msgspec.structs import replace
@@ -104,7 +102,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     network_s: Number = 0.0
     latency_s: Number = 0.0
     exposed_s: Number = 0.0
-    level: Any = ""
+    level: str | np.ndarray = ""
 
     @property
     def local_s(self) -> Number:
