@@ -54,7 +54,7 @@ class OpSizes(msgspec.Struct, frozen=True, kw_only=True):
     on_cpus: bool = False
     tile_rows: int = 0
     padded: bool = False
-    sequences: tuple[Number, ...] = ()
+    sequences: tuple[Any, ...] = ()
     cache: dict[ShardedArray, Number] = msgspec.field(default_factory=dict)
 
     @property

@@ -124,8 +124,8 @@ def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:
         },
     }
     for role in ("activation", "input"):
-        row_axes = _merged(axes_by_role[role], roles[role].get("T", ()) if prompts else ())
-        changed_rules[role] = {**roles[role], "B": row_axes, "O": axes_by_role[role]}
+        row_axes = (*axes_by_role[role], *(roles[role].get("T", ()) if prompts else ()))
+        changed_rules[role] = {**roles[role], "B": tuple(dict.fromkeys(row_axes)), "O": axes_by_role[role]}
     assignment = roles | changed_rules
     for role, rules in assignment.items():  # a row is one position, whose slots of experts are split as rows are
         packed_rules = {dim: axes for dim, axes in rules.items() if dim != "T"}
@@ -133,7 +133,3 @@ def packed_rows(strategy: Strategy, *, prompts: bool = False) -> Strategy:
             packed_rules["C"] = tuple(axis for axis in packed_rules["C"] if axis in packed_rules["B"])
         assignment[role] = packed_rules
     return replace(strategy, assignment=assignment)
-
-
-def _merged(*several: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(axis for axes in several for axis in axes))
