@@ -37,8 +37,9 @@ from meshwright.bench.workloads import (
     weight_shards,
 )
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.cost.formulas.roofline import vector_peak
 from meshwright.cost.work.ops import op_flops
-from meshwright.spec.chip import chip, chip_of_kind, vector_peak
+from meshwright.spec.chip import chip, chip_of_kind
 
 
 @pytest.fixture(scope="module")

@@ -30,8 +30,8 @@ from meshwright.bench.workloads import (
     product_flops,
 )
 from meshwright.core.units import format_bytes
-from meshwright.cost.formulas.roofline import critical_repeats
-from meshwright.spec.chip import Chip, vector_peak
+from meshwright.cost.formulas.roofline import critical_repeats, vector_peak
+from meshwright.spec.chip import Chip
 
 
 def measure_distance(runner: Runner) -> DistancePart:

@@ -2,7 +2,6 @@
 
 import datetime
 import functools
-import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -255,17 +254,6 @@ def known(chip: Chip, figure: str) -> float:
     return float(value)
 
 
-def vector_peak(chip: Chip) -> float | None:
-    """Returns FP32 FLOP/s of the vector units: the table's, else a cycle's: one for an ALU of a TPU, two for a lane
-    of a GPU, which multiplies and adds. None if a figure is not known."""
-    vpu = ("num_cores", "vpu_lanes_per_core", "vpu_alus_per_lane", "clock_hz")
-    for factor, figures in ((1, ("vector_flops",)), (1, vpu), (2, ("num_sms", "fp32_lanes_per_sm", "clock_hz"))):
-        values = [getattr(chip, name) for name in figures]
-        if None not in values:
-            return float(factor * math.prod(values))
-    return None
-
-
 def _merge(entry: Mapping[str, Any], entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Merges the entry into its base, which may have a base too; see `_NOT_INHERITED` and `PAID_FOR`."""
     base_name = entry.get("base")
@@ -303,23 +291,14 @@ def options_of(name: str) -> dict[str, OptionValue]:
     return {option: value for row in rows for option, value in row.options.items()}
 
 
-@functools.cache
-def _names() -> dict[str, str]:
-    names = {}
-    for name, entry in chips().items():
-        for word in (name, *entry.aliases):
-            names[word] = name
-    return names
-
-
 def chip(name: str) -> Chip:
     """Returns the chip of that name or alias, or of a ``.toml`` file. Raises InputError with the nearest name."""
     if name.strip().endswith(".toml"):
         return read_chip(Path(name.strip()))
-    full_name = _names().get(name.strip().lower())
-    if full_name is None:
-        raise InputError(f"unknown chip {name!r}.{nearest(name.lower(), _names())} See: meshwright show chips.")
-    return chips()[full_name]
+    chip_of_word = {word: entry for entry in chips().values() for word in (entry.name, *entry.aliases)}
+    if (word := name.strip().lower()) not in chip_of_word:
+        raise InputError(f"unknown chip {name!r}.{nearest(name.lower(), chip_of_word)} See: meshwright show chips.")
+    return chip_of_word[word]
 
 
 def chip_of_kind(device_kind: str) -> Chip:

@@ -3,7 +3,8 @@
 import pytest
 
 from meshwright.calculators.chips import anatomy
-from meshwright.spec.chip import chip, chips, peak, vector_peak
+from meshwright.cost.formulas.roofline import vector_peak
+from meshwright.spec.chip import chip, chips, peak
 from meshwright.spec.cluster import parse_cluster
 
 GPUS = [name for name, found in chips().items() if anatomy.gpu_anatomy(found)]

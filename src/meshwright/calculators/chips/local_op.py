@@ -16,8 +16,8 @@ from meshwright.calculators.chips.anatomy import mxu_padding
 from meshwright.calculators.sharding.parsing import distinct_names, parse_einsum, refuse_unknown_dims
 from meshwright.core.errors import InputError
 from meshwright.core.notation import compact
-from meshwright.cost.formulas.roofline import Channel, Operand, Roofline, chip_roofline, einsum_work
-from meshwright.spec.chip import Chip, compute_dtype, vector_peak
+from meshwright.cost.formulas.roofline import Channel, Operand, Roofline, chip_roofline, einsum_work, vector_peak
+from meshwright.spec.chip import Chip, compute_dtype
 
 ROW_STEPS: dict[str, tuple[str, ...]] = {
     "softmax": ("max", "subtract", "exp", "sum", "divide"),

@@ -20,9 +20,10 @@ from meshwright.cost.formulas.roofline import (
     critical_batch,
     critical_size,
     dtype_bytes,
+    vector_peak,
 )
 from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
-from meshwright.spec.chip import Chip, chip, vector_peak
+from meshwright.spec.chip import Chip, chip
 
 CHANNELS: tuple[Channel, ...] = ("hbm", "vmem", "pcie", "ici", "dcn", "nvlink")
 TPU_TILE = (8, 128)

@@ -10,9 +10,10 @@ from meshwright.cli.output import or_dash
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.units import counted, format_bytes, format_flops, format_params, format_rate, format_seconds
 from meshwright.cost.formulas import accounting, limits, roofline
+from meshwright.cost.formulas.roofline import vector_peak
 from meshwright.cost.network import collectives as network
 from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Show, Table
-from meshwright.spec.chip import PAID_FOR, Chip, vector_peak
+from meshwright.spec.chip import PAID_FOR, Chip
 from meshwright.spec.efficiency import family, fitted_calibration, power_notes
 from meshwright.spec.strategy import STATE_BYTES
 

@@ -111,6 +111,17 @@ def channel_rate(chip: Chip, channel: Channel) -> float:
     return known(chip, _CHANNEL_FIGURES[channel])
 
 
+def vector_peak(chip: Chip) -> float | None:
+    """Returns FP32 FLOP/s of the vector units: the table's, else a cycle's: one for an ALU of a TPU, two for a lane
+    of a GPU, which multiplies and adds. None if a figure is not known."""
+    vpu = ("num_cores", "vpu_lanes_per_core", "vpu_alus_per_lane", "clock_hz")
+    for factor, figures in ((1, ("vector_flops",)), (1, vpu), (2, ("num_sms", "fp32_lanes_per_sm", "clock_hz"))):
+        values = [getattr(chip, name) for name in figures]
+        if None not in values:
+            return float(factor * math.prod(values))
+    return None
+
+
 def dtype_bytes(dtype: str) -> float:
     """Returns the bytes of one stored element. Raises InputError for an unknown dtype."""
     if dtype not in DTYPE_BYTES:
