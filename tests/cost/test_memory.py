@@ -38,9 +38,8 @@ def memory(
     without = ("tensor",) if symbolic and axes.get("tensor", 1) == 1 else ()
     derived = derive(transformer(model), strategy, symbolic=symbolic, without=without)
     sizes = Setting(model, parse_cluster(cluster), Job(batch_seqs=batch_seqs, seq_len=seq_len)).sizes(strategy)
-    return memory_parts(derived, sizes).items(
-        strategy_pipeline(strategy, in_lockstep=software == "compiled"), strategy.offload
-    )
+    pipeline = strategy_pipeline(strategy, in_lockstep=software == "compiled")
+    return memory_parts(derived, sizes).items(pipeline, strategy.offload)
 
 
 def test_the_items_are_the_agreed_ones_and_sum_to_the_total():

@@ -1,5 +1,7 @@
 """What the texts have in mind: a generic dense transformer by its letters, and meshes whose axes are torus axes."""
 
+import math
+
 from meshwright.algebra.derive import derive
 from meshwright.algebra.derived import BlockSteps
 from meshwright.algebra.program import Program, Variable
@@ -64,7 +66,7 @@ def serving(i: Inputs) -> ServingReplica:
         params=i["params"],
         kv_token_bytes=i.get("kv_per_token"),
         weights={2: "bf16", 1: "int8", 0.5: "int4"}[i["bytes"]],
-        peak_flops=i.get("peak", 1.0),
+        peak_flops=i.get("peak", math.inf),
     )
 
 

@@ -13,20 +13,14 @@ def load_s(i: Inputs) -> float:
     return serving(i).step(0, 0).weights_s
 
 
+def in_bytes(i: Inputs) -> Inputs:
+    """The row with its bytes of parameters as parameters of a byte."""
+    return {**i, "params": i["params_bytes"], "bytes": 1}
+
+
 def shortest(i: Inputs) -> DecodeStep:
     """A step of the row's batch without its FLOPs."""
-    return DecodeStep(
-        batch_seqs=i["batch"],
-        kv_bytes=i["kv"],
-        weight_bytes=i["params_bytes"],
-        num_chips=i["chips"],
-        hbm_bytes_per_s=i["bw"],
-    )
-
-
-def general_step_s(i: Inputs) -> float:
-    """Seconds of a step of int8 weights with its FLOPs."""
-    return serving({**i, "bytes": 1}).step(i["batch"], i["kv"]).time_s
+    return serving(in_bytes(i)).step(i["batch"], i["kv"])
 
 
 def attention_intensity(i: Inputs, queries: int) -> float:
@@ -58,8 +52,8 @@ ANSWERS: Answers = {
     "book-7.1.3-bcrit": lambda i: critical_batch(i["peak"], i["bw"], weight_bytes=i["weight_bytes"]),
     "book-7.1.4-gen": lambda i: attention_intensity(i, 1),
     "book-7.1.4-prefill": lambda i: attention_intensity(i, i["T"]),
-    "book-7.1.5-b256": general_step_s,
-    "book-7.1.7-oom": lambda i: serving({**i, "params": i["params_bytes"], "bytes": 1}).batch_that_fits(i["kv"]),
+    "book-7.1.5-b256": lambda i: serving({**i, "bytes": 1}).step(i["batch"], i["kv"]).time_s,
+    "book-7.1.7-oom": lambda i: serving(in_bytes(i)).batch_that_fits(i["kv"]),
     "book-7.3.2-Y": lambda i: decode_max_tensor(i["F"], i["B"], beta=i["beta"]),
     "book-7.3.2-beta": lambda i: hbm_over_link(i["hbm"], i["ici"]),
     "book-7.4.2-prefix": lambda i: uncached_share(i["cached"], i["total"]),

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.calculators.serving.replica import DecodeStep, request_rates, smallest_slice
-from meshwright.calculators.serving.sharding import TensorProduct, decode_max_tensor
+from meshwright.calculators.serving.sharding import decode_max_tensor, product_link_s
 from meshwright.cost.formulas.accounting import kv_cache_bytes
 from meshwright.cost.formulas.limits import tensor_max_size
 from meshwright.cost.formulas.training_budget import flops_per_dollar, min_chips
@@ -39,39 +39,21 @@ def batch_that_fits(i: Inputs) -> float:
 
 def reading_s(i: Inputs) -> float:
     """Seconds to read bytes, or the row's weights, from the memories of all chips."""
-    if "params" in i:
-        return serving(i).step(0, 0).time_s
-    num_chips = i.get("chips", 1)
-    step = DecodeStep(batch_seqs=0, kv_bytes=0, weight_bytes=i["bytes"], num_chips=num_chips, hbm_bytes_per_s=i["bw"])
-    return step.time_s
+    return serving(i if "params" in i else {**i, "params": i["bytes"], "bytes": 1}).step(0, 0).time_s
 
 
 def requests(i: Inputs) -> dict[str, float]:
     """Figures of the row's requests, in steady state."""
-    return request_rates(
-        i["batch"],
-        i.get("t_step", 0.019),
-        prompt_len=i.get("P", 0),
-        output_len=i.get("steps", i.get("G")),
-        prefill_s=i.get("t_prefill", 0.0),
-        num_chips=i.get("chips", 1),
-    )
+    lengths = {"prompt_len": i.get("P", 0), "output_len": i.get("steps", i.get("G"))}
+    times = {"prefill_s": i.get("t_prefill", 0.0), "num_chips": i.get("chips", 1)}
+    return request_rates(i["batch"], i.get("t_step", 0.019), **lengths, **times)
 
 
-def queries_per_chip(i: Inputs) -> float:
-    """Queries per second and chip."""
-    return requests(i)["per_s_per_chip"]
-
-
-def product(i: Inputs) -> TensorProduct:
+def product(i: Inputs) -> DecodeStep:
     """The row's matmul over its chips."""
-    return TensorProduct(
-        batch_seqs=i["B"],
-        d_model=i["D"],
-        d_ff=i.get("F", 0),
-        tensor=i.get("chips", 1),
-        activation_bytes=i.get("bytes", 2),
-    )
+    params = i["D"] * i["F"]
+    figures = {"weight_bytes": 2 * params, "active_params": params, "hbm_bytes_per_s": i.get("bw", 1.0)}
+    return DecodeStep(batch_seqs=i["B"], kv_bytes=0, num_chips=i["chips"], peak_flops=i["peak"], **figures)
 
 
 def dollar(i: Inputs) -> float:
@@ -92,16 +74,16 @@ ANSWERS: Answers = {
     "book-8.1.1-4.42": lambda i: requests(i)["per_s"],
     "book-8.1.1-56": lambda i: decode_max_tensor(i["F"], i["B"], beta=i["beta"]),
     "book-8.1.1-9s": lambda i: requests({"batch": 1, "steps": i["tokens"], **i})["generation_s"],
-    "book-8.1.1-Tici": lambda i: product(i).link_s(i["w"]),
-    "book-8.1.1-Tmath": lambda i: product(i).math_s(i["peak"]),
+    "book-8.1.1-Tici": lambda i: product_link_s(i["B"], i["D"], axis_bytes_per_s=i["w"], activation_bytes=i["bytes"]),
+    "book-8.1.1-Tmath": lambda i: product(i).flops_s,
     "book-8.1.1-bf16-kvtok": token_bytes,
     "book-8.1.1-bf16-min": lambda i: stored(i) / serving(i).memory_bytes,
     "book-8.1.1-bf16-num": batch_that_fits,
     "book-8.1.1-bf16-params": stored,
     "book-8.1.1-bf16-rem": free,
     "book-8.1.1-dbl-batch": batch_that_fits,
-    "book-8.1.1-dbl-qps-int4": queries_per_chip,
-    "book-8.1.1-dbl-qps-int8": queries_per_chip,
+    "book-8.1.1-dbl-qps-int4": lambda i: requests(i)["per_s_per_chip"],
+    "book-8.1.1-dbl-qps-int8": lambda i: requests(i)["per_s_per_chip"],
     "book-8.1.1-int4-kvtok": token_bytes,
     "book-8.1.1-int4-lat": reading_s,
     "book-8.1.1-int4-params": stored,
@@ -110,7 +92,7 @@ ANSWERS: Answers = {
     "book-8.1.1-int8-num": batch_that_fits,
     "book-8.1.1-int8-params": stored,
     "book-8.1.1-int8-rem": free,
-    "book-8.1.1-qps-int8": queries_per_chip,
+    "book-8.1.1-qps-int8": lambda i: requests(i)["per_s_per_chip"],
     "book-8.1.1-slice": lambda i: [
         smallest_slice(chip("v5e-book"), stored({**i, "bytes": width})).num_chips for width in i["bytes"]
     ],
@@ -130,6 +112,6 @@ def test_prefill_of_section_8_1_2():
 
 
 def test_matmul_of_section_8_1_1():
-    own = TensorProduct(batch_seqs=64, d_model=8192, d_ff=28672, tensor=32)
-    assert own.hbm_s(8.1e11) == pytest.approx(18e-6, rel=0.01)
-    assert own.link_s(9e10) < own.hbm_s(8.1e11)
+    own = product({"B": 64, "D": 8192, "F": 28672, "chips": 32, "peak": 1.97e14, "bw": 8.1e11})
+    assert own.weights_s == pytest.approx(18e-6, rel=0.01)
+    assert product_link_s(64, 8192, axis_bytes_per_s=9e10) < own.weights_s

@@ -10,7 +10,7 @@ from meshwright.calculators.serving.replica import (
     request_rates,
     smallest_slice,
 )
-from meshwright.calculators.serving.sharding import TensorProduct, WeightStationary, decode_max_tensor, sharding
+from meshwright.calculators.serving.sharding import WeightStationary, decode_max_tensor, product_link_s, sharding
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.chip import chip
@@ -66,8 +66,8 @@ def test_narrow_weights_lower_the_limit_of_tensor():
     """Where F / (B beta) is reached, links and memory take equally long."""
     for width in (2, 1):
         most = decode_max_tensor(28672, 64, beta=9.0, weight_element_bytes=width)
-        product = TensorProduct(batch_seqs=64, d_model=8192, d_ff=28672, tensor=most, weight_element_bytes=width)
-        assert product.link_s(9e10) == pytest.approx(product.hbm_s(8.1e11))
+        hbm_s = width * 8192 * 28672 / (most * 8.1e11)
+        assert product_link_s(64, 8192, axis_bytes_per_s=9e10) == pytest.approx(hbm_s)
 
 
 @pytest.mark.parametrize(("axes", "chips", "best"), [(3, 72, 3), (2, 64, 4), (1, 16, 2)])
@@ -82,10 +82,8 @@ def test_weights_in_two_dims(axes, chips, best):
 
 def test_latency_of_section_7_6_3():
     """Links send 45 kB one way in the 1 us of a hop: a gather of more shards of 2 B D bytes is bound by latency."""
-    cluster = parse_cluster("v5e-book:4x4")
-    replica = ServingReplica(cluster=cluster, model=load_model("llama3-70b"), peak_flops=1.97e14)
-    bound = sharding(replica, 16)["bounds"][-1]
-    assert bound["bound"] == pytest.approx(2 * 16 * 8192 / 45_000)
+    at = ServingReplica(cluster=parse_cluster("v5e-book:4x4"), model=load_model("llama3-70b"), peak_flops=1.97e14)
+    assert sharding(at, 16)["bounds"][-1]["bound"] == pytest.approx(2 * 16 * 8192 / 45_000)
 
 
 def test_requests():

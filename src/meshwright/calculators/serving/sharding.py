@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from meshwright.algebra.sizes import Number
-from meshwright.calculators.serving.replica import ServingReplica
+from meshwright.calculators.serving.replica import DecodeStep, ServingReplica
 from meshwright.cost.formulas.limits import ici_intensity, tensor_max_size
 from meshwright.cost.formulas.roofline import dtype_bytes
 from meshwright.cost.letters import feed_forward_width
@@ -33,27 +33,11 @@ def decode_max_tensor(
     return weight_element_bytes / activation_bytes * d_ff / (batch_seqs * beta)
 
 
-class TensorProduct(msgspec.Struct, frozen=True, kw_only=True):
-    """One matmul of [B, D] with [D, F] over a tensor axis of size Y: its links, memory and FLOPs. Source: 8.1.1."""
-
-    batch_seqs: Number
-    d_model: Number
-    d_ff: Number
-    tensor: Number = 1
-    weight_element_bytes: Number = 2
-    activation_bytes: Number = 2
-
-    def link_s(self, axis_bytes_per_s: Number) -> Number:
-        """Returns the seconds of its result on the links: a B D / W_ici, whatever the size of the axis."""
-        return self.activation_bytes * self.batch_seqs * self.d_model / axis_bytes_per_s
-
-    def hbm_s(self, hbm_bytes_per_s: Number) -> Number:
-        """Returns the seconds to read its weights: w D F / (Y W_hbm)."""
-        return self.weight_element_bytes * self.d_model * self.d_ff / (self.tensor * hbm_bytes_per_s)
-
-    def math_s(self, peak_flops: Number) -> Number:
-        """Returns the seconds of its FLOPs: 2 B D F / (Y C)."""
-        return 2 * self.batch_seqs * self.d_model * self.d_ff / (self.tensor * peak_flops)
+def product_link_s(
+    batch_seqs: Number, d_model: Number, *, axis_bytes_per_s: Number, activation_bytes: Number = 2
+) -> Number:
+    """Returns the seconds of a product's result [B, D] on links of a tensor axis of any size: a B D / W_ici. 8.1.1."""
+    return activation_bytes * batch_seqs * d_model / axis_bytes_per_s
 
 
 class WeightStationary(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,9 +93,10 @@ def sharding(replica: ServingReplica, batch_seqs: int) -> Facts | None:
         return None
     rate, axes, hbm = width.bytes_per_s if width else link, sum(width.axes) if width else 1, replica.hbm_bytes_per_s
     d_model, d_ff, weight_width = replica.model.d_model, feed_forward_width(replica.model), dtype_bytes(replica.weights)
-    product = TensorProduct(
-        batch_seqs=batch_seqs, d_model=d_model, d_ff=d_ff, tensor=num_chips, weight_element_bytes=weight_width
-    )
+    product = DecodeStep(
+        batch_seqs=batch_seqs, kv_bytes=0, weight_bytes=weight_width * d_model * d_ff, active_params=d_model * d_ff,
+        num_chips=num_chips, peak_flops=replica.peak_flops, hbm_bytes_per_s=hbm,
+    )  # fmt: skip
     layer = WeightStationary(d_model=d_model, d_ff=d_ff, num_chips=num_chips, num_axes=axes)
     beta, best_size = hbm_over_link(hbm, rate), layer.best_size
     max_tensor = decode_max_tensor(d_ff, batch_seqs, beta=beta, weight_element_bytes=weight_width)
@@ -129,8 +114,8 @@ def sharding(replica: ServingReplica, batch_seqs: int) -> Facts | None:
                     "D": d_model, "F": d_ff, "B": batch_seqs, "w": weight_width, "W": rate, "hop": hop_s},
         "beta": beta,
         "bounds": [{"name": name, "formula": formula, "bound": bound} for name, (formula, bound) in bounds.items()],
-        "product": {"links_s": product.link_s(rate), "hbm_s": product.hbm_s(hbm),
-                    "math_s": product.math_s(replica.peak_flops)},
+        "product": {"links_s": product_link_s(batch_seqs, d_model, axis_bytes_per_s=rate),
+                    "hbm_s": product.weights_s, "math_s": product.flops_s},
         "layer": {"tensor_s": layer.tensor_comms_s(batch_seqs, axis_bytes_per_s=rate),
                   "two_dims_s": layer.comms_s(batch_seqs, over_d=best_size, axis_bytes_per_s=rate)},
         "latency_bound_bytes": latency_bound_bytes(link, hop_s=hop_s, num_shards=num_chips),
