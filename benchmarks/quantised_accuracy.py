@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshwright.algebra.generation import Storage, WeightStorage, weight_dtype
+from meshwright.algebra.generation.program import Storage, WeightStorage, weight_dtype
 from meshwright.cost.setting import Setting
 from meshwright.cost.work.ops import op_hbm_bytes
 from meshwright.nn.weights import Params

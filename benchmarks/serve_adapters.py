@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from serve_growth import request
 from train_cpu import CONFIG
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.nn.weights import init_params

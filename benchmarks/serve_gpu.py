@@ -44,7 +44,7 @@ class Served:
     """The weights of a model in one dtype, and steps with them."""
 
     def __init__(self, weights: str, tiny: bool, *, loads: bool = True) -> None:
-        from meshwright.algebra.generation import Storage
+        from meshwright.algebra.generation.program import Storage
         from meshwright.nn.weights import init_params
         from meshwright.serve.layout import with_usual
         from meshwright.serve.options import EngineOptions

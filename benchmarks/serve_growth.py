@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from train_cpu import CONFIG
 
-from meshwright.algebra.generation import Storage
+from meshwright.algebra.generation.program import Storage
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.nn.weights import init_params

@@ -12,7 +12,7 @@ import jax
 from gpu_part import Part, model_of, this_chip
 from train_gpu import CASES, STATE, TINY, job_of
 
-from meshwright.algebra.generation import AS_WRITTEN
+from meshwright.algebra.generation.program import AS_WRITTEN
 from meshwright.api.compiling import step_of
 from meshwright.api.planning import plan_of
 from meshwright.api.rates import rates_for
