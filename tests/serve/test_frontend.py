@@ -36,9 +36,9 @@ async def all_of(feed):
 @in_loop
 async def test_outputs_come_in_order_and_end():
     frontend = await started()
-    found = [output async for output in frontend.stream(asked())]
-    assert [one.token for one in found] == [11, 12, 13, 14]
-    assert [one.finish for one in found] == [None, None, None, "length"]
+    with frontend.open([asked()]) as feed:
+        found = [output for _, output, _ in await all_of(feed)]
+    assert [(one.token, one.finish) for one in found] == [(11, None), (12, None), (13, None), (14, "length")]
     with frontend.open([asked(10), asked(20)]) as feed:
         await feed.accepted()
         tokens = {0: [], 1: []}
@@ -53,10 +53,8 @@ async def test_outputs_come_in_order_and_end():
 async def test_a_consumer_that_leaves_cancels_its_request():
     engine = FakeEngine(delay_s=0.002)
     frontend = await started(engine)
-    stream = frontend.stream(asked(max_tokens=500))
-    async for _ in stream:
-        break
-    await stream.aclose()
+    with frontend.open([asked(max_tokens=500)]) as feed:
+        await feed.take()
     steps = engine.steps
     await at_rest(frontend)
     assert engine.cancelled == [1]
@@ -118,7 +116,7 @@ async def test_an_engine_that_fails_leaves_nobody_waiting():
     assert not frontend.available
     with pytest.raises(UnavailableError, match="the engine failed"):
         frontend.open([asked()])
-    await frontend.drain()
+    assert not frontend.in_system
     await frontend.close()
 
 
@@ -127,13 +125,11 @@ async def test_draining_finishes_what_runs():
     frontend = await started(FakeEngine(delay_s=0.002))
     with frontend.open([asked(max_tokens=20)]) as feed:
         await feed.accepted()
-        draining = asyncio.create_task(frontend.drain())
-        await asyncio.sleep(0)
+        frontend.stop_taking()
         with pytest.raises(UnavailableError, match="stopping"):
             frontend.open([asked()])
         found = await all_of(feed)
     assert len(found) == 20
-    await draining
     await frontend.close()
 
 

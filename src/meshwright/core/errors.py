@@ -79,7 +79,7 @@ def path_errors() -> Iterator[None]:
         raise InputError(f"{name}: {error.strerror}. Name another file or folder.") from error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Returns the first line of what an error says; the name of its class where it says nothing."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 

@@ -7,11 +7,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
 
 from meshwright.core.errors import CannotRunError, InputError, as_sentence, first_line
 from meshwright.serve.request import EngineState, TokenEngine, TokenOutput, TokenRequest
@@ -54,7 +54,7 @@ class Feed:
     def __init__(self, frontend: "Frontend", requests: Sequence[TokenRequest]) -> None:
         self.requests = requests
         self.numbers: dict[int, int] = {}  # place -> the engine's number; the engine's thread alone uses it
-        self._frontend, self._unended, self._accepted = frontend, set(range(len(requests))), not requests
+        self._frontend, self._unended, self._accepted = frontend, set(range(len(requests))), False
         self._arrived: list[Arrived] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -70,7 +70,7 @@ class Feed:
     async def take(self) -> list[Arrived]:
         """Waits for outputs and returns those that came since the last call, up to `MOST_TAKEN`; [] after the last one.
 
-        Raises UnavailableError if the engine fails, DeadlineError, and AbandonedError after `abandon`.
+        Raises UnavailableError if the engine fails, DeadlineError, and what else `fail` was given.
         """
         if self._arrived:
             await asyncio.sleep(0)  # whoever has fallen behind lets the others go first
@@ -88,12 +88,8 @@ class Feed:
         if place in self._unended:
             self._ended(place)
             # by place, as the engine may not have numbered the request yet
-            self._frontend.command(self._frontend.cancel_in_engine, self, place)
+            self._frontend.command(partial(self._frontend.cancel_in_engine, self, place))
             self._arrived = [arrived for arrived in self._arrived if arrived[0] != place]
-
-    def abandon(self) -> None:
-        """Cancels everything; whoever waits gets an AbandonedError."""
-        self.fail(AbandonedError("the client has gone."))
 
     def fail(self, error: Exception) -> None:
         """Cancels everything; whoever waits gets the error."""
@@ -156,12 +152,10 @@ class Frontend:
         self.failure = ""
         self.draining = False
         self.in_system = self.num_cut = 0
-        self._commands: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._feeds: set[Feed] = set()
         self._places: dict[int, tuple[Feed, int]] = {}  # the engine's thread alone uses it
         self._stop = False
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._last_end_s, self._end_gap_s = time.perf_counter(), 1.0
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -196,31 +190,16 @@ class Frontend:
                 wait_s,
             )
         feed = Feed(self, requests)
-        if not requests:
-            return feed
         self.in_system += len(requests)
-        self._idle.clear()
         self._feeds.add(feed)
         if self.deadline_s is not None:
             feed.expire_after(self.deadline_s)
-        self.command(self._submit, feed)
+        self.command(partial(self._submit, feed))
         return feed
-
-    async def stream(self, request: TokenRequest) -> AsyncIterator[TokenOutput]:
-        """Yields the outputs of one request; closing the generator cancels it."""
-        with self.open([request]) as feed:
-            while arrived := await feed.take():
-                for _, output, _ in arrived:
-                    yield output
 
     def stop_taking(self) -> None:
         """Refuses new requests from now on; those in the system go on."""
         self.draining = True
-
-    async def drain(self) -> None:
-        """Refuses new requests, and returns when those in the system have ended."""
-        self.stop_taking()
-        await self._idle.wait()
 
     def cut_off(self) -> None:
         """Ends what runs and waits with an error."""
@@ -250,14 +229,12 @@ class Frontend:
         self.in_system -= 1
         if all_of_it:
             self._feeds.discard(feed)
-        if self.in_system == 0:
-            self._idle.set()
 
     # -- the engine's thread ------------------------------------------------------------------------------------
 
-    def command(self, function: Callable[..., Any], *given: Any) -> None:
+    def command(self, function: Callable[[], None]) -> None:
         """Has the engine's thread call a function between two steps."""
-        self._commands.put((function, given))
+        self._commands.put(function)
 
     def cancel_in_engine(self, feed: Feed, place: int) -> None:
         number = feed.numbers.get(place)
@@ -271,7 +248,7 @@ class Frontend:
                 feed.numbers[place] = number
                 self._places[number] = (feed, place)
         except InputError as error:
-            self._post(feed.fail, error)  # which also cancels those that the engine has taken
+            self._post(partial(feed.fail, error))  # which also cancels those that the engine has taken
         else:
             self._post(feed.accept)
 
@@ -286,18 +263,18 @@ class Frontend:
                     return
                 outputs = self.engine.step() if self.engine.has_work else []
                 # a token has the time of its step's end, however late a client reads it
-                self._post(self._deliver, self._placed(outputs), time.perf_counter(), self.engine.state())
+                end_s, state = time.perf_counter(), self.engine.state()
+                self._post(partial(self._deliver, self._placed(outputs), end_s, state))
         except BaseException as error:  # whatever it is, nobody may wait for ever
             _LOGGER.exception("the engine failed")
-            self._post(self._fail, f"the engine failed: {as_sentence(first_line(error))}")  # type: ignore[arg-type]
+            self._post(partial(self._fail, f"the engine failed: {as_sentence(first_line(error))}"))
 
     def _obey(self) -> None:
         """Calls what was commanded; waits for a command if the engine has no work."""
         should_wait = not self.engine.has_work
         with suppress(Empty):
             while not self._stop:
-                function, arguments = self._commands.get(block=should_wait)
-                function(*arguments)
+                self._commands.get(block=should_wait)()
                 should_wait = False
 
     def _placed(self, outputs: list[TokenOutput]) -> list[tuple[Feed, int, TokenOutput]]:
@@ -308,11 +285,11 @@ class Frontend:
                 placed_outputs.append((place[0], place[1], output))
         return placed_outputs
 
-    def _post(self, function: Callable[..., None], *given: Any) -> None:
+    def _post(self, function: Callable[[], None]) -> None:
         """Has the event loop call a function; ends the thread if the loop is closed."""
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(function, *given)
+            self._loop.call_soon_threadsafe(function)
         except RuntimeError:
             self._stop = True
 

@@ -146,4 +146,4 @@ async def _abandon_when_gone(receive: Callable[[], Awaitable[Any]], feed: Feed) 
     """Abandons the feed when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    feed.abandon()
+    feed.fail(AbandonedError("the client has gone."))
