@@ -88,7 +88,7 @@ def assert_whole(engine: Engine) -> None:
     pools = [owner.pages for owner in engine._owners]
     idle = [node.page for pool in pools for node in pool._idle_nodes]
     assert sorted([*idle, *(page for pool in pools for page in pool.free)]) == list(range(NUM_PAGES))
-    assert all((pool.num_free, pool._held, pool._blocks) == (len(pool.free), {}, {}) for pool in pools)
+    assert all((pool.num_free, pool._sharers) == (len(pool.free), {}) for pool in pools)
     assert sorted(slot for owner in engine._owners for slot in owner.free_slots) == list(range(4))
 
 

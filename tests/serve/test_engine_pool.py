@@ -124,8 +124,8 @@ def assert_all_there(engine: Engine) -> None:
     """Each page is free, idle in the tree, or a request's; counts agree."""
     pools = [owner.pages for owner in engine._owners]
     idle = [node.page for pool in pools for node in pool._idle_nodes]
-    shared = {node.page for pool in pools for nodes in pool._held.values() for node in nodes}
-    own = [page for live in engine._live.values() for page in live.pages[live.num_shared :]]
+    shared = {node.page for pool in pools for sharer in pool._sharers.values() for node in sharer.nodes}
+    own = [page for live in engine._live.values() for page in live.pages[live.owner.pages.num_shared(live.number) :]]
     assert len(own) == len(set(own))
     free = [page for pool in pools for page in pool.free]
     assert sorted([*free, *idle, *shared, *own]) == list(range(engine.limits.num_pages))

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import jax
 import numpy as np
@@ -82,12 +81,12 @@ class ServedDecode:
         while len(started_numbers) < self.job.batch_seqs:
             started_numbers |= {output.number for output in self.engine.step()}
 
-    def compile(self) -> Any:
+    def compile(self) -> jax.stages.Compiled:
         """Returns the program of a step in which all requests decode."""
         shapes = (shape for shape in self.engine.shapes() if shape.longest == 1)
         return self.step.compiled(next(shape for shape in shapes if shape.rows >= self.job.batch_seqs))
 
-    def advance(self, compiled: Any) -> None:
+    def advance(self, compiled: jax.stages.Compiled) -> None:
         """Runs a step of the engine; until it has ended, so that all of it is in one window of the trace."""
         jax.block_until_ready((self.engine.step(), self.engine._cache))
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.request import ActiveRequest, GenerationRequest
@@ -29,12 +29,11 @@ from meshwright.serve.drawing.drawer import Drawn, TokenDrawer, adjusts
 from meshwright.serve.drawing.grammar import TokenMasks
 from meshwright.serve.request import (
     MOST_LOGPROBS,
-    EngineCounts,
     EngineState,
     RequestBounds,
+    TokenEngine,
     TokenOutput,
     TokenRequest,
-    run_requests,
 )
 from meshwright.serve.sequences.live import Live, SequenceOwner, Tables
 from meshwright.serve.sequences.prefix_tree import CacheSnapshot, tree_pages
@@ -50,7 +49,7 @@ class _Dispatched(NamedTuple):
     held: HeldStep
 
 
-class Engine:
+class Engine(TokenEngine):
     """Runs requests on a packed step, scheduled within ``limits``, whose slots and pages are those of the step.
 
     If the step is batch-invariant, every row is a sequence of its own for attention, also those of a prompt. A
@@ -100,7 +99,7 @@ class Engine:
         self._following: _Dispatched | None = None
         self._outputs: list[TokenOutput] = []
         self._ended: list[Live] = []
-        self._number, self._counts, self._times = 0, EngineCounts(), SummedSteps()
+        self._number, self._counts, self._times = 0, EngineState(), SummedSteps()
 
     # -- what a user calls -------------------------------------------------------------------------
 
@@ -122,9 +121,10 @@ class Engine:
             if self._owners[1:]
             else self._owners[0]
         )
-        live = self._live[number] = Live(number, request, owner, owner.scheduler.submit(scheduled_request))
+        active = owner.scheduler.submit(scheduled_request)
+        live = self._live[number] = Live(number, request, owner, active, adapter_number)
         if shares_pages:
-            owner.pages.enter(number, request.prompt, live.pages, adapter_number, live.window)
+            live.share_pages()
         self._number += 1
         return number
 
@@ -149,8 +149,7 @@ class Engine:
             live = self._live[active.request.number]
             live.vacate()
             if active.request.prefix is not None:  # what it has written so far is known when it comes back
-                adapter_number = self._adapters[live.request.adapter]
-                live.owner.pages.enter(live.number, live.tokens, live.pages, adapter_number, live.window)
+                live.share_pages()
                 active.request = replace(active.request, prefix_len=len(live.tokens))
         if self._host_pages:  # before the step that writes over the pages that go
             leaving, coming = zip(*(owner.pages.moves() for owner in self._owners), strict=True)
@@ -178,12 +177,12 @@ class Engine:
 
     def state(self) -> EngineState:
         """Returns what runs and waits, and the pages in use."""
-        return EngineState(
+        return replace(
+            self._counts,
             running=sum(len(owner.scheduler.running) for owner in self._owners),
             waiting=sum(len(owner.scheduler.waiting) for owner in self._owners),
             pages_used=self.limits.num_pages - sum(owner.pages.room for owner in self._owners),
             num_pages=self.limits.num_pages,
-            **asdict(self._counts),
             host_hits=sum(owner.pages.num_came for owner in self._owners) * self.limits.page_len,
             sums=self._times.sums,
         )
@@ -203,10 +202,6 @@ class Engine:
             lengths={live.number: live.computed for live in running},
             tree=tree_pages(*(owner.pages for owner in self._owners)),
         )
-
-    def run(self, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
-        """Runs requests to their ends and returns the outputs of each."""
-        return run_requests(self, requests)
 
     # -- shapes ------------------------------------------------------------------------------------
 
@@ -261,7 +256,7 @@ class Engine:
             (outputs,) = self.run([request])
             by_size[size] = [replace(output, number=0, admitted_s=0) for output in outputs]
         self._shapes.set_decode_sizes([size for size, outputs in by_size.items() if outputs == by_size[ALIKE_ROWS]])
-        self._number, self._counts = 0, EngineCounts()
+        self._number, self._counts = 0, EngineState()
         self._times.sums.clear()
 
     def share_sums(self, *others: "Engine") -> dict[StepKey, StepSums]:
@@ -295,7 +290,7 @@ class Engine:
             self._commit(planned)
             return None
         num_decoding = sum(map(len, decoding_lives))
-        own_rows = [rows_of(self.packed, self._tables, self._adapters, owned) for owned in parts]
+        own_rows = [rows_of(self.packed, self._tables, owned) for owned in parts]
         max_rows, max_outputs = max(len(rows.whose) for rows in own_rows), max(len(rows.outputs) for rows in own_rows)
         num_owners, is_decode_only = len(own_rows), num_decoding == sum(map(len, parts))
         # owners have equal shares of the rows of a shape
@@ -340,14 +335,8 @@ class Engine:
 
     def _commit(self, planned: Sequence[EngineStep]) -> list[ActiveRequest]:
         """Counts a step of each owner, and returns the requests that have all their tokens."""
-        ended = list[ActiveRequest]()
-        for owner, step in zip(self._owners, planned, strict=True):
-            _, finished = owner.scheduler.commit(step)
-            for active, _ in step.prefill:
-                # a prompt enters the tree chunk by chunk
-                self._live[active.request.number].num_shared = owner.pages.num_shared(active.request.number)
-            ended += finished
-        return ended
+        commits = [owner.scheduler.commit(step) for owner, step in zip(self._owners, planned, strict=True)]
+        return [active for _, ended in commits for active in ended]
 
     def _draft(self, decoding: Sequence[Live]) -> None:
         """Gives requests that decode the drafts of the next step, with their pages."""

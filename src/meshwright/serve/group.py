@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 
 from meshwright.serve.engine import Engine
-from meshwright.serve.request import EngineState, TokenOutput, TokenRequest, run_requests
+from meshwright.serve.request import EngineState, TokenEngine, TokenOutput, TokenRequest
 
 
-class EngineGroup:
+class EngineGroup(TokenEngine):
     """Engines of one model, each on devices of its own, as one engine.
 
     A request goes to the engine that has most of its prompt in pages, among those that have a slot if any has, and of
@@ -62,10 +62,6 @@ class EngineGroup:
         *field_names, _ = EngineState.__struct_fields__
         states = [msgspec.structs.astuple(engine.state())[:-1] for engine in self.engines]
         return EngineState(**dict(zip(field_names, np.sum(states, axis=0).tolist(), strict=True)), sums=self._sums)
-
-    def run(self, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
-        """Runs requests to their ends and returns the outputs of each."""
-        return run_requests(self, requests)
 
     def warm_up(
         self,

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
+from jax import Device
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.masks.names import mask_named
@@ -37,7 +38,7 @@ class EngineLayout(NamedTuple):
         return count_text + mesh_words(self.strategy.mesh)
 
 
-def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence[Any]) -> EngineLayout:
+def engine_layout(source: ModelFolder, options: EngineOptions, devices: Sequence[Device]) -> EngineLayout:
     """Returns the engines for devices: those of a plan, of a mesh, or else of the planner where it knows the devices.
 
     Raises InputError for a plan of another model, CannotRunError for more devices than there are.
@@ -96,7 +97,7 @@ USUAL_PROMPT, USUAL_OUTPUT = 1024, 256
 """Tokens of the requests that devices without a plan are planned for."""
 
 
-def _planned(model: Model, options: EngineOptions, devices: Sequence[Any]) -> EngineLayout | None:
+def _planned(model: Model, options: EngineOptions, devices: Sequence[Device]) -> EngineLayout | None:
     """Returns what the planner finds for chips of the catalogue: the most tokens a second without pools; None for
     other devices, and where it finds nothing."""
     from meshwright.plan.serving.planner import plan_service, service_setting

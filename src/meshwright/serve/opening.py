@@ -3,9 +3,10 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Thread, main_thread
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -244,8 +245,8 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
         )
     max_len, page_len = options.max_len or model.max_positions, storage.page_len
     one_page, strategy = replace(storage, num_pages=1), strategy_of_heads(layout.strategy, model.num_kv_heads)
-    cache_sizes: dict[str, Any] = {"batch_seqs": options.max_requests, "max_len": page_len}
-    table = cache_table(model, storage=one_page, strategy=strategy, **cache_sizes)
+    page_table = partial(cache_table, batch_seqs=options.max_requests, max_len=page_len)
+    table = page_table(model, storage=one_page, strategy=strategy)
     declared = derive_generation(model, strategy, one_page).declared
     shards = product(strategy.mesh[axis] for axis in declared[table[0].name].axes_of("Pg"))
     # bytes of a page on each of the devices over which pages are spread: a device has one of so many; and of all rings
@@ -253,7 +254,7 @@ def _pages(model: Model, draft: ModelFolder | None, layout: EngineLayout, storag
     if draft:  # on one of the devices, with all its pages
         held_rows += [
             (row, row.num_bytes)
-            for row in cache_table(draft.model, storage=replace(one_page, adapters=0, window_pages=0), **cache_sizes)
+            for row in page_table(draft.model, storage=replace(one_page, adapters=0, window_pages=0))
         ]
     page_bytes = sum(size for row, size in held_rows if "Pg" in row.dims)
     window_bytes = sum(size for row, size in held_rows if "Pw" in row.dims)
@@ -296,7 +297,7 @@ def _free_bytes(
         free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         # emulated devices share the machine's memory
         return free_bytes / 2 / (layout.strategy.num_chips * layout.num_engines), "half of the free memory"
-    stats: Any = device.memory_stats() or {}
+    stats = device.memory_stats() or {}
     sizes, num_bytes = held_dims(model.dims, mesh), int(STATE_BYTES[layout.strategy.state]["weights"])
     quantised = quantised_weights(model, storage.weights)
     held_bytes = 0.0

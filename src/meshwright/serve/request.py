@@ -1,6 +1,7 @@
 """What an engine is asked for, and what it says of each token."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -99,21 +100,11 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     admitted_s: float = 0.0
 
 
-class EngineCounts(msgspec.Struct, kw_only=True):
-    """What an engine has counted since it began: requests that lost their pages, tokens of prompts that were looked for
-    and found in a prefix cache, steps, and drafted tokens, of which some were right."""
-
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-
-class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine holds: requests that run and wait, pages, its `EngineCounts`, and tokens of prompts that came from
-    the host. ``sums`` of steps go on as the engine does; a reader copies them."""
+class EngineState(msgspec.Struct, kw_only=True):
+    """What an engine holds: requests that run and wait, and pages; and what it has counted since it began: requests
+    that lost their pages, tokens of prompts that were looked for and found in a prefix cache, and of those that came
+    from the host, steps, and drafted tokens, of which some were right. ``sums`` of steps go on as the engine does; a
+    reader copies them."""
 
     running: int = 0
     waiting: int = 0
@@ -133,10 +124,9 @@ class TokenEngine(Protocol):
     """Runs requests step by step. All calls come from one thread; `submit` raises InputError for a request that can
     never run; after `cancel` no output of a request follows; `step` waits for the step before its own."""
 
-    @property
-    def max_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
+    max_len: int
+    vocab_size: int
+
     @property
     def has_work(self) -> bool: ...
     def submit(self, request: TokenRequest) -> int: ...
@@ -144,11 +134,26 @@ class TokenEngine(Protocol):
     def step(self) -> list[TokenOutput]: ...
     def state(self) -> EngineState: ...
 
+    def steps(
+        self, requests: Sequence[TokenRequest], most: int | None = None
+    ) -> Iterator[list[tuple[int, TokenOutput]]]:
+        """Runs requests to their ends, at most so many at once in the engine, and yields the outputs of each step, each
+        with the index of its request."""
+        waiting, index_of = iter(enumerate(requests)), dict[int, int]()
+        while True:
+            for index, request in islice(waiting, None if most is None else most - len(index_of)):
+                index_of[self.submit(request)] = index
+            if not self.has_work:
+                return
+            outputs = self.step()
+            yield [(index_of[output.number], output) for output in outputs]
+            for number in [output.number for output in outputs if output.finish is not None]:
+                del index_of[number]
 
-def run_requests(engine: TokenEngine, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
-    """Runs requests to their ends and returns the outputs of each."""
-    outputs: dict[int, list[TokenOutput]] = {engine.submit(request): [] for request in requests}
-    while engine.has_work:
-        for output in engine.step():
-            outputs[output.number].append(output)
-    return list(outputs.values())
+    def run(self, requests: Sequence[TokenRequest]) -> list[list[TokenOutput]]:
+        """Runs requests to their ends and returns the outputs of each."""
+        outputs_of = [list[TokenOutput]() for _ in requests]
+        for outputs in self.steps(requests):
+            for index, output in outputs:
+                outputs_of[index].append(output)
+        return outputs_of

@@ -55,9 +55,8 @@ def command(given: Given) -> Answer:
     for count in [*draft_counts, 0]:
         varied_options = Given(**vars(given) | ({"num_drafts": count} if count else {"draft": None}))
         opened = open_given(varied_options, in_background=False)
-        requests = [
-            request for _, request in read_prompts(opened.source, opened.engine.check, given.prompts, template).values()
-        ]
+        asked_lines = read_prompts(opened.source, opened.engine.check, given.prompts, template)
+        requests = [asked.request for asked in asked_lines]
         results.append(measure_drafts(opened.engine, requests))
         say(f"{counted(count, 'draft')}: {three_digits(results[-1].tokens_per_s)} tokens/s")
     results = [results[-1], *results[:-1]]

@@ -8,7 +8,7 @@ Drafter-Invariant Speculative Decoding, 2024.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,19 +29,29 @@ class Drafting(NamedTuple):
     most: int
 
 
-class Drafter(Protocol):
-    """Proposes up to ``num_drafts`` tokens for each request; ``table`` [slots, Bp] has the pages of each slot."""
+class Drafter:
+    """Proposes up to ``num_drafts`` tokens for each request. By default it needs nothing but their tokens."""
 
     num_drafts: int
 
-    def propose(self, asked: Sequence[Drafting], table: np.ndarray) -> list[list[int]]: ...
-    def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None: ...
-    def follow(self, rows: PackedRows, longest: int, ends: dict[int, int]) -> None: ...
-    def leave(self, number: int) -> None: ...
-    def warm_up(self, shape: PackedShape) -> None: ...
+    def propose(self, asked: Sequence[Drafting], table: np.ndarray) -> list[list[int]]:
+        """Returns the drafts of each request; ``table`` [slots, Bp] has the pages of each slot."""
+        raise NotImplementedError
+
+    def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
+        """Gives a slot to a request that has had the tokens ``output``."""
+
+    def follow(self, rows: PackedRows, longest: int, ends: dict[int, int]) -> None:
+        """Computes the rows of the model's own step; ``ends`` are the positions that its slots then have."""
+
+    def leave(self, number: int) -> None:
+        """Forgets a request."""
+
+    def warm_up(self, shape: PackedShape) -> None:
+        """Compiles what drafts beside the steps of a shape."""
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Proposes what followed the latest earlier place of a request's last tokens, of ``longest`` or else fewer ones.
 
     Source: prompt lookup decoding (Saxena, 2023).
@@ -69,22 +79,12 @@ class NgramDrafter:
                 return tokens[ngram_end : ngram_end + one.most]
         return []
 
-    def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
-        """Needs nothing of a slot."""
-
-    def follow(self, rows: PackedRows, longest: int, ends: dict[int, int]) -> None:
-        """Needs nothing of a step."""
-
     def leave(self, number: int) -> None:
-        """Forgets a request."""
         self._places.pop(number, None)
         self._done.pop(number, None)
 
-    def warm_up(self, shape: PackedShape) -> None:
-        """Has nothing to compile."""
 
-
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Proposes what a smaller model draws. Its cache has the pages and slots of the model's own, so that ``step`` must
     be of the same size; it also runs every step that has parts of prompts."""
 
@@ -129,18 +129,13 @@ class ModelDrafter:
         return PackedRows.joined([rows], PackedShape(size, size, size, 1)), outputs
 
     def enter(self, slot: int, request: TokenRequest, output: Sequence[int]) -> None:
-        """Gives a slot to a request."""
         self._drawer.enter(slot, request, output)
 
     def follow(self, rows: PackedRows, longest: int, ends: dict[int, int]) -> None:
-        """Computes the rows of the model's own step; ``ends`` are the positions that its slots then have."""
         rows = rows._replace(last=rows.last[: len(rows.first)])
         _, self._cache = self._step.step(self._params, self._cache, self._drawer.latest, rows, longest)
         for slot, end in ends.items():
             self._ends[slot] = end
-
-    def leave(self, number: int) -> None:
-        """Needs nothing at a request's end."""
 
     def warm_up(self, shape: PackedShape) -> None:
         """Compiles the shapes of drafts, and that of a step with parts of prompts."""

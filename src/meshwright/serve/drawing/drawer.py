@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from jaxtyping import Array, Int
 
 from meshwright.nn.order import sum_of_halves
 from meshwright.parallel.generation.program_store import ProgramStore
-from meshwright.serve.drawing.sampling import LIKELIEST, SamplingRows, as_arrays, draw
+from meshwright.serve.drawing.sampling import LIKELIEST, AnyArray, SamplingRows, as_arrays, draw
 from meshwright.serve.request import MOST_LOGPROBS, TokenLogprob, TokenRequest
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -21,10 +22,10 @@ class TokenHistory(NamedTuple):
     """Arrays [S, V], for each slot and token: whether the prompt has it, how often the output has, what is added to its
     logit, and whether it may not be drawn before the fewest tokens are there."""
 
-    in_prompt: Any
-    in_output: Any
-    bias: Any
-    late: Any
+    in_prompt: Array
+    in_output: Array
+    bias: Array
+    late: Array
 
 
 class Drawn(NamedTuple):
@@ -33,14 +34,14 @@ class Drawn(NamedTuple):
     ``logprob`` is of the row's target if it has one, else of its token; ``top`` and ``top_logprob`` are [O, 20].
     """
 
-    token: Any
+    token: AnyArray
     logprob: Any = None
     top: Any = None
     top_logprob: Any = None
 
     def on_host(self) -> "Drawn":
         """Waits for the step and returns the same as NumPy's arrays."""
-        return Drawn(*(None if array is None else np.asarray(array) for array in self))
+        return jax.tree.map(np.asarray, self)
 
     def logprob_of(self, row: int, token: int, num_top: int) -> TokenLogprob:
         """Returns the log-probability of a row's token or target, with the likeliest tokens."""
@@ -81,8 +82,8 @@ def _draw_adjusted(
 
 
 @partial(jax.jit, donate_argnums=0)
-def _enter(history: TokenHistory, slot: Array, own: TokenHistory) -> TokenHistory:
-    return jax.tree.map(lambda array, row: array.at[slot].set(row), history, own)
+def _enter(history: TokenHistory, slot: AnyArray, own: Sequence[AnyArray]) -> TokenHistory:
+    return TokenHistory(*(array.at[slot].set(row) for array, row in zip(history, own, strict=True)))
 
 
 class OutputRow(NamedTuple):
@@ -97,7 +98,7 @@ class OutputRow(NamedTuple):
 class TokenDrawer:
     """The latest token of each of ``num_slots`` requests, on the devices, and what their logits are adjusted by."""
 
-    def __init__(self, num_slots: int, vocab_size: int, sharding: Any, programs: ProgramStore) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, sharding: Sharding, programs: ProgramStore) -> None:
         self._programs, self._sharding = programs, sharding  # of logits
         self._compiled: dict[tuple[int, bool], jax.stages.Compiled] = {}
         self.latest: Array = jnp.zeros(num_slots, jnp.int32)
@@ -121,24 +122,20 @@ class TokenDrawer:
             return
         vocab_size = self._size[1]
         in_prompt, is_late = np.zeros(vocab_size, bool), np.zeros(vocab_size, bool)
-        entry = TokenHistory(in_prompt, np.bincount(output, minlength=vocab_size), np.zeros(vocab_size), is_late)
+        num_in_output, biases = np.bincount(output, minlength=vocab_size), np.zeros(vocab_size)
         in_prompt[list(request.prompt)] = True
         for token, bias in sampling.logit_bias:
-            entry.bias[token] += bias
+            biases[token] += bias
         is_late[list(request.stop_tokens)] = True
-        history = self._all()
-        entry = TokenHistory(*(np.asarray(row, array.dtype) for row, array in zip(entry, history, strict=True)))
-        self._history = _enter(history, np.int32(slot), entry)
+        entry = in_prompt, num_in_output.astype(np.int32), biases.astype(np.float32), is_late
+        self._history = _enter(self._history or self._no_history(), np.int32(slot), entry)
 
-    def _all(self) -> TokenHistory:
-        if self._history is None:
-            self._history = TokenHistory(*(jnp.zeros(shape.shape, shape.dtype) for shape in self._shapes()))
-        return self._history
+    def _no_history(self) -> TokenHistory:
+        return TokenHistory(*(jnp.zeros(self._size, dtype) for dtype in (bool, np.int32, np.float32, bool)))
 
-    def _shapes(self) -> TokenHistory:
-        return TokenHistory(*(jax.ShapeDtypeStruct(self._size, dtype) for dtype in (bool, np.int32, np.float32, bool)))
-
-    def draw(self, logits: Array, rows: Sequence[OutputRow], *, adjusted: bool, allowed: Any = None) -> Drawn:
+    def draw(
+        self, logits: Array, rows: Sequence[OutputRow], *, adjusted: bool, allowed: AnyArray | None = None
+    ) -> Drawn:
         """Returns what is drawn from logits [O, V], on the devices, for the first rows of O; others draw nothing.
 
         With ``adjusted`` the rules of `adjusts` hold, the tokens are those of ``allowed``, bits [O, V / 32], and there
@@ -154,19 +151,21 @@ class TokenDrawer:
                 self._all_allowed[num_rows] = jnp.full(self._mask_shape(num_rows), -1, jnp.int32)
             allowed = self._all_allowed[num_rows]
         settings[1]["allowed"] = allowed
-        self.latest, self._history, drawn_rows = program(logits, self.latest, self._all(), *settings)
+        self.latest, self._history, drawn_rows = program(
+            logits, self.latest, self._history or self._no_history(), *settings
+        )
         return drawn_rows
 
     def _mask_shape(self, size: int) -> tuple[int, int]:
         return size, -(-self._size[1] // 32)
 
-    def _given(self, size: int, rows: Sequence[OutputRow]) -> tuple[SamplingRows, dict[str, Any]]:
+    def _given(self, size: int, rows: Sequence[OutputRow]) -> tuple[SamplingRows, dict[str, AnyArray]]:
         """Returns the settings of ``size`` rows."""
         slots, nums_before = np.full(size, self._size[0], np.int32), np.zeros(size, np.int32)
         target_tokens = np.full(size, -1, np.int32)
         if rows:
             slots[: len(rows)], nums_before[: len(rows)], target_tokens[: len(rows)] = np.array(rows, np.int32).T
-        arrays: dict[str, Any] = {name: array[slots] for name, array in self._penalties.items()}
+        arrays: dict[str, AnyArray] = {name: array[slots] for name, array in self._penalties.items()}
         arrays |= {"slots": slots, "counts": nums_before, "targets": target_tokens}
         arrays |= {"early": nums_before < self._fewest[slots], "has_bias": self._has_bias[slots]}
         return {name: array[slots] for name, array in self._fields.items()}, arrays
@@ -176,11 +175,12 @@ class TokenDrawer:
         if (size, adjusted) not in self._compiled:
             logits = jax.ShapeDtypeStruct((size, self._size[1]), np.float32, sharding=self._sharding)
             latest = jax.ShapeDtypeStruct(self._size[:1], np.int32)
-            function: Any = _draw_adjusted if adjusted else _draw
+            function: jax.stages.Wrapped = _draw_adjusted if adjusted else _draw
             rows, arrays = self._given(size, [])
             if adjusted:
-                arrays["allowed"] = jax.ShapeDtypeStruct(self._mask_shape(size), np.int32)
-            arguments = (logits, latest, *([self._shapes()] if adjusted else []), rows, arrays)
+                arrays["allowed"] = np.zeros(self._mask_shape(size), np.int32)
+            history = [jax.eval_shape(self._no_history)] if adjusted else []
+            arguments = (logits, latest, *history, rows, arrays)
             name = f"draw-{size}{'-adjusted' if adjusted else ''}"
             self._compiled[size, adjusted] = self._programs.get(name, lambda: function.lower(*arguments))
         return self._compiled[size, adjusted]

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,12 +43,13 @@ class CompletionLine(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
-class BulkWork(NamedTuple):
-    """The lines of a file of prompts with their requests, the digest of each, and the lines that are answered."""
+class AskedLine(NamedTuple):
+    """A line of a file of prompts: its number, what it asks for, and the digest of that."""
 
-    requests: dict[int, tuple[PromptLine, TokenRequest]]
-    digests: dict[int, str]
-    there: set[int]
+    number: int
+    line: PromptLine
+    request: TokenRequest
+    digest: str
 
 
 class BulkDone(NamedTuple):
@@ -72,96 +73,57 @@ def generate_file(
     told how many lines are done, of how many. Raises InputError for a line that cannot be read or can never run, before
     anything is generated.
     """
-    requests, digests, lines_there = read_work(source, engine.check, files, usual)
-    out_path = files[1]
-    waiting_lines = iter([line_number for line_number in sorted(requests) if line_number not in lines_there])
-    line_of_request: dict[int, int] = {}
-    tokens_of_line: dict[int, list[int]] = {}
-    num_done = len(lines_there)
-    with out_path.open("a", encoding="utf-8") as out_file:
-        while _submit(engine, requests, waiting_lines, line_of_request) or engine.has_work:
-            has_ended = False
-            for output in engine.step():
-                line_number = line_of_request[output.number]
-                tokens_of_line.setdefault(line_number, []).extend([] if output.token is None else [output.token])
+    waiting_lines, num_there = read_work(source, engine.check, files, usual)
+    num_lines, num_done = num_there + len(waiting_lines), num_there
+    tokens_of_line = [list[int]() for _ in waiting_lines]
+    with files[1].open("a", encoding="utf-8") as out_file:
+        requests = [asked.request for asked in waiting_lines]
+        for outputs in engine.steps(requests, AHEAD * engine.limits.max_requests):
+            num_before = num_done
+            for place, output in outputs:
+                asked, answer_tokens = waiting_lines[place], tokens_of_line[place]
+                answer_tokens += [] if output.token is None else [output.token]
                 if output.finish is not None:
-                    answer_tokens = tokens_of_line.pop(line_number)
                     line = CompletionLine(
-                        line=line_number,
-                        id=requests[line_number][0].id,
+                        line=asked.number,
+                        id=asked.line.id,
                         text=source.text.decode(answer_tokens),
                         tokens=answer_tokens,
                         finish=output.finish,
-                        digest=digests[line_number],
+                        digest=asked.digest,
                     )
                     out_file.write(msgspec.json.encode(line).decode() + "\n")
-                    num_done, has_ended = num_done + 1, True
-            if has_ended:
+                    num_done += 1
+            if num_done > num_before:
                 out_file.flush()  # a call that is stopped keeps what has ended
-                on_done(num_done, len(requests))
+                on_done(num_done, num_lines)
         os.fsync(out_file.fileno())
-    return BulkDone(num_done - len(lines_there), len(lines_there))
+    return BulkDone(num_done - num_there, num_there)
 
 
 def read_work(
     source: ModelFolder, check: Callable[[TokenRequest], None], files: tuple[Path, Path], usual: TokenRequest
-) -> BulkWork:
-    """Returns what both files have. Raises InputError for a line that cannot be read or that ``check`` refuses, or for
-    answers to other prompts."""
-    requests = read_prompts(source, check, files[0], usual)
-    digests = {number: _digest(source, request) for number, (_, request) in requests.items()}
-    return BulkWork(requests, digests, _lines_there(files[1], digests))
-
-
-def _submit(
-    engine: Engine | EngineGroup,
-    requests: dict[int, tuple[PromptLine, TokenRequest]],
-    waiting: Iterator[int],
-    whose: dict[int, int],
-) -> bool:
-    """Keeps the engine's queue filled; returns whether anything was added."""
-    has_added = False
-    while engine.state().waiting + engine.state().running < AHEAD * engine.limits.max_requests:
-        line_number = next(waiting, None)
-        if line_number is None:
-            break
-        whose[engine.submit(requests[line_number][1])] = line_number
-        has_added = True
-    return has_added
-
-
-def read_lines(path: Path) -> dict[int, PromptLine]:
-    """Returns the lines of a file of prompts by number. Raises InputError for one that cannot be read, or for none."""
-    lines = {}
-    text = read_text(path, "Give a file with a JSON object on each line.")
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            fields = msgspec.json.decode(line)
-            if not isinstance(fields, dict):
-                raise InputError("it is no JSON object.")
-            lines[number] = convert_fields(fields, PromptLine, section="line")
-        except DAMAGED_JSON as error:
-            raise InputError(f"{path}:{number}: {as_sentence(str(error))} {_LIKE}") from None
-        except InputError as error:
-            raise InputError(f"{path}:{number}: {error} {_LIKE}") from None
-    if not lines:
-        raise InputError(f"{path} has no prompts. {_LIKE}")
-    return lines
-
-
-_LIKE = 'A line is like {"prompt": "The statement", "id": 1}.'
+) -> tuple[list[AskedLine], int]:
+    """Returns the lines of the first file that the second has no answers to, and how many it has. Raises InputError for
+    a line that cannot be read or that ``check`` refuses, or for answers to other prompts."""
+    asked_lines = read_prompts(source, check, files[0], usual)
+    lines_there = _lines_there(files[1], {asked.number: asked.digest for asked in asked_lines})
+    return [asked for asked in asked_lines if asked.number not in lines_there], len(lines_there)
 
 
 def read_prompts(
     source: ModelFolder, check: Callable[[TokenRequest], None], path: Path, usual: TokenRequest
-) -> dict[int, tuple[PromptLine, TokenRequest]]:
-    """Returns the lines of a file of prompts by number, with their requests. Raises InputError for one that ``check``
-    refuses."""
-    requests = {}
-    for number, line in read_lines(path).items():
+) -> list[AskedLine]:
+    """Returns the lines of a file of prompts. Raises InputError for one that cannot be read or that ``check`` refuses,
+    or for none."""
+    asked_lines = []
+    for number, text in enumerate(
+        read_text(path, "Give a file with a JSON object on each line.").splitlines(), start=1
+    ):
+        if not text.strip():
+            continue
         try:
+            line = _prompt_line(text)
             tokens = source.text.encode(line.prompt) if isinstance(line.prompt, str) else line.prompt
             request = TokenRequest(
                 prompt=tuple(tokens),
@@ -173,8 +135,25 @@ def read_prompts(
             check(request)
         except InputError as error:
             raise InputError(f"{path}:{number}: {error}") from None
-        requests[number] = line, request
-    return requests
+        asked_lines.append(AskedLine(number, line, request, _digest(source, request)))
+    if not asked_lines:
+        raise InputError(f"{path} has no prompts. {_LIKE}")
+    return asked_lines
+
+
+_LIKE = 'A line is like {"prompt": "The statement", "id": 1}.'
+
+
+def _prompt_line(text: str) -> PromptLine:
+    try:
+        fields = msgspec.json.decode(text)
+        if not isinstance(fields, dict):
+            raise InputError("it is no JSON object.")
+        return convert_fields(fields, PromptLine, section="line")
+    except DAMAGED_JSON as error:
+        raise InputError(f"{as_sentence(str(error))} {_LIKE}") from None
+    except InputError as error:
+        raise InputError(f"{error} {_LIKE}") from None
 
 
 def _digest(source: ModelFolder, request: TokenRequest) -> str:

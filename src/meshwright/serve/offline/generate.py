@@ -65,13 +65,11 @@ def as_requests(
 def generate(engine: TokenEngine, requests: Sequence[TokenRequest], on_token: OnToken | None = None) -> Generated:
     """Runs requests to their ends. Raises InputError for one that the engine could never run."""
     start_s = time.perf_counter()
-    place_of_number = {engine.submit(request): place for place, request in enumerate(requests)}
     tokens: list[list[int]] = [[] for _ in requests]
     finish_of: dict[int, Finish] = {}
     begun_places, num_early, first_s = set[int](), 0, 0.0
-    while engine.has_work:
-        for output in engine.step():
-            place = place_of_number[output.number]
+    for outputs in engine.steps(requests):
+        for place, output in outputs:
             begun_places.add(place)
             if output.token is not None:
                 tokens[place].append(output.token)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,8 +113,8 @@ def _rows(rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, pages: np
 
 
 @partial(jax.jit, donate_argnums=0)
-def _inserted(cache: Cache, prefix: Cache, first: Any) -> Cache:
-    def into(name: str) -> Any:
+def _inserted(cache: Cache, prefix: Cache, first: Array) -> Cache:
+    def into(name: str) -> Array | tuple[Array, ...]:
         if isinstance(cache[name], tuple):  # of layers, whose first dim is pages
             pairs = zip(cache[name], prefix[name], strict=True)
             return tuple(jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=0) for old, new in pairs)

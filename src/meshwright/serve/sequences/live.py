@@ -1,7 +1,7 @@
 """The requests that an engine has, and the owners of their sequences: places of the mesh with slots and pages of their
 own."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.request import ActiveRequest
 from meshwright.batching.scheduler import Scheduler
-from meshwright.serve.request import TokenRequest
+from meshwright.serve.request import TokenLogprob, TokenRequest
 from meshwright.serve.sequences.prefix_tree import PrefixTree
 from meshwright.serve.sequences.window_pages import HeldWindow, WindowPages
 
@@ -58,24 +58,29 @@ class Live:
     ``produced`` counts tokens drawn, of which the last one or two may not have been read.
     """
 
-    def __init__(self, number: int, request: TokenRequest, owner: SequenceOwner, active: ActiveRequest) -> None:
-        self.number, self.request, self.owner, self.active = number, request, owner, active
+    def __init__(
+        self, number: int, request: TokenRequest, owner: SequenceOwner, active: ActiveRequest, adapter: int
+    ) -> None:
+        self.number, self.request, self.owner, self.active, self.adapter = number, request, owner, active, adapter
         self.tokens = list(request.prompt)
         self.computed = self.produced = 0
         self.slot, self.admitted_s = -1, 0.0
-        self.num_hit = self.num_shared = 0  # tokens that the prefix tree had; pages that it has, the first ones
+        self.num_hit = 0  # tokens that the prefix tree had
         self.pages: list[int] = []
         self.window = HeldWindow()
         self.answer = request.grammar.start() if request.grammar else None
         self.drafts: list[int] = []  # of the step that is dispatched
-        self.prompt_logprobs: list[Any] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.is_closed = self.is_done = False  # its output is complete; the scheduler has let it go
+
+    def share_pages(self) -> None:
+        """Lets the tree share the pages of the tokens that are known now."""
+        self.owner.pages.enter(self.number, self.tokens, self.pages, self.window, adapter=self.adapter)
 
     def begin(self, tables: Tables) -> None:
         """Takes the pages that the tree has of the prompt."""
-        nodes, slot = self.owner.pages.admitted(self.number), self.slot
+        nodes, slot = self.owner.pages.held(self.number), self.slot
         self.pages += [node.page for node in nodes]
-        self.num_shared = len(nodes)
         tables.pages[slot, : len(nodes)] = self.pages
         if windows := self.owner.pages.windows:
             windows.begin(self.window, [node.window for node in nodes], tables.windows[slot])
@@ -96,7 +101,7 @@ class Live:
             if windows := self.owner.pages.windows:
                 windows.clear(self.window)
         self.pages.clear()  # the same list stays: the tree reads numbers of pages from it
-        self.slot, self.computed, self.num_shared = -1, 0, 0
+        self.slot, self.computed = -1, 0
 
     @property
     def output(self) -> list[int]:

@@ -8,9 +8,9 @@ already or gone, and so a leaf is also what the host has had longest.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import msgspec
+import numpy as np
 
 from meshwright.batching.pages import PagePool
 from meshwright.serve.sequences.window_pages import HeldWindow, WindowPage, WindowPages
@@ -26,7 +26,7 @@ class PrefixNode:
         self.tokens, self.page, self.parent = tokens, page, parent
         self.children: dict[tuple[int, ...], PrefixNode] = {}
         self.users = 0
-        self.copy: Any = None
+        self.copy: Sequence[np.ndarray] | None = None
         self.window: WindowPage | None = None
 
 
@@ -54,6 +54,19 @@ class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     tree: tuple[TreePage, ...]
 
 
+class _Sharer(msgspec.Struct):
+    """A request by its full pages: their tokens, the root that these follow, the numbers of all its pages, and those of
+    windows; the nodes that it holds; and how many of its pages, the first ones, are the tree's, also when it holds them
+    no more."""
+
+    root: PrefixNode
+    blocks: list[tuple[int, ...]]
+    pages: Sequence[int]
+    window: HeldWindow
+    nodes: list[PrefixNode] = []
+    num_shared: int = 0
+
+
 class PrefixTree(PagePool):
     """A pool that numbers its pages. A prefix is the number of a request: `enter` says what its prompt is.
 
@@ -72,50 +85,32 @@ class PrefixTree(PagePool):
         self._on_host: OrderedDict[PrefixNode, None] = OrderedDict()
         self.free = list(range(first, first + num_pages))[::-1]
         self.roots: dict[int, PrefixNode] = {}  # by adapter, whose keys and values are its own
-        self._roots: dict[int, PrefixNode] = {}  # by request
-        self._blocks: dict[int, list[tuple[int, ...]]] = {}
-        self._owned: dict[int, Sequence[int]] = {}
-        self._held_windows: dict[int, HeldWindow] = {}
-        self._held: dict[int, list[PrefixNode]] = {}
-        self._num_shared: dict[int, int] = {}
+        self._sharers: dict[int, _Sharer] = {}  # by request
         self._idle_nodes: OrderedDict[PrefixNode, None] = OrderedDict()
 
     def enter(
-        self,
-        prefix: int,
-        tokens: Sequence[int],
-        pages: Sequence[int],
-        adapter: int = -1,
-        window: HeldWindow | None = None,
+        self, prefix: int, tokens: Sequence[int], pages: Sequence[int], window: HeldWindow, *, adapter: int
     ) -> None:
-        """Tells the tokens of a request's prompt, and what will have the numbers of its pages. Prompts share pages with
-        those of the same ``adapter``."""
+        """Tells the tokens of a request's prompt, and what will have the numbers of its pages; after a preemption once
+        more. Prompts share pages with those of the same ``adapter``."""
         # a page that is not full is still written to, so nobody shares it
         starts = range(0, len(tokens) - self.page_len + 1, self.page_len)
-        self._blocks[prefix] = [tuple(tokens[start : start + self.page_len]) for start in starts]
-        self._roots[prefix] = self.roots.setdefault(adapter, PrefixNode((), -1, None))
-        self._owned[prefix] = pages
-        if window is not None:
-            self._held_windows[prefix] = window
+        blocks = [tuple(tokens[start : start + self.page_len]) for start in starts]
+        root = self.roots.setdefault(adapter, PrefixNode((), -1, None))
+        self._sharers[prefix] = _Sharer(root, blocks, pages, window)
 
     def leave(self, prefix: int) -> None:
-        """Forgets a request, which holds nothing any more."""
-        self._blocks.pop(prefix, None)
-        self._roots.pop(prefix, None)
-        self._owned.pop(prefix, None)
-        self._held_windows.pop(prefix, None)
-        self._num_shared.pop(prefix, None)
+        """Forgets a request, and lets go of what it holds."""
+        self.unpin(prefix)  # a static batch ends after some of its requests
+        self._sharers.pop(prefix, None)
 
-    def admitted(self, prefix: int) -> list[PrefixNode]:
-        """Returns the nodes that a request holds when it is admitted, of its first pages."""
-        held_nodes = self._held.get(prefix, [])
-        if prefix in self._blocks:
-            self._num_shared[prefix] = len(held_nodes)  # after a preemption it may hold fewer than before
-        return held_nodes
+    def held(self, prefix: int) -> list[PrefixNode]:
+        """Returns the nodes that a request holds, of its first pages."""
+        return self._sharers[prefix].nodes if prefix in self._sharers else []
 
     def num_shared(self, prefix: int) -> int:
         """Returns how many pages of a request, the first ones, are the tree's, also when it holds them no more."""
-        return self._num_shared.get(prefix, 0)
+        return self._sharers[prefix].num_shared if prefix in self._sharers else 0
 
     @property
     def room(self) -> int:
@@ -155,7 +150,7 @@ class PrefixTree(PagePool):
 
     def num_known(self, tokens: Sequence[int], adapter: int) -> int:
         """Returns how many pages of a prompt the tree has, whether or not it is a request's."""
-        self.enter(-1, tokens, (), adapter)
+        self.enter(-1, tokens, (), HeldWindow(), adapter=adapter)
         usable = self.usable(-1, len(tokens))
         self.leave(-1)
         return usable
@@ -170,34 +165,38 @@ class PrefixTree(PagePool):
             node.users += 1
         self.take(len(coming))  # after all are held, so that none of them goes to make room
         self._coming += coming
-        self._held[prefix], self._num_shared[prefix] = nodes, len(nodes)
+        self._sharers[prefix].nodes, self._sharers[prefix].num_shared = nodes, len(nodes)
 
     def unpin(self, prefix: int) -> None:
         """Lets go of all that a request holds."""
-        for node in reversed(self._held.pop(prefix, [])):  # children first, so that what goes is a leaf
+        nodes = self.held(prefix)
+        while nodes:
+            node = nodes.pop()  # children first, so that what goes is a leaf
             node.users -= 1
             if not node.users:
                 self._idle_nodes[node] = None
 
     def keep(self, prefix: int, num_pages: int) -> None:
         """Makes nodes of the next pages of a request, which are computed; the request holds them."""
-        held_nodes = self._held.setdefault(prefix, [])
+        sharer = self._sharers[prefix]
         for _ in range(num_pages):
-            parent, place = held_nodes[-1] if held_nodes else self._roots[prefix], len(held_nodes)
-            node = PrefixNode(self._blocks[prefix][place], self._owned[prefix][place], parent)
+            parent, place = sharer.nodes[-1] if sharer.nodes else sharer.root, len(sharer.nodes)
+            node = PrefixNode(sharer.blocks[place], sharer.pages[place], parent)
             node.users = 1
             parent.children[node.tokens] = node
-            held_nodes.append(node)
-            self._share_window(prefix, place, node)
-        self._num_shared[prefix] = len(held_nodes)
+            sharer.nodes.append(node)
+            if self.windows:
+                self.windows.share(sharer.window, place, node)
+        sharer.num_shared = len(sharer.nodes)
 
     def release(self, prefix: int, pages: Sequence[int], tokens: Sequence[int] = ()) -> None:
         """Frees the pages of a request beyond those that the tree has; full ones of ``tokens`` become idle nodes, as
         many as are not taken again yet. The scheduler has given all of them back."""
-        node, path, own_pages = self._roots.get(prefix), list[PrefixNode](), list(pages[self.num_shared(prefix) :])
-        for place in range(min(len(pages), len(tokens) // self.page_len) if node else 0):
+        sharer, path, own_pages = self._sharers.get(prefix), list[PrefixNode](), list(pages[self.num_shared(prefix) :])
+        for place in range(min(len(pages), len(tokens) // self.page_len) if sharer else 0):
             block = tuple(tokens[place * self.page_len : (place + 1) * self.page_len])
-            assert node is not None
+            assert sharer is not None
+            node = path[-1] if path else sharer.root
             child = node.children.get(block)
             if child is None and pages[place] in own_pages and self.num_free:
                 own_pages.remove(pages[place])
@@ -207,17 +206,12 @@ class PrefixTree(PagePool):
             if child is None or child.page < 0:  # below a page on the host none is on the devices
                 break
             path.append(child)
-            self._share_window(prefix, place, child)
-            node = child
+            if self.windows:
+                self.windows.share(sharer.window, place, child)
         for child in reversed(path):
             if not child.users:
                 self._idle_nodes.move_to_end(child)
         self.free += reversed(own_pages)
-
-    def _share_window(self, prefix: int, place: int, node: PrefixNode) -> None:
-        held_window = self._held_windows.get(prefix)
-        if self.windows and held_window:
-            self.windows.share(held_window, place, node)
 
     def moves(self) -> tuple[dict[PrefixNode, int], dict[PrefixNode, int]]:
         """Returns the pages, by node, to copy to the host and, after that, from there, before others are written."""
@@ -230,10 +224,10 @@ class PrefixTree(PagePool):
 
     def _found(self, prefix: int | None) -> Iterator[PrefixNode]:
         """Yields the nodes of a request's prompt that the tree has, from the root on."""
-        if prefix is None or prefix not in self._blocks:
+        if prefix is None or prefix not in self._sharers:
             return
-        node = self._roots[prefix]
-        for block in self._blocks[prefix]:
+        node = self._sharers[prefix].root
+        for block in self._sharers[prefix].blocks:
             child = node.children.get(block)
             if child is None:
                 return

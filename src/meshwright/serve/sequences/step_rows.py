@@ -1,6 +1,6 @@
 """The rows of a step: whose they are, and which of them have logits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +33,9 @@ class OwnRows(NamedTuple):
     outputs: list[OutputRow]
 
 
-def rows_of(step: PackedStep, tables: Tables, adapters: Mapping[str, int], parts: Sequence[RowsOf]) -> OwnRows:
-    """Returns the rows of one owner's parts; ``adapters`` are the numbers of those of the step. The requests take the
-    pages that they need, and count what the step computes."""
+def rows_of(step: PackedStep, tables: Tables, parts: Sequence[RowsOf]) -> OwnRows:
+    """Returns the rows of one owner's parts. The requests take the pages that they need, and count what the step
+    computes."""
     part_lens = np.array([end - start for _, start, end, _ in parts], np.int32)
     part_ends = np.array([end for _, _, end, _ in parts], np.int32)
     num_rows, first_rows = int(part_lens.sum()), np.cumsum(part_lens) - part_lens
@@ -71,8 +71,7 @@ def rows_of(step: PackedStep, tables: Tables, adapters: Mapping[str, int], parts
         pages = tables.windows[table_rows]
         rows = rows._replace(window_slots=slots_of(positions, pages, part_of_row, page_len), window_pages=pages)
     if step.storage.adapters:
-        adapter_numbers = [adapters[live.request.adapter] for live, *_ in parts]
-        rows = rows._replace(adapters=np.array(adapter_numbers, np.int32)[part_of_row])
+        rows = rows._replace(adapters=np.array([live.adapter for live, *_ in parts], np.int32)[part_of_row])
     for name in step.mask_fields:  # a prefix is the whole prompt; no other position is special
         prompt_lens = [len(live.request.prompt) for live, *_ in parts]
         data = prompt_lens if name == "prefix" else np.zeros((len(parts), step.max_len))

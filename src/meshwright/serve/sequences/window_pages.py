@@ -3,9 +3,15 @@ the next request that begins behind them, until their room is needed."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
+
+
+class PageKeeper(Protocol):
+    """What keeps a page: a node of the prefix tree."""
+
+    window: "WindowPage | None"
 
 
 class WindowPage:
@@ -15,7 +21,7 @@ class WindowPage:
 
     def __init__(self, number: int) -> None:
         self.number, self.users = number, 1
-        self.node: Any = None
+        self.node: PageKeeper | None = None
 
 
 class HeldWindow:
@@ -66,7 +72,7 @@ class WindowPages:
             row[len(held.pages)] = number
             held.pages.append(WindowPage(number))
 
-    def share(self, held: HeldWindow, place: int, node: Any) -> None:
+    def share(self, held: HeldWindow, place: int, node: PageKeeper) -> None:
         """Lets a node of the tree keep the page that a request has there, if it has none yet."""
         page = held.pages[place] if place < len(held.pages) else None
         if page and node.window is None and page.node is None:
@@ -77,7 +83,7 @@ class WindowPages:
         self._drop(held, len(held.pages))
         held.pages, held.first = [], 0
 
-    def forget(self, node: Any) -> None:
+    def forget(self, node: PageKeeper) -> None:
         """Frees the page of a node that leaves the tree once no window has it."""
         if page := node.window:
             page.node = node.window = None
@@ -98,5 +104,7 @@ class WindowPages:
 
     def _evicted(self) -> int:
         page, _ = self.idle.popitem(last=False)
-        page.node.window = page.node = None
+        assert page.node is not None
+        page.node.window = None
+        page.node = None
         return page.number
