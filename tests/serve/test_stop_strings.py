@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from meshwright.serve.stop_strings import StopScan, StopStrings
+from meshwright.serve.stop_strings import StopScan
 
 
 def scanned(pieces, *strings, keep=False):
     """The texts that come out after each piece, until a stop string ends them, and what is held at the end."""
-    scan, found = StopScan(StopStrings(strings, keep=keep)), []
+    scan, found = StopScan(strings, keep=keep), []
     for piece in pieces:
         text, stopped = scan.push(piece)
         found.append(text)
@@ -46,7 +46,7 @@ def test_the_string_that_is_complete_first_ends_the_text(text, strings, before):
 
 def test_hidden_pieces_count_for_stop_strings_alone():
     def scanned_so(*strings, keep=False):
-        scan, found = StopScan(StopStrings(strings, keep=keep)), []
+        scan, found = StopScan(strings, keep=keep), []
         for piece, hidden in (("ab", False), ("<|e|>", True), ("cd", False)):
             text, stopped = scan.push(piece, hidden=hidden)
             found.append(text)

@@ -19,15 +19,16 @@ from meshwright.spec.model import Model
 
 
 class TokenizedText(NamedTuple):
-    """Encodes and decodes text with the model's tokenizer."""
+    """Encodes and decodes text with the model's tokenizer; the text has no special tokens, or all of them."""
 
     tokenizer: Tokenizer
+    skips_special: bool = True
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=self.skips_special))
 
 
 class NumberedText(NamedTuple):

@@ -2,24 +2,16 @@
 
 from collections.abc import Sequence
 
-import msgspec
-
-
-class StopStrings(msgspec.Struct, frozen=True):
-    """Stop strings; ``keep``: whether one is part of the text that it ends."""
-
-    strings: tuple[str, ...]
-    keep: bool = False
-
 
 class StopScan:
-    """Scans the text of one sequence, piece by piece. The string that is complete first ends the text; of several that
-    end with the same character, the longest. So the result does not depend on where pieces begin."""
+    """Scans the text of one sequence, piece by piece, for stop strings; ``keep``: whether one is part of the text that
+    it ends. The string that is complete first ends the text; of several that end with the same character, the longest.
+    So the result does not depend on where pieces begin."""
 
-    def __init__(self, stops: StopStrings) -> None:
-        self.stops = stops
-        self._fallbacks = [_fallbacks(string) for string in stops.strings]
-        self._matched = [0] * len(stops.strings)
+    def __init__(self, strings: Sequence[str], *, keep: bool = False) -> None:
+        self._strings, self._keep = strings, keep
+        self._fallbacks = [_fallbacks(string) for string in strings]
+        self._matched = [0] * len(strings)
         self._held = list[str]()
 
     def push(self, piece: str, *, hidden: bool = False) -> tuple[str, bool]:
@@ -31,7 +23,7 @@ class StopScan:
         for character in piece:
             characters.append("" if hidden else character)
             if string := self._advance(character):
-                return "".join(characters[: -len(string)]) + (string if self.stops.keep else ""), True
+                return "".join(characters[: -len(string)]) + (string if self._keep else ""), True
         num_certain = len(characters) - max(self._matched)  # the longest match may still become its string
         self._held = characters[num_certain:]
         return "".join(characters[:num_certain]), False
@@ -44,7 +36,7 @@ class StopScan:
     def _advance(self, character: str) -> str:
         """Returns the longest string that the character completes, else ""."""
         longest_match = ""
-        for number, (string, fallbacks) in enumerate(zip(self.stops.strings, self._fallbacks, strict=True)):
+        for number, (string, fallbacks) in enumerate(zip(self._strings, self._fallbacks, strict=True)):
             num_matched = self._matched[number]
             while num_matched and string[num_matched] != character:
                 num_matched = fallbacks[num_matched - 1]

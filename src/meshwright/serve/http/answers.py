@@ -1,7 +1,8 @@
 """The bodies of answers, whole or as server-sent events."""
 
+import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -106,13 +107,13 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
 class Writer:
     """Writes one answer. What its events have in common is encoded once."""
 
-    kind, whole = "", msgspec.Struct
+    kind, whole, prefix = "", msgspec.Struct, ""
     before_text, after_text, no_text = b"", b"", b""
 
-    def __init__(self, served: ServedModel, name: str, created_s: int) -> None:
-        self.served, self.name, self.created_s = served, name, created_s
+    def __init__(self, served: ServedModel, request_id: str) -> None:
+        self.served, self.name, self.created_s = served, f"{self.prefix}-{request_id}", int(time.time())
         self.usage_null = b""
-        head_fields = {"id": name, "object": self.kind, "created": created_s, "model": served.name}
+        head_fields = {"id": self.name, "object": self.kind, "created": self.created_s, "model": served.name}
         self._start = b"data: " + encode(head_fields)[:-1] + b',"choices":['
         self._heads: dict[int, bytes] = {}
 
@@ -140,15 +141,17 @@ class Writer:
         choice_rows = []
         for choice in choices:
             text, entries = choice.take()
-            choice_rows.append(self.row(choice, text, self.logprobs(choice, entries) if choice.reports else None))
+            choice_rows.append(self.row(choice, text, entries if choice.reports else None))
         head_fields = {"id": self.name, "created": self.created_s, "model": self.served.name}
         return encode(self.whole(**head_fields, choices=choice_rows, usage=usage))
 
-    def row(self, choice: GrowingText, text: str, logprobs: Any) -> Any:
-        """Returns a choice of a whole answer."""
+    def row(
+        self, choice: GrowingText, text: str, entries: Sequence[ReportedToken] | None
+    ) -> CompletionChoice | ChatChoice:
+        """Returns a choice of a whole answer; without ``entries`` no tokens are reported."""
         raise NotImplementedError
 
-    def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> Any:
+    def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> CompletionLogprobs | ChatLogprobs:
         """Returns tokens as they are reported."""
         raise NotImplementedError
 
@@ -162,7 +165,7 @@ class Writer:
 class CompletionWriter(Writer):
     """Writes a completion."""
 
-    kind, whole = "text_completion", CompletionAnswer
+    kind, whole, prefix = "text_completion", CompletionAnswer, "cmpl"
     before_text, after_text, no_text = b'"text":', b"", b'"text":""'
 
     def logprobs(self, choice: GrowingText, entries: Sequence[ReportedToken]) -> CompletionLogprobs:
@@ -182,7 +185,8 @@ class CompletionWriter(Writer):
             columns.text_offset.append(choice.place(token, raw))
         return columns
 
-    def row(self, choice: GrowingText, text: str, logprobs: Any) -> CompletionChoice:
+    def row(self, choice: GrowingText, text: str, entries: Sequence[ReportedToken] | None) -> CompletionChoice:
+        logprobs = None if entries is None else self.logprobs(choice, entries)
         return CompletionChoice(index=choice.index, text=text, logprobs=logprobs, finish_reason=choice.finish)
 
     def _token(self, token: int, first: bool) -> tuple[str, bytes]:
@@ -194,7 +198,7 @@ class CompletionWriter(Writer):
 class ChatWriter(Writer):
     """Writes the answer of a chat."""
 
-    kind, whole = "chat.completion.chunk", ChatAnswer
+    kind, whole, prefix = "chat.completion.chunk", ChatAnswer, "chatcmpl"
     before_text, after_text, no_text = b'"delta":{"content":', b"}", b'"delta":{}'
 
     def first(self, choice: GrowingText) -> bytes:
@@ -215,6 +219,6 @@ class ChatWriter(Writer):
                 choice.place(token, raw)
         return ChatLogprobs(chat_tokens)
 
-    def row(self, choice: GrowingText, text: str, logprobs: Any) -> ChatChoice:
-        message = AnswerMessage(content=text)
+    def row(self, choice: GrowingText, text: str, entries: Sequence[ReportedToken] | None) -> ChatChoice:
+        message, logprobs = AnswerMessage(content=text), None if entries is None else self.logprobs(choice, entries)
         return ChatChoice(index=choice.index, message=message, logprobs=logprobs, finish_reason=choice.finish)

@@ -1,10 +1,9 @@
 """The routes of the server."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from starlette.applications import Starlette
@@ -26,7 +25,7 @@ from meshwright.serve.http.asked import (
     require_tokens,
     template_variables,
 )
-from meshwright.serve.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
+from meshwright.serve.http.bodies import ChatBody, CompletionBody, DetokenizeBody, JsonObject, TokenizeBody, read_body
 from meshwright.serve.http.border import Border, log_to_stderr
 from meshwright.serve.http.errors import RequestError, error_response
 from meshwright.serve.http.exchange import Exchange
@@ -119,7 +118,8 @@ OPERATIONS = (
 
 
 class Handlers:
-    """The functions behind the routes of one model. Each gets a request and its decoded body, and returns an answer."""
+    """The functions behind the routes of one model. Each gets a request, with a body also this, decoded, and the model
+    that it names, and returns an answer."""
 
     def __init__(self, frontend: Frontend, served: ServedModel, options: HttpOptions) -> None:
         self.frontend, self.served, self.options = frontend, served, options
@@ -130,62 +130,60 @@ class Handlers:
         """Returns the route of an operation."""
         handler, decoder = getattr(self, row.name), msgspec.json.Decoder(row.body) if row.body else None
 
-        async def endpoint(request: Request) -> Any:
-            body = None
-            if decoder is not None:
+        async def endpoint(request: Request) -> Response | Exchange:
+            if decoder is None:
+                answer = await handler(request)
+            else:
                 body = await read_body(request, decoder, self.options.most_body_bytes)
-                self._named(body.model)
-            answer = await handler(request, body)
-            if isinstance(answer, msgspec.Struct):
-                return Response(msgspec.json.encode(answer), media_type="application/json")
-            return answer
+                answer = await handler(request, body, self._named(body.model))
+            if isinstance(answer, Response | Exchange):
+                return answer
+            return Response(msgspec.json.encode(answer), media_type="application/json")
 
         return Route(row.path.replace("{model}", "{model:path}"), endpoint, methods=[row.method.upper()])
 
-    async def completions(self, request: Request, body: CompletionBody) -> Exchange:
-        served = self._named(body.model)
+    async def completions(self, request: Request, body: CompletionBody, served: ServedModel) -> Exchange:
         asked_text = await asked_of_completion(body, served, self.frontend)
-        writer = CompletionWriter(served, f"cmpl-{request.state.request_id}", int(time.time()))
+        writer = CompletionWriter(served, request.state.request_id)
         return Exchange(asked_text, writer, self.frontend, self.metrics, request.state.known)
 
-    async def chat(self, request: Request, body: ChatBody) -> Exchange:
-        served = self._named(body.model)
+    async def chat(self, request: Request, body: ChatBody, served: ServedModel) -> Exchange:
         asked_text = await asked_of_chat(body, served, self.frontend)
-        writer = ChatWriter(served, f"chatcmpl-{request.state.request_id}", int(time.time()))
+        writer = ChatWriter(served, request.state.request_id)
         return Exchange(asked_text, writer, self.frontend, self.metrics, request.state.known)
 
-    async def tokenize(self, _: Request, body: TokenizeBody) -> TokenizeAnswer:
+    async def tokenize(self, _: Request, body: TokenizeBody, served: ServedModel) -> TokenizeAnswer:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give a prompt or messages, one of the two.", param="prompt")
         text, adds_special = body.prompt, body.add_special_tokens is not False
         if text is None:
-            text = await chat_text(self.served, body.messages or [], body.tools, template_variables(body))
+            text = await chat_text(served, body.messages or [], body.tools, template_variables(body))
             adds_special = bool(body.add_special_tokens)
-        tokens = await encoded(self.served, text, adds_special)
-        token_texts = [self.served.piece(token)[0] for token in tokens] if body.return_token_strs else None
+        tokens = await encoded(served, text, adds_special)
+        token_texts = [served.piece(token)[0] for token in tokens] if body.return_token_strs else None
         max_len = self.frontend.max_len
         return TokenizeAnswer(count=len(tokens), max_model_len=max_len, tokens=tokens, token_strs=token_texts)
 
-    async def detokenize(self, _: Request, body: DetokenizeBody) -> DetokenizeAnswer:
+    async def detokenize(self, _: Request, body: DetokenizeBody, served: ServedModel) -> DetokenizeAnswer:
         require_tokens(body.tokens, self.frontend.vocab_size, "tokens")
-        return DetokenizeAnswer(self.served.whole.decode(body.tokens))
+        return DetokenizeAnswer(served.whole.decode(body.tokens))
 
-    async def models(self, *_: Any) -> ModelCards:
+    async def models(self, _: Request) -> ModelCards:
         return ModelCards(data=list(map(self._card, self.models_by_name.values())))
 
-    async def model(self, request: Request, _: None) -> ModelCard:
+    async def model(self, request: Request) -> ModelCard:
         return self._card(self._named(request.path_params["model"]))
 
-    async def health(self, *_: Any) -> HealthAnswer:
+    async def health(self, _: Request) -> HealthAnswer:
         if not self.frontend.available:
             raise RequestError(self.frontend.failure or "the server is stopping.", 503)
         return HealthAnswer()
 
-    async def figures(self, *_: Any) -> Response:
+    async def figures(self, _: Request) -> Response:
         # steps are priced for it, which takes tens of milliseconds
         return Response(await asyncio.to_thread(self.metrics.text), media_type=METRICS_TYPE)
 
-    async def tokenizer_info(self, *_: Any) -> TokenizerAnswer:
+    async def tokenizer_info(self, _: Request) -> TokenizerAnswer:
         return TokenizerAnswer(
             tokenizer_class="tokenizers" if isinstance(self.served.text, TokenizedText) else "numbers",
             vocab_size=self.frontend.vocab_size,
@@ -193,12 +191,11 @@ class Handlers:
             has_chat_template=self.served.chat is not None,
         )
 
-    async def version(self, *_: Any) -> VersionAnswer:
+    async def version(self, _: Request) -> VersionAnswer:
         return VersionAnswer(__version__)
 
-    async def document(self, *_: Any) -> Response:
-        description = openapi(OPERATIONS, with_key=bool(self.options.api_keys))
-        return Response(msgspec.json.encode(description), media_type="application/json")
+    async def document(self, _: Request) -> JsonObject:
+        return openapi(OPERATIONS, with_key=bool(self.options.api_keys))
 
     def _card(self, served: ServedModel) -> ModelCard:
         name, parent, max_len = served.name, served.parent, self.frontend.max_len

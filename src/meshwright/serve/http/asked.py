@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,12 +11,18 @@ from meshwright.core.errors import InputError
 from meshwright.serve.drawing.grammar import Grammar, GrammarKind
 from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.frontend import Frontend
-from meshwright.serve.http.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody
+from meshwright.serve.http.bodies import (
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerationBody,
+    Json,
+    JsonObject,
+    TokenizeBody,
+)
 from meshwright.serve.http.errors import RequestError
 from meshwright.serve.http.served import ServedModel
-from meshwright.serve.model_folder import Text
 from meshwright.serve.request import TokenRequest
-from meshwright.serve.stop_strings import StopStrings
 
 COMPLETION_TOKENS = 16
 """``max_tokens`` of a completion that does not say it, as OpenAI has it; a chat may go on to the model's limit."""
@@ -26,22 +32,17 @@ other requests go on meanwhile."""
 
 
 class AskedText(msgspec.Struct, kw_only=True):
-    """Requests for the engine, ``n`` for each prompt in turn, and how to answer. ``echoes`` are the texts of prompts
-    that are repeated, ``logprobs`` whether tokens are reported, ``special`` texts of special tokens, which the text
-    leaves out with ``skips_special``."""
+    """A body to a model as requests for the engine, ``n`` for each prompt in turn. ``echoes`` are the texts of prompts
+    that are repeated."""
 
-    prompts: list[tuple[int, ...]]
+    body: GenerationBody
+    served: ServedModel
     requests: list[TokenRequest]
-    text: Text
-    stops: StopStrings
-    n: int
-    logprobs: bool
-    special: Mapping[int, str] = {}
-    skips_special: bool = True
     echoes: list[str] | None = None
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
+
+    @property
+    def n(self) -> int:
+        return self.body.n or 1
 
 
 async def asked_of_completion(body: CompletionBody, served: ServedModel, frontend: Frontend) -> AskedText:
@@ -59,7 +60,7 @@ async def asked_of_completion(body: CompletionBody, served: ServedModel, fronten
     prompts = [tuple(await encoded(served, item, special)) if isinstance(item, str) else tuple(item) for item in inputs]
     asked_text = _asked(body, served, frontend, prompts, body.logprobs, await _grammar(body, served))
     if body.echo:
-        decode = asked_text.text.decode
+        decode = served.text_of(body.skip_special_tokens).decode
         asked_text.echoes = [item if isinstance(item, str) else decode(item) for item in inputs]
     return asked_text
 
@@ -81,7 +82,7 @@ async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend)
 
 async def _grammar(body: GenerationBody, served: ServedModel) -> Grammar | None:
     """Returns what the text may be, None if it may be anything. Raises RequestError for a form that is not valid."""
-    forms = list[tuple[str, GrammarKind, Any]]()
+    forms = list[tuple[str, GrammarKind, Json]]()
     if form := body.response_format:
         if (form.type == "json_schema") != (form.json_schema is not None):
             raise RequestError(
@@ -95,7 +96,11 @@ async def _grammar(body: GenerationBody, served: ServedModel) -> Grammar | None:
             forms.append(("response_format", "json_schema", {"type": "object"}))
     if (outputs := body.structured_outputs) is not None:
         any_object = {"type": "object"} if outputs.json_object else None
-        kind_forms: dict[GrammarKind, Any] = {"regex": outputs.regex, "choice": outputs.choice, "lark": outputs.grammar}
+        kind_forms: dict[GrammarKind, Json] = {
+            "regex": outputs.regex,
+            "choice": outputs.choice,
+            "lark": outputs.grammar,
+        }
         kind_forms["json_schema"] = any_object if outputs.json is None else outputs.json
         given_forms = [("structured_outputs", kind, value) for kind, value in kind_forms.items() if value is not None]
         if not given_forms:
@@ -115,7 +120,7 @@ async def _grammar(body: GenerationBody, served: ServedModel) -> Grammar | None:
 
 
 async def chat_text(
-    served: ServedModel, messages: list[ChatMessage], tools: list[dict[str, Any]] | None, variables: dict[str, Any]
+    served: ServedModel, messages: list[ChatMessage], tools: list[JsonObject] | None, variables: JsonObject
 ) -> str:
     """Returns the text of a chat; raises RequestError for what its template refuses, or a text that is not UTF-8."""
     arguments = messages, tools, variables
@@ -128,7 +133,7 @@ async def chat_text(
     return text
 
 
-def template_variables(body: Any) -> dict[str, Any]:
+def template_variables(body: ChatBody | TokenizeBody) -> JsonObject:
     """Returns the variables of a chat template that a body sets."""
     variables = dict(body.chat_template_kwargs or {})
     reserved = sorted({"messages", "tools"} & variables.keys())
@@ -214,8 +219,8 @@ def _asked(
     grammar: Grammar | None,
 ) -> AskedText:
     n, is_echoed = body.n or 1, isinstance(body, CompletionBody) and bool(body.echo)
-    stream_options, vocab_size = body.stream_options, frontend.vocab_size
-    if stream_options is not None and not body.stream:
+    vocab_size = frontend.vocab_size
+    if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream. Set stream to true.", param="stream_options")
     if body.return_hidden_states:
         raise RequestError("return_hidden_states is not supported. Leave it out.", param="return_hidden_states")
@@ -242,21 +247,7 @@ def _asked(
             )
             for number in range(len(requests), len(requests) + n)  # sequences of one seed would else be alike
         )
-    stop_strings = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    keeps_stop, skips_special = body.include_stop_str_in_output or body.no_stop_trim, body.skip_special_tokens
-    return AskedText(
-        prompts=prompts,
-        requests=requests,
-        text=served.whole if skips_special is False else served.text,
-        special=served.special,
-        skips_special=skips_special is not False,
-        stops=StopStrings(tuple(dict.fromkeys(stop_strings)), keep=bool(keeps_stop)),
-        n=n,
-        logprobs=logprobs is not None,
-        stream=bool(body.stream),
-        include_usage=stream_options is not None and bool(stream_options.include_usage),
-        continuous_usage=stream_options is not None and bool(stream_options.continuous_usage_stats),
-    )
+    return AskedText(body=body, served=served, requests=requests)
 
 
 def _max_tokens(body: GenerationBody, prompt_len: int, max_len: int) -> int:

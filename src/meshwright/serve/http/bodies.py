@@ -1,10 +1,10 @@
 """Bodies of requests. A field that is null is as one that is not given; an unknown one is refused."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import NoneType
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta, inspect
@@ -14,6 +14,11 @@ from meshwright.core.files import DAMAGED_JSON
 from meshwright.serve.http.errors import RequestError
 from meshwright.serve.request import MOST_LOGPROBS
 
+if TYPE_CHECKING:
+    Json = Mapping[str, "Json"] | Sequence["Json"] | str | float | bool | None
+else:
+    Json = Any  # msgspec has no types that hold themselves
+JsonObject = dict[str, Json]
 Tokens = list[Annotated[int, Meta(ge=0, lt=2**31)]]
 _Positive32 = Annotated[int, Meta(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -25,21 +30,21 @@ _MOST_NAMED = 8
 class Harmless(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The table of fields that clients send and that change nothing here: accepted whatever they say, and ignored."""
 
-    user: Any = None
-    store: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
-    parallel_tool_calls: Any = None
-    prediction: Any = None
+    user: Json = None
+    store: Json = None
+    metadata: Json = None
+    service_tier: Json = None
+    safety_identifier: Json = None
+    prompt_cache_key: Json = None
+    prompt_cache_retention: Json = None
+    prompt_cache_options: Json = None
+    parallel_tool_calls: Json = None
+    prediction: Json = None
     # Reasoning is not taken out of texts, and prompts are computed where they come, so these say nothing new.
-    separate_reasoning: Any = None
-    stream_reasoning: Any = None
-    include_reasoning: Any = None
-    kv_transfer_params: Any = None
+    separate_reasoning: Json = None
+    stream_reasoning: Json = None
+    include_reasoning: Json = None
+    kv_transfer_params: Json = None
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -53,7 +58,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
     """A schema that the text follows."""
 
-    schema: dict[str, Any] | bool
+    schema: JsonObject | bool
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
@@ -69,7 +74,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The form of an answer, as vLLM has it; one of these fields is given. ``grammar`` is in Lark's notation."""
 
-    json: dict[str, Any] | str | None = None
+    json: JsonObject | str | None = None
     regex: str | None = None
     choice: Annotated[list[str], Meta(min_length=1, max_length=1_024)] | None = None
     grammar: str | None = None
@@ -130,13 +135,13 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[JsonObject] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
     refusal: None = None
-    annotations: Any = None
+    annotations: Json = None
     audio: None = None
     function_call: None = None
 
@@ -145,8 +150,8 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     """The body of ``/v1/chat/completions``; the last seven fields are taken with what asks for nothing."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     max_completion_tokens: _Positive32 | None = None
     logprobs: bool | None = None
@@ -154,7 +159,7 @@ class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Literal["none", "auto"] | None = None
     reasoning_effort: str | None = None
     continue_final_message: bool | None = None
-    functions: Annotated[list[Any], Meta(extra_json_schema={"maxItems": 0})] | None = None
+    functions: Annotated[list[Json], Meta(extra_json_schema={"maxItems": 0})] | None = None
     function_call: Literal["none", "auto"] | None = None
     modalities: list[Annotated[str, Meta(pattern="^text$")]] | None = None
     verbosity: Literal["medium"] | None = None
@@ -169,8 +174,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[JsonObject] | None = None
+    chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -184,7 +189,8 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: Tokens
 
 
-_Body = TypeVar("_Body", bound=msgspec.Struct)
+Body = CompletionBody | ChatBody | TokenizeBody | DetokenizeBody
+_Body = TypeVar("_Body", bound=Body)
 
 
 async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body], most_bytes: int) -> _Body:
@@ -245,7 +251,7 @@ def _misfit(said: str, kind: Any, raw: bytearray) -> RequestError:
     return RequestError(f"{where_text}: {fault_text[:1].lower()}{fault_text[1:]}.", param=param)
 
 
-def _unknown(found: Any, kind: inspect.Type, path: str = "") -> Iterator[str]:
+def _unknown(found: Json, kind: inspect.Type, path: str = "") -> Iterator[str]:
     """Yields the paths of fields that a decoded body has and its type has not."""
     if isinstance(kind, inspect.Metadata):
         yield from _unknown(found, kind.type, path)

@@ -7,11 +7,11 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Collection
-from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from meshwright.serve.http.bodies import JsonObject
 from meshwright.serve.http.errors import RequestError, error_response
 
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/openapi.json"})
@@ -20,7 +20,7 @@ _LOGGER = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-def log_to_stderr(line: dict[str, Any]) -> None:
+def log_to_stderr(line: JsonObject) -> None:
     """Writes what is known of a request as one line of JSON."""
     sys.stderr.write(msgspec.json.encode(line).decode() + "\n")
 
@@ -31,7 +31,7 @@ class Border:
     handlers add."""
 
     def __init__(
-        self, app: ASGIApp, *, api_keys: Collection[str] = (), log: Callable[[dict[str, Any]], None] | None = None
+        self, app: ASGIApp, *, api_keys: Collection[str] = (), log: Callable[[JsonObject], None] | None = None
     ) -> None:
         self.app, self.log = app, log
         self.keys = [key.encode() for key in api_keys]
@@ -43,7 +43,7 @@ class Border:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         sent = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = sent if _REQUEST_ID.fullmatch(sent) else secrets.token_hex(16)  # it goes into a header and the log
-        log_fields: dict[str, Any] = {}
+        log_fields: JsonObject = {}
         start_s, status = time.perf_counter(), 0
         scope.setdefault("state", {}).update(request_id=request_id, start_s=start_s, known=log_fields)
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -11,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 from meshwright.serve.frontend import AbandonedError, Arrived, Feed, Frontend
 from meshwright.serve.http.answers import CachedTokens, Usage, Writer
 from meshwright.serve.http.asked import AskedText
+from meshwright.serve.http.bodies import JsonObject, StreamOptions
 from meshwright.serve.http.errors import error_of
 from meshwright.serve.http.growing import GrowingText
 from meshwright.serve.http.metrics import ServerMetrics
@@ -21,18 +21,18 @@ _STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 DONE = b"data: [DONE]\n\n"
-Log = dict[str, Any]
-"""What the log line of a request says."""
 
 
 class Exchange:
     """A request whose body was understood. As a Starlette response, it runs the request and answers it; when the client
     goes, the engine is told at once."""
 
-    def __init__(self, asked: AskedText, writer: Writer, frontend: Frontend, metrics: ServerMetrics, log: Log) -> None:
+    def __init__(
+        self, asked: AskedText, writer: Writer, frontend: Frontend, metrics: ServerMetrics, log: JsonObject
+    ) -> None:
         self.asked, self.writer, self.frontend, self.metrics, self.log = asked, writer, frontend, metrics, log
         self.choices = [GrowingText(asked, index) for index in range(len(asked.requests))]
-        self.prompt_tokens = sum(map(len, asked.prompts))
+        self.prompt_tokens = sum(len(request.prompt) for request in asked.requests[:: asked.n])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         for choice in self.choices:
@@ -42,7 +42,7 @@ class Exchange:
             try:
                 await feed.accepted()  # before any status is sent: what can never run is a 400
                 is_accepted = True
-                await (self._stream(feed, send) if self.asked.stream else self._whole(feed, send))
+                await (self._stream(feed, send) if self.asked.body.stream else self._whole(feed, send))
             except AbandonedError:
                 self.log["error"] = "the client went"
             finally:
@@ -59,8 +59,8 @@ class Exchange:
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, feed: Feed, send: Send) -> None:
-        writer, is_continuous = self.writer, self.asked.continuous_usage
-        if self.asked.include_usage:
+        writer, options = self.writer, self.asked.body.stream_options or StreamOptions()
+        if options.include_usage:
             writer.usage_null = b',"usage":null'
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         events = b"".join(map(writer.first, self.choices))
@@ -69,11 +69,11 @@ class Exchange:
                 await _send(send, events)
             while arrived := await feed.take():
                 changed_choices = self._absorb(feed, arrived)
-                usage = self.usage() if is_continuous else None
+                usage = self.usage() if options.continuous_usage_stats else None
                 events = b"".join([writer.event(choice, usage) for choice in changed_choices])
                 if events:
                     await _send(send, events)
-            last_event = writer.last(self.usage()) if self.asked.include_usage else b""
+            last_event = writer.last(self.usage()) if options.include_usage else b""
         except AbandonedError:
             raise  # nobody is there to read an end
         except Exception as error:  # the status is sent: the stream says it
@@ -142,7 +142,7 @@ def _send(send: Send, events: bytes) -> Awaitable[None]:
     return send({"type": "http.response.body", "body": events, "more_body": True})
 
 
-async def _abandon_when_gone(receive: Callable[[], Awaitable[Any]], feed: Feed) -> None:
+async def _abandon_when_gone(receive: Receive, feed: Feed) -> None:
     """Abandons the feed when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

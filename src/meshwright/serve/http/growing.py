@@ -20,7 +20,7 @@ class GrowingText:
     has nothing of the tokens that were placed."""
 
     def __init__(self, asked: AskedText, index: int) -> None:
-        request = asked.requests[index]
+        request, body = asked.requests[index], asked.body
         self.index = index
         self.times = TokenTimes()
         self.finish: FinishReason | None = None
@@ -30,15 +30,18 @@ class GrowingText:
         self.started = False
         self.prompt = request.prompt
         self._min_tokens, self._max_tokens = request.min_tokens, request.max_tokens
-        self.reports, self._echoes = asked.logprobs, asked.logprobs and asked.echoes is not None
-        self._stream = TextStream(asked.text, request.prompt[-8:])  # a stream looks no further back
-        self._scan = StopScan(asked.stops)
-        self._special, self._skips_special = asked.special, asked.skips_special
+        self.reports = request.logprobs is not None
+        self._echoes = self.reports and asked.echoes is not None
+        self._special, self._skips_special = asked.served.special, body.skip_special_tokens is not False
+        text = asked.served.text_of(body.skip_special_tokens)
+        self._stream = TextStream(text, request.prompt[-8:])  # a stream looks no further back
+        stop_strings = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        self._scan = StopScan(stop_strings, keep=bool(body.include_stop_str_in_output or body.no_stop_trim))
         self._echo, self._placed, self._offset = self.piece, 0, 0
         # a token may be a part of a character, which counts once it is whole
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self.at_start = self._echoes or (
-            asked.skips_special and all(token in asked.special for token in request.prompt[-8:])
+            self._skips_special and all(token in self._special for token in request.prompt[-8:])
         )
 
     def push(self, output: TokenOutput) -> bool:

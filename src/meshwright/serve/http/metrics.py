@@ -10,16 +10,17 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from meshwright.core.units import format_params, format_seconds
 from meshwright.serve.frontend import Frontend
-from meshwright.serve.step_sums import StepKey
+from meshwright.serve.step_sums import StepKey, StepSums
 from meshwright.serve.token_times import TokenTimes
 
 if TYPE_CHECKING:
@@ -117,7 +118,9 @@ class ServerMetrics(Collector):
         devices meanwhile is kept. May run in another thread."""
         (start_s, old_counts, old_sums), (end_s, now_counts, now_sums) = self._seen, self._present()
         self._seen, took_s = (end_s, now_counts, now_sums), end_s - start_s
-        added_sums = {key: np.subtract(now_row, old_sums.get(key, 0)) for key, now_row in now_sums.items()}
+        added_sums: dict[StepKey, np.ndarray] = {
+            key: np.subtract(now_row, old_sums.get(key, 0)) for key, now_row in now_sums.items()
+        }
         steps, state = self._priced({key: row for key, row in added_sums.items() if row[0]}), self.frontend.state
         rates, prices = sum(steps.values(), np.zeros(len(_STEPS))) / took_s, self._prices if now_sums else None
         if prices and prices.peak_flops_per_s:
@@ -132,7 +135,7 @@ class ServerMetrics(Collector):
         ]
         decode_rows = [row for (kind, _), row in steps.items() if kind == "decode"]
         if decode_rows:
-            num_steps, measured_s, planned_s = sum(decode_rows)[:3]
+            num_steps, measured_s, planned_s = np.sum(decode_rows, axis=0)[:3]
             planned_text = "" if np.isnan(planned_s) else f", planned {format_seconds(planned_s / num_steps)}"
             phrases.append(f"decode {format_seconds(measured_s / num_steps)}{planned_text}")
         if self._utilisation:
@@ -140,12 +143,12 @@ class ServerMetrics(Collector):
             phrases.append(f"MFU {mfu}, MBU {mbu}")
         return "; ".join(phrases)
 
-    def _present(self) -> tuple[float, Any, dict[StepKey, Any]]:
+    def _present(self) -> tuple[float, np.ndarray, dict[StepKey, StepSums]]:
         state = self.frontend.state
         token_counts = self.prompt_tokens, self.generation_tokens, state.prefix_queries, state.prefix_hits
         return self._now(), np.array(token_counts), dict(state.sums)  # a copy, as the engine goes on
 
-    def _priced(self, sums: Mapping[StepKey, Any]) -> dict[StepKey, Any]:
+    def _priced(self, sums: Mapping[StepKey, ArrayLike]) -> dict[StepKey, np.ndarray]:
         """Returns the numbers of `_STEPS` for each kind of steps; one that is not known is not a number."""
         priced = np.full((len(sums), len(_STEPS)), np.nan)
         if sums:

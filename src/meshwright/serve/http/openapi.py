@@ -1,11 +1,12 @@
 """The OpenAPI document, made of the types that bodies and answers are read and written with."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
 from meshwright import __version__
+from meshwright.serve.http.bodies import Body, Json, JsonObject
 from meshwright.serve.http.border import OPEN_PATHS
 from meshwright.serve.http.errors import ErrorAnswer
 
@@ -27,8 +28,8 @@ class Operation(NamedTuple):
     path: str
     name: str
     summary: str
-    body: type[Any] | None
-    answer: type[Any] | None
+    body: type[Body] | None
+    answer: type | None
 
     @property
     def method(self) -> str:
@@ -46,21 +47,24 @@ class Operation(NamedTuple):
         return sorted(codes + [401] * (with_key and self.path not in OPEN_PATHS))
 
 
-def openapi(operations: Sequence[Operation], *, with_key: bool) -> dict[str, Any]:
+def openapi(operations: Sequence[Operation], *, with_key: bool) -> JsonObject:
     """Returns the document for these routes; ``with_key``: an API key is needed."""
     body_types = list(dict.fromkeys(kind for row in operations for kind in (row.body, row.answer, ErrorAnswer) if kind))
     references, schemas = msgspec.json.schema_components(body_types, ref_template="#/components/schemas/{name}")
     ref_of = dict(zip(body_types, references, strict=True))
-    paths: dict[str, Any] = {}
+    paths: JsonObject = {}
     for row in operations:
-        content = {"text/plain": {"schema": {"type": "string"}}}
+        content: JsonObject = {"text/plain": {"schema": {"type": "string"}}}
         if row.answer is not None:
-            events: dict[str, Any] = {"text/event-stream": {"schema": {}}} if row.generates else {}
-            content = {"application/json": {"schema": ref_of[row.answer]}} | events
-        responses = {"200": {"description": "Done", "content": content}}
-        operation: dict[str, Any] = {"summary": row.summary, "operationId": row.name, "responses": responses}
+            content = {"application/json": {"schema": ref_of[row.answer]}}
+            content |= {"text/event-stream": {"schema": {}}} if row.generates else {}
+        responses: dict[str, Json] = {"200": {"description": "Done", "content": content}}
+        operation: JsonObject = {"summary": row.summary, "operationId": row.name, "responses": responses}
         for code in row.errors(with_key=with_key):
-            error = {"description": _ERRORS[code], "content": {"application/json": {"schema": ref_of[ErrorAnswer]}}}
+            error: JsonObject = {
+                "description": _ERRORS[code],
+                "content": {"application/json": {"schema": ref_of[ErrorAnswer]}},
+            }
             retry_header = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}}
             responses[str(code)] = error | ({"headers": retry_header} if code == 429 else {})
         if row.body is not None:

@@ -4,10 +4,9 @@ import json
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from tokenizers.models import BPE
@@ -16,20 +15,11 @@ from meshwright.core.errors import InputError
 from meshwright.nn.hf.adapter import base_folder, is_adapter
 from meshwright.nn.hf.chat_template import BEGIN, END, ChatTemplates, read_chat_templates
 from meshwright.serve.drawing.grammar import Grammar, GrammarKind, GrammarReader
-from meshwright.serve.http.bodies import ChatMessage
+from meshwright.serve.http.bodies import ChatMessage, Json, JsonObject
 from meshwright.serve.http.errors import RequestError
 from meshwright.serve.model_folder import ModelFolder, Text, TokenizedText
 
 _UNMARKED = str.maketrans("", "", BEGIN + END)
-
-
-class WholeText(TokenizedText):
-    """A tokenizer's text with its special tokens."""
-
-    __slots__ = ()
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -60,7 +50,11 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def whole(self) -> Text:
         """The text with special tokens, where the tokenizer has them."""
-        return WholeText(self.text.tokenizer) if isinstance(self.text, TokenizedText) else self.text
+        return self.text._replace(skips_special=False) if isinstance(self.text, TokenizedText) else self.text
+
+    def text_of(self, skips_special: bool | None) -> Text:
+        """Returns the text as a body asks for it."""
+        return self.whole if skips_special is False else self.text
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Returns the tokens of a text; ``special``: with those that the tokenizer puts around it."""
@@ -79,7 +73,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         is_bounded = isinstance(model, BPE) and (model.byte_fallback or not model.fuse_unk)
         return max(map(len, tokenizer.get_vocab())) if is_bounded else math.inf
 
-    def render(self, messages: Sequence[ChatMessage], tools: Any, variables: Mapping[str, Any]) -> str:
+    def render(self, messages: Sequence[ChatMessage], tools: list[JsonObject] | None, variables: JsonObject) -> str:
         """Returns the text of a chat. Raises RequestError without a chat template, or for what it refuses."""
         if self.chat is None:
             raise RequestError(f"{self.name} has no chat template. Use /v1/completions.", param="messages")
@@ -89,7 +83,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         except InputError as error:
             raise RequestError(str(error), param="messages") from None
 
-    def grammar(self, kind: GrammarKind, given: Any) -> Grammar:
+    def grammar(self, kind: GrammarKind, given: Json) -> Grammar:
         """Returns what a text may be. Raises InputError for what is not valid, or without a tokenizer."""
         return self._grammars.read(kind, given if isinstance(given, str) else json.dumps(given))
 
@@ -158,13 +152,13 @@ def served_model(found: ModelFolder, name: str | None = None) -> ServedModel:
     )
 
 
-def _texts_alone(message: ChatMessage, number: int) -> dict[str, Any]:
+def _texts_alone(message: ChatMessage, number: int) -> JsonObject:
     """Returns a message for a template. Raises RequestError for a part of another kind than text."""
     parts = message.content if isinstance(message.content, list) else []
     if any(part.type != "text" or part.text is None for part in parts):
         field_path = f"messages[{number}].content"
         raise RequestError(f"{field_path} has a part that is no text. This server takes text alone.", param="messages")
-    fields: dict[str, Any] = msgspec.to_builtins(message)
+    fields: JsonObject = msgspec.to_builtins(message)
     return fields
 
 
