@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -68,7 +69,13 @@ def main() -> None:
     # a search makes millions of short-lived values; looking for cycles among them as often as Python does costs 7%
     gc.set_threshold(50_000, 20, 50)
     sys.stdout, sys.stderr = (cast(TextIO, LastingStream(stream)) for stream in (sys.stdout, sys.stderr))
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    if any(thread.name == "programs" for thread in threading.enumerate()):
+        # a server that stops while it still compiles; a program is kept whole or not at all
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 class LastingStream:

@@ -110,7 +110,7 @@ def open_engine(
     # a batch-invariant engine runs requests while it warms up
     first_only = in_background and not requests and not options.batch_invariant
     engine.warm_up(on_shape or (lambda num_done, num_shapes: None), requests, first_only=first_only)
-    if first_only:  # a process that ends waits for one program at most
+    if first_only:  # a script that ends waits for one program at most, the command line for none
         Thread(target=engine.warm_up, args=[_while_running], name="programs").start()
     return OpenedEngine(source, engine, _lines(source, layout, storage, pages, engines[0].weight_bytes))
 
