@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from meshwright.algebra.generation.program import WeightStorage, weight_dtype
-from meshwright.cli.output import compiling, say
+from meshwright.cli.output import compiling, say, width
 from meshwright.cli.verb import Bytes, Count, MeshSizes, Options, argument, option
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.report.answer import filled
 from meshwright.serve.options import EngineOptions
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import make_mesh
@@ -81,9 +82,14 @@ def open_given(
     from meshwright.serve.opening import open_engine
 
     opened = open_engine(source or given.what, options, on_shape=compiling(), in_background=in_background)
-    for line in opened.lines:
-        say(line)
+    say_all(opened.lines)
     return opened
+
+
+def say_all(lines: Sequence[str]) -> None:
+    """Prints what an engine says of itself as wide as the terminal, on standard error."""
+    for line in lines:
+        say(filled(line, width(), 2))
 
 
 def opened_options(given: EngineGiven) -> EngineOptions:

@@ -14,7 +14,7 @@ from msgspec.structs import asdict, replace
 from meshwright.batching.record import LatencyTargets, ServingSummary
 from meshwright.batching.trace import load_trace
 from meshwright.batching.traffic import RequestTraffic, parse_lengths
-from meshwright.cli.engine import EngineGiven, engine_options
+from meshwright.cli.engine import EngineGiven, engine_options, say_all
 from meshwright.cli.output import say, three_digits, width
 from meshwright.cli.verb import PNG, Count, TargetTime, argument, option, verb
 from meshwright.core.errors import InputError
@@ -94,8 +94,7 @@ def _started(given: Given, stack: ExitStack) -> "BenchedServer":
     server = stack.enter_context(
         benched_server(given.what, engine_options(given, mesh), num_devices=num_emulated, serves=given.url is None)
     )
-    for line in server.lines:
-        say(line)
+    say_all(server.lines)
     return server
 
 

@@ -8,7 +8,7 @@ import click
 from msgspec.structs import asdict, replace
 
 from meshwright.api.running import GeneratedText, TextOptions, generate_text
-from meshwright.cli.engine import EngineGiven, devices_of, folders_by_name, open_given, opened_options
+from meshwright.cli.engine import EngineGiven, devices_of, folders_by_name, open_given, opened_options, say_all
 from meshwright.cli.output import say
 from meshwright.cli.verb import Count, option, verb
 from meshwright.core.errors import InputError
@@ -56,7 +56,7 @@ def command(given: Given) -> Answer:
         prompts,
         TextOptions(**asdict(options), max_tokens=given.max_tokens, sampling=sampling),
         on_text=(lambda row, text: click.echo(next(prompts_left, "") + text, nl=False)) if is_live else None,
-        on_loaded=say,
+        on_loaded=lambda line: say_all([line]),
     )
     if is_live:
         click.echo(next(prompts_left, ""))
