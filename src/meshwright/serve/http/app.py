@@ -25,12 +25,12 @@ from meshwright.serve.http.asked import (
     require_tokens,
     template_variables,
 )
-from meshwright.serve.http.bodies import ChatBody, CompletionBody, DetokenizeBody, JsonObject, TokenizeBody, read_body
+from meshwright.serve.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
 from meshwright.serve.http.border import Border, log_to_stderr
 from meshwright.serve.http.errors import RequestError, error_response
 from meshwright.serve.http.exchange import Exchange
 from meshwright.serve.http.metrics import ServerMetrics
-from meshwright.serve.http.openapi import Operation, openapi
+from meshwright.serve.http.openapi import Operation, Schema, openapi
 from meshwright.serve.http.served import ServedModel
 from meshwright.serve.model_folder import TokenizedText
 
@@ -194,7 +194,7 @@ class Handlers:
     async def version(self, _: Request) -> VersionAnswer:
         return VersionAnswer(__version__)
 
-    async def document(self, _: Request) -> JsonObject:
+    async def document(self, _: Request) -> Schema:
         return openapi(OPERATIONS, with_key=bool(self.options.api_keys))
 
     def _card(self, served: ServedModel) -> ModelCard:

@@ -1,14 +1,17 @@
 """The OpenAPI document, made of the types that bodies and answers are read and written with."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from meshwright import __version__
-from meshwright.serve.http.bodies import Body, Json, JsonObject
+from meshwright.serve.http.bodies import Body
 from meshwright.serve.http.border import OPEN_PATHS
 from meshwright.serve.http.errors import ErrorAnswer
+
+Schema = dict[str, Any]
+"""A part of the document, in JSON."""
 
 _ERRORS = {
     400: "What was sent cannot be understood or done",
@@ -47,24 +50,21 @@ class Operation(NamedTuple):
         return sorted(codes + [401] * (with_key and self.path not in OPEN_PATHS))
 
 
-def openapi(operations: Sequence[Operation], *, with_key: bool) -> JsonObject:
+def openapi(operations: Sequence[Operation], *, with_key: bool) -> Schema:
     """Returns the document for these routes; ``with_key``: an API key is needed."""
     body_types = list(dict.fromkeys(kind for row in operations for kind in (row.body, row.answer, ErrorAnswer) if kind))
     references, schemas = msgspec.json.schema_components(body_types, ref_template="#/components/schemas/{name}")
     ref_of = dict(zip(body_types, references, strict=True))
-    paths: JsonObject = {}
+    paths: Schema = {}
     for row in operations:
-        content: JsonObject = {"text/plain": {"schema": {"type": "string"}}}
+        content: Schema = {"text/plain": {"schema": {"type": "string"}}}
         if row.answer is not None:
             content = {"application/json": {"schema": ref_of[row.answer]}}
             content |= {"text/event-stream": {"schema": {}}} if row.generates else {}
-        responses: dict[str, Json] = {"200": {"description": "Done", "content": content}}
-        operation: JsonObject = {"summary": row.summary, "operationId": row.name, "responses": responses}
+        responses: Schema = {"200": {"description": "Done", "content": content}}
+        operation: Schema = {"summary": row.summary, "operationId": row.name, "responses": responses}
         for code in row.errors(with_key=with_key):
-            error: JsonObject = {
-                "description": _ERRORS[code],
-                "content": {"application/json": {"schema": ref_of[ErrorAnswer]}},
-            }
+            error = {"description": _ERRORS[code], "content": {"application/json": {"schema": ref_of[ErrorAnswer]}}}
             retry_header = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}}
             responses[str(code)] = error | ({"headers": retry_header} if code == 429 else {})
         if row.body is not None:
