@@ -96,33 +96,24 @@ def opened_options(given: EngineGiven) -> EngineOptions:
     """Returns the options of an engine whose devices are there, or are emulated from now on."""
     if given.plan and given.axes:
         raise InputError(f"{given.plan} says the axes. Leave --axes out, or --plan.")
-    devices_of(given.on, given.axes)
+    prepare_devices(given.on, given.axes)
     return engine_options(given, given.axes)
 
 
 def engine_options(given: EngineGiven, mesh: dict[str, int] | None) -> EngineOptions:
-    """Returns the options of an engine."""
+    """Returns the options of an engine: those given, under the same names, and what others of them amount to."""
     if given.cache_bytes == 0:
         raise InputError("a cache of 0 bytes holds no page. Give --cache-bytes such as 4GB, or leave it out.")
-    return EngineOptions(
-        max_len=given.max_len or 0,
-        max_requests=given.max_requests or 0,
-        token_budget=given.token_budget or 0,
-        page_len=given.page_len or 0,
-        cache_bytes=given.cache_bytes or 0,
-        host_cache_bytes=given.host_cache_bytes,
-        cache_dtype="" if given.cache_dtype == "auto" else given.cache_dtype,
-        weights=weight_dtype(given.weights),
-        policy=given.policy,
-        prefix_cache=not given.no_prefix_cache and given.policy != "static",
-        batch_invariant=given.batch_invariant,
-        mesh=mesh,
-        draft=given.draft or "",
-        num_drafts=given.num_drafts,
-        num_devices=given.on.num_chips if given.on else 0,
-        plan=given.plan,
-        adapters=folders_by_name(given.adapters),
-    )
+    values = vars(given) | {
+        "cache_dtype": None if given.cache_dtype == "auto" else given.cache_dtype,
+        "weights": weight_dtype(given.weights),
+        "prefix_cache": not given.no_prefix_cache and given.policy != "static",
+        "mesh": mesh,
+        "num_devices": given.on.num_chips if given.on else 0,
+        "adapters": folders_by_name(given.adapters),
+    }
+    names = EngineOptions.__struct_fields__
+    return EngineOptions(**{name: values[name] for name in names if values.get(name) is not None})
 
 
 def folders_by_name(pairs: Sequence[str]) -> dict[str, Path]:
@@ -138,11 +129,9 @@ def folders_by_name(pairs: Sequence[str]) -> dict[str, Path]:
     return folders
 
 
-def devices_of(cluster: Cluster | None, axes: dict[str, int] | None) -> dict[str, int] | None:
-    """Returns the mesh asked for, None for the default, and emulates devices for ``--on cpu:N``.
-
-    Raises InputError if ``--axes`` and ``--on`` differ, CannotRunError if this machine has too few devices.
-    """
+def prepare_devices(cluster: Cluster | None, axes: dict[str, int] | None) -> None:
+    """Emulates devices for ``--on cpu:N``. Raises InputError if ``--axes`` and ``--on`` differ, CannotRunError if this
+    machine has too few devices."""
     needed = math.prod(make_mesh(axes).values()) if axes else None
     words = f"--on {cluster.short_name}" if cluster else ""
     if axes:
@@ -169,4 +158,3 @@ def devices_of(cluster: Cluster | None, axes: dict[str, int] | None) -> dict[str
             f"{words} is {needed} devices and this machine has {present}. Use smaller axes, or emulate them: "
             f"--on cpu:{needed}."
         )
-    return axes or ({"tensor": needed} if needed else None)

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.api.running import GeneratedText
-from meshwright.cli.engine import devices_of
+from meshwright.cli.engine import prepare_devices
 from meshwright.cli.verbs.generate import answer
 from meshwright.core.errors import CannotRunError
 from meshwright.nn.hf.weights import save_hf
@@ -133,7 +133,7 @@ def test_what_cannot_be_done_is_said_in_one_line(call, folder, options, code, me
 def test_too_few_accelerators_are_refused_by_the_option_that_was_given(monkeypatch):
     monkeypatch.setattr("jax.devices", lambda: [SimpleNamespace(platform="gpu")])
     with pytest.raises(CannotRunError, match=r"^--on h100:8x1 is 8 devices and this machine has 1"):
-        devices_of(parse_cluster("h100:8x1"), None)
+        prepare_devices(parse_cluster("h100:8x1"), None)
 
 
 def test_a_folder_without_a_model_is_refused(call, tmp_path):

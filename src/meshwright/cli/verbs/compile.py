@@ -1,6 +1,6 @@
 """`meshwright compile`: the programs of a server, compiled ahead of its start."""
 
-from meshwright.cli.engine import EngineGiven, devices_of, open_given
+from meshwright.cli.engine import EngineGiven, open_given, prepare_devices
 from meshwright.cli.output import say
 from meshwright.cli.verb import verb
 from meshwright.core.errors import CannotRunError
@@ -18,7 +18,7 @@ def command(given: Given) -> None:
 
     Give the options that `serve` is given: programs depend on them, and on the devices and versions of this machine.
     """
-    devices_of(given.on, given.axes)
+    prepare_devices(given.on, given.axes)
     from meshwright.parallel.generation.program_store import ProgramStore
 
     if ProgramStore(cache_folder(), None).folder is None:

@@ -8,7 +8,7 @@ import click
 from msgspec.structs import asdict, replace
 
 from meshwright.api.running import GeneratedText, TextOptions, generate_text
-from meshwright.cli.engine import EngineGiven, devices_of, folders_by_name, open_given, opened_options, say_all
+from meshwright.cli.engine import EngineGiven, folders_by_name, open_given, opened_options, prepare_devices, say_all
 from meshwright.cli.output import say
 from meshwright.cli.verb import Count, option, verb
 from meshwright.core.errors import InputError
@@ -76,7 +76,7 @@ def bulk(given: Given) -> Answer:
     base_request, tenths, out = replace(USUAL, max_tokens=given.max_tokens, sampling=sampling), set[int](), given.out
     assert out is not None
     # what cannot be read or run is said before anything compiles
-    devices_of(given.on, given.axes)
+    prepare_devices(given.on, given.axes)
     source = open_model(given.what, folders_by_name(given.adapters))
     bounds = RequestBounds(source.model.vocab_size, given.max_len or source.model.max_positions, source.adapters)
     read_work(source, bounds.check, (given.prompt_file, out), base_request)
