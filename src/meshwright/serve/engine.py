@@ -25,7 +25,7 @@ from meshwright.nn.weights import Params
 from meshwright.parallel.generation.host_pages import HostPages
 from meshwright.parallel.generation.packed_step import ALIKE_ROWS, PackedShape, PackedStep, sizes_up_to
 from meshwright.serve.drawing.drafts import Drafter, Drafting
-from meshwright.serve.drawing.drawer import Drawn, TokenDrawer, adjusts
+from meshwright.serve.drawing.drawer import Drawn, OutputRow, TokenDrawer, adjusts
 from meshwright.serve.drawing.grammar import TokenMasks
 from meshwright.serve.request import (
     MOST_LOGPROBS,
@@ -40,7 +40,7 @@ from meshwright.serve.sequences.prefix_tree import CacheSnapshot, tree_pages
 from meshwright.serve.sequences.step_outputs import masked_rows, read_outputs
 from meshwright.serve.sequences.step_rows import OutputOf, RowsOf, joined_rows, rows_of
 from meshwright.serve.sequences.step_shapes import StepShapes
-from meshwright.serve.step_sums import HeldStep, StepKey, StepSums, SummedSteps, held_step
+from meshwright.serve.step_sums import HeldStep, SummedSteps, held_step
 
 
 class _Dispatched(NamedTuple):
@@ -55,7 +55,8 @@ class Engine(TokenEngine):
     If the step is batch-invariant, every row is a sequence of its own for attention, also those of a prompt. A
     ``drafter`` proposes as many tokens as the limits say. ``adapters`` are the names of those of the step, in their
     order. Pages of prompts that lose their room on the devices go to ``host_cache_bytes`` of the host's memory. Raises
-    InputError if the limits are not the step's. ``packed`` is the step, ``check`` refuses what could never run.
+    InputError if the limits are not the step's. ``packed`` is the step, ``check`` refuses what could never run, and
+    ``times`` adds up the steps that are read.
     """
 
     def __init__(
@@ -94,12 +95,12 @@ class Engine(TokenEngine):
         self._drafter, self._masks = drafter, TokenMasks(self.vocab_size)
         self._live: dict[int, Live] = {}
         empty_table = np.zeros((step.max_seqs, step.cache_sizes["Bp"]), np.int32)
-        self._tables = Tables(empty_table, empty_table.copy())
+        self._tables, self._idle_row = Tables(empty_table, empty_table.copy()), OutputRow(step.max_seqs, 0)
         self._dispatched: _Dispatched | None = None
         self._following: _Dispatched | None = None
         self._outputs: list[TokenOutput] = []
         self._ended: list[Live] = []
-        self._number, self._counts, self._times = 0, EngineState(), SummedSteps()
+        self._number, self._counts, self.times = 0, EngineState(), SummedSteps()
 
     # -- what a user calls -------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class Engine(TokenEngine):
             pages_used=self.limits.num_pages - sum(owner.pages.room for owner in self._owners),
             num_pages=self.limits.num_pages,
             host_hits=sum(owner.pages.num_came for owner in self._owners) * self.limits.page_len,
-            sums=self._times.sums,
+            sums=self.times.sums,
         )
 
     @property
@@ -257,13 +258,7 @@ class Engine(TokenEngine):
             by_size[size] = [replace(output, number=0, admitted_s=0) for output in outputs]
         self._shapes.set_decode_sizes([size for size, outputs in by_size.items() if outputs == by_size[ALIKE_ROWS]])
         self._number, self._counts = 0, EngineState()
-        self._times.sums.clear()
-
-    def share_sums(self, *others: "Engine") -> dict[StepKey, StepSums]:
-        """Has other engines add their steps to the sums of this one, and returns these."""
-        for engine in others:
-            engine._times.sums = self._times.sums
-        return self._times.sums
+        self.times.sums.clear()
 
     @property
     def engines(self) -> tuple["Engine", ...]:
@@ -273,7 +268,7 @@ class Engine(TokenEngine):
     # -- a step ------------------------------------------------------------------------------------
 
     def _dispatch(self, planned: Sequence[EngineStep]) -> _Dispatched | None:
-        start_s, drafted = self._times.now(), self._counts.drafted
+        start_s, drafted = self.times.now(), self._counts.drafted
         for active in (active for step in planned for active in step.admitted):
             self._admit(active, start_s)
         # under "static" requests that have ended keep their slots
@@ -295,7 +290,7 @@ class Engine(TokenEngine):
         num_owners, is_decode_only = len(own_rows), num_decoding == sum(map(len, parts))
         # owners have equal shares of the rows of a shape
         shape = self._shapes.fitting(num_owners * max_rows, num_owners * max_outputs, alone=is_decode_only)
-        rows, expected, outputs = joined_rows(self.packed, own_rows, shape)
+        rows, expected = joined_rows(own_rows, shape)
         decoded, num_outputs = num_decoding + self._counts.drafted - drafted, sum(row is not None for row in expected)
         held = held_step(planned, start_s, decoded=decoded, rows=len(rows.tokens), outputs=num_outputs)
         # `latest` has the tokens of the step before, which the host has not seen yet
@@ -307,7 +302,8 @@ class Engine(TokenEngine):
         is_adjusted = masks is not None or any(
             adjusts(row.live.request) or row.live.request.logprobs is not None for row in expected if row
         )
-        drawn_rows = self._drawer.draw(logits, outputs, adjusted=is_adjusted, allowed=masks)
+        output_rows = [output.row if output else self._idle_row for output in expected]
+        drawn_rows = self._drawer.draw(logits, output_rows, adjusted=is_adjusted, allowed=masks)
         self._counts.steps += 1
         for active in self._commit(planned):
             if ending := self._live.get(active.request.number):
@@ -367,7 +363,7 @@ class Engine(TokenEngine):
             return
         (expected, drawn, held), self._dispatched = self._dispatched, None
         drawn = drawn.on_host()
-        self._times.read(held)
+        self.times.read(held)
         step_outputs = read_outputs(expected, drawn)
         self._outputs += step_outputs.outputs
         self._ended += step_outputs.ended  # closed later: `Scheduler.stop` is for between two steps

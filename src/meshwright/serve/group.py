@@ -22,7 +22,9 @@ class EngineGroup(TokenEngine):
         self.limits = msgspec.structs.replace(
             limits, max_requests=num_engines * limits.max_requests, num_pages=num_engines * limits.num_pages
         )
-        self.check, self._sums = engines[0].check, engines[0].share_sums(*engines[1:])
+        self.check, self._sums = engines[0].check, engines[0].times.sums
+        for engine in engines:
+            engine.times.sums = self._sums
 
     def submit(self, request: TokenRequest) -> int:
         """Queues a request at an engine and returns its number. Raises InputError if it could never run."""

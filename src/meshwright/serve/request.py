@@ -5,10 +5,10 @@ from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
+from llguidance import LLMatcher
 
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.units import counted
-from meshwright.serve.drawing.grammar import Grammar
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
 from meshwright.serve.step_sums import StepKey, StepSums
 
@@ -22,7 +22,8 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to go on from. A request ends before a token of ``stop_tokens``, once it has ``min_tokens``, or after
     ``max_tokens``. ``logprobs``: how many of the likeliest tokens are reported beside each (0: its own log-probability
     alone; None: nothing). With ``echo`` these are also reported for the tokens of the prompt; then ``max_tokens`` may
-    be 0. With a ``grammar`` the output is one of its texts, unless ``max_tokens`` cuts it off. ``adapter`` is the name
+    be 0. With a ``grammar``, the state of an answer without a token, the output is one of its
+    texts, unless ``max_tokens`` cuts it off. ``adapter`` is the name
     of one of the engine's, "" for none. Raises InputError for what no engine could run."""
 
     prompt: tuple[int, ...]
@@ -32,7 +33,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_tokens: frozenset[int] = frozenset()
     logprobs: int | None = None
     echo: bool = False
-    grammar: Grammar | None = None
+    grammar: LLMatcher | None = None
     adapter: str = ""
 
     def __post_init__(self) -> None:
@@ -42,7 +43,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InputError(f"max_tokens={self.max_tokens} must be at least 1, or 0 with echo.")
         if self.min_tokens < 0 or self.min_tokens > self.max_tokens:
             raise InputError(f"min_tokens={self.min_tokens} must be between 0 and max_tokens={self.max_tokens}.")
-        if self.grammar and self.min_tokens > (not self.grammar.start().is_accepting()):  # 1 where no text is empty
+        if self.grammar and self.min_tokens > (not self.grammar.is_accepting()):  # 1 where no text is empty
             raise InputError(f"min_tokens={self.min_tokens} is beside a grammar, whose texts may be shorter. Give one.")
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
             raise InputError(f"logprobs={self.logprobs} must be between 0 and {MOST_LOGPROBS}.")

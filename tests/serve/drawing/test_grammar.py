@@ -138,7 +138,7 @@ def test_the_name_of_a_special_token_is_text(step, params, reader, kind, form):
 
 
 def test_masks_have_the_tokens_that_may_follow(reader):
-    state = read(reader, "regex", "ab|cd").start()
+    state = read(reader, "regex", "ab|cd").deep_copy()
     a, b, c = (TOKENIZER.token_to_id(letter) for letter in "abc")
     bits = TokenMasks(MODEL.vocab_size).of(4, [MaskedRow(1, state, [a, b])])
     allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : MODEL.vocab_size]

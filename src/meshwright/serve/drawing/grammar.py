@@ -26,17 +26,6 @@ more ends there."""
 GrammarKind = Literal["json_schema", "regex", "choice", "lark"]
 
 
-class Grammar:
-    """What an answer may be. `start` returns the state of one answer."""
-
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
-
-    def start(self) -> LLMatcher:
-        """Returns the state of an answer that has no token yet."""
-        return self._matcher.deep_copy()
-
-
 class GrammarReader:
     """Reads grammars for a tokenizer, whose model has logits of ``vocab_size`` tokens; an answer ends with one of
     ``end_tokens``, without these where no more may follow."""
@@ -45,10 +34,11 @@ class GrammarReader:
         end_token_ids = sorted(end_tokens) or None
         self._tokenizer = LLTokenizer(_plain(tokenizer), n_vocab=vocab_size, eos_token=end_token_ids)
         self.read = lru_cache(MOST_KEPT)(self._read)
-        """Returns a grammar, given its kind and text: a schema, a list of choices in JSON, an expression in Rust's
-        syntax, a grammar in Lark's. Raises InputError for one that is not valid, or that no text matches."""
+        """Returns the state of an answer that has no token yet, to be copied for each, given the kind and text of its
+        grammar: a schema, a list of choices in JSON, an expression in Rust's syntax, a grammar in Lark's. Raises
+        InputError for one that is not valid, or that no text matches."""
 
-    def _read(self, kind: GrammarKind, text: str) -> Grammar:
+    def _read(self, kind: GrammarKind, text: str) -> LLMatcher:
         try:
             if kind == "json_schema":
                 grammar = LLMatcher.grammar_from_json_schema(text)
@@ -65,7 +55,7 @@ class GrammarReader:
         if not can_begin or matcher.is_error():
             reason = matcher.get_error().removesuffix("<non-verbose/>").strip()
             raise _invalid(kind, reason if reason and not reason.startswith("NoExtension") else "no text matches")
-        return Grammar(matcher)
+        return matcher
 
 
 def _invalid(kind: GrammarKind, why: str) -> InputError:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from llguidance import LLMatcher
 
 from meshwright.core.errors import InputError
-from meshwright.serve.drawing.grammar import Grammar, GrammarKind
+from meshwright.serve.drawing.grammar import GrammarKind
 from meshwright.serve.drawing.sampling import Sampling
 from meshwright.serve.frontend import Frontend
 from meshwright.serve.http.bodies import (
@@ -80,7 +81,7 @@ async def asked_of_chat(body: ChatBody, served: ServedModel, frontend: Frontend)
     return _asked(body, served, frontend, [prompt], logprobs, await _grammar(body, served))
 
 
-async def _grammar(body: GenerationBody, served: ServedModel) -> Grammar | None:
+async def _grammar(body: GenerationBody, served: ServedModel) -> LLMatcher | None:
     """Returns what the text may be, None if it may be anything. Raises RequestError for a form that is not valid."""
     forms = list[tuple[str, GrammarKind, Json]]()
     if form := body.response_format:
@@ -216,7 +217,7 @@ def _asked(
     frontend: Frontend,
     prompts: list[tuple[int, ...]],
     logprobs: int | None,
-    grammar: Grammar | None,
+    grammar: LLMatcher | None,
 ) -> AskedText:
     n, is_echoed = body.n or 1, isinstance(body, CompletionBody) and bool(body.echo)
     vocab_size = frontend.vocab_size

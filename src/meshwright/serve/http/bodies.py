@@ -1,10 +1,8 @@
 """Bodies of requests. A field that is null is as one that is not given; an unknown one is refused."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, inspect
@@ -215,23 +213,17 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body], most
         raise RequestError(f"the body is not JSON in UTF-8: {error}. Send a JSON object.") from None
 
 
-def _misfit(said: str, kind: Any, raw: bytearray) -> RequestError:
+def _misfit(said: str, kind: type[Body], raw: bytearray) -> RequestError:
     """Returns the error for what msgspec says of a body: "Expected `int`, got `str` - at `$.n`"."""
     fault_text, _, path = said.partition(" - at `")
     path = path.removesuffix("`").removeprefix("$").removeprefix(".")
-    field_type = kind
-    with suppress(LookupError, TypeError):
-        for name in path.split("."):
-            hint = get_type_hints(field_type)[name]
-            types = (part for part in (*get_args(hint), hint) if part is not NoneType and not isinstance(part, str))
-            field_type = next(types, None)
-        if get_origin(field_type) is Literal:
-            fault_text += f": give one of {', '.join(get_args(field_type))}"
+    places = list[tuple[str, Json, inspect.Type | None]]()
+    with suppress(*DAMAGED_JSON):  # the fault may come before what is no JSON
+        places = list(_places(msgspec.json.decode(raw), inspect.type_info(kind)))
     if fault_text.startswith("Object contains unknown field"):
-        paths = [f"{path}.{fault_text.split('`')[1]}".removeprefix(".")]
-        with suppress(*DAMAGED_JSON):
-            # msgspec names the first one alone, and clients send several
-            paths = list(_unknown(msgspec.json.decode(raw), inspect.type_info(kind))) or paths
+        # msgspec names the first one alone, and clients send several
+        unknown_paths = [place for place, _, field_type in places if field_type is None]
+        paths = unknown_paths or [f"{path}.{fault_text.split('`')[1]}".removeprefix(".")]
         rest = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
         predicate, pronoun = ("are not fields", "them") if paths[1:] else ("is not a field", "it")
         message = f"{', '.join(paths[:_MOST_NAMED])}{rest} {predicate} that this server knows. Leave {pronoun} out."
@@ -242,30 +234,28 @@ def _misfit(said: str, kind: Any, raw: bytearray) -> RequestError:
     where_text = path or "the body"
     if fault_text.startswith("Expected `null`"):
         return RequestError(f"{where_text} is not supported by this server. Leave it out.", param=param)
-    with suppress(*DAMAGED_JSON, LookupError, TypeError):
-        value = msgspec.json.decode(raw)
-        for name, index in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path):
-            value = value[int(index) if index else name]
-        if isinstance(value, str | float | int):
-            where_text += f" is {msgspec.json.encode(value).decode()[:60]}"
+    faulty_places = [place for place in places if place[0] == path]
+    if literals := [field_type for *_, field_type in faulty_places if isinstance(field_type, inspect.LiteralType)]:
+        fault_text += f": give one of {', '.join(map(str, literals[0].values))}"
+    if faulty_places and isinstance(value := faulty_places[0][1], str | float | int):
+        where_text += f" is {msgspec.json.encode(value).decode()[:60]}"
     return RequestError(f"{where_text}: {fault_text[:1].lower()}{fault_text[1:]}.", param=param)
 
 
-def _unknown(found: Json, kind: inspect.Type, path: str = "") -> Iterator[str]:
-    """Yields the paths of fields that a decoded body has and its type has not."""
+def _places(value: Json, kind: inspect.Type | None, path: str = "") -> Iterator[tuple[str, Json, inspect.Type | None]]:
+    """Yields the path, the value and the types of everything in a decoded body; a field that its type has not has
+    None."""
+    yield path, value, kind
     if isinstance(kind, inspect.Metadata):
-        yield from _unknown(found, kind.type, path)
+        yield from _places(value, kind.type, path)
     elif isinstance(kind, inspect.UnionType):
         for member in kind.types:
-            yield from _unknown(found, member, path)
-    elif isinstance(kind, inspect.ListType) and isinstance(found, list):
-        for number, item in enumerate(found):
-            yield from _unknown(item, kind.item_type, f"{path}[{number}]")
-    elif isinstance(kind, inspect.StructType) and isinstance(found, dict):
+            yield from _places(value, member, path)
+    elif isinstance(kind, inspect.ListType) and isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _places(item, kind.item_type, f"{path}[{number}]")
+    elif isinstance(kind, inspect.StructType) and isinstance(value, dict):
         type_of_field = {field.encode_name: field.type for field in kind.fields}
-        for name, value in found.items():
-            field_path = f"{path}.{name}".removeprefix(".")
-            if name in type_of_field:
-                yield from _unknown(value, type_of_field[name], field_path)
-            elif kind.forbid_unknown_fields:
-                yield field_path
+        for name, item in value.items():
+            if name in type_of_field or kind.forbid_unknown_fields:
+                yield from _places(item, type_of_field.get(name), f"{path}.{name}".removeprefix("."))

@@ -9,12 +9,13 @@ from functools import cached_property
 from pathlib import Path
 
 import msgspec
+from llguidance import LLMatcher
 from tokenizers.models import BPE
 
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.adapter import base_folder, is_adapter
 from meshwright.nn.hf.chat_template import BEGIN, END, ChatTemplates, read_chat_templates
-from meshwright.serve.drawing.grammar import Grammar, GrammarKind, GrammarReader
+from meshwright.serve.drawing.grammar import GrammarKind, GrammarReader
 from meshwright.serve.http.bodies import ChatMessage, Json, JsonObject
 from meshwright.serve.http.errors import RequestError
 from meshwright.serve.model_folder import ModelFolder, Text, TokenizedText
@@ -83,7 +84,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         except InputError as error:
             raise RequestError(str(error), param="messages") from None
 
-    def grammar(self, kind: GrammarKind, given: Json) -> Grammar:
+    def grammar(self, kind: GrammarKind, given: Json) -> LLMatcher:
         """Returns what a text may be. Raises InputError for what is not valid, or without a tokenizer."""
         return self._grammars.read(kind, given if isinstance(given, str) else json.dumps(given))
 

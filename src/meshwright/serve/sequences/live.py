@@ -68,7 +68,7 @@ class Live:
         self.num_hit = 0  # tokens that the prefix tree had
         self.pages: list[int] = []
         self.window = HeldWindow()
-        self.answer = request.grammar.start() if request.grammar else None
+        self.answer = request.grammar.deep_copy() if request.grammar else None
         self.drafts: list[int] = []  # of the step that is dispatched
         self.prompt_logprobs: list[TokenLogprob] = []
         self.is_closed = self.is_done = False  # its output is complete; the scheduler has let it go

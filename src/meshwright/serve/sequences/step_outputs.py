@@ -24,7 +24,7 @@ def masked_rows(expected: Sequence[OutputOf | None]) -> list[MaskedRow]:
     masked, previous = list[MaskedRow](), None
     for row, output in enumerate(expected):
         live = output and output.live
-        if output and live and live.answer and output.target < 0 and live is not previous and not live.is_closed:
+        if output and live and live.answer and output.row.target < 0 and live is not previous and not live.is_closed:
             masked.append(MaskedRow(row, live.answer, live.drafts))
         previous = live
     return masked
@@ -38,7 +38,7 @@ def read_outputs(expected: Sequence[OutputOf | None], drawn: Drawn) -> ReadOutpu
     for row, output in enumerate(expected):
         if output is None or output.live.is_closed or output.live.number in wrong_numbers:
             continue
-        live, target, draft = output
+        live, (_, _, target), draft = output
         request, token = live.request, int(drawn.token[row])
         if target >= 0:
             live.prompt_logprobs.append(drawn.logprob_of(row, target, request.logprobs or 0))

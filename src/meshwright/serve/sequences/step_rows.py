@@ -11,12 +11,12 @@ from meshwright.serve.sequences.live import Live, Tables
 
 
 class OutputOf(NamedTuple):
-    """A row with logits of a dispatched step: whose it is; ``target`` is the next token of the prompt, for its
-    log-probability, or -1 where the drawn token follows; ``draft`` is the token of the row after it, which counts only
-    if this row draws that token."""
+    """A row with logits of a dispatched step: whose it is, and what it draws; the target is the next token of the
+    prompt where its log-probability is wanted. ``draft`` is the token of the row after it, which counts only if this
+    row draws that token."""
 
     live: Live
-    target: int = -1
+    row: OutputRow
     draft: int | None = None
 
 
@@ -29,8 +29,7 @@ class OwnRows(NamedTuple):
 
     rows: PackedRows
     whose: np.ndarray
-    expected: list[OutputOf]
-    outputs: list[OutputRow]
+    outputs: list[OutputOf]
 
 
 def rows_of(step: PackedStep, tables: Tables, parts: Sequence[RowsOf]) -> OwnRows:
@@ -42,7 +41,7 @@ def rows_of(step: PackedStep, tables: Tables, parts: Sequence[RowsOf]) -> OwnRow
     part_of_row = np.repeat(np.arange(len(parts)), part_lens)
     positions = np.arange(num_rows) - first_rows[part_of_row] + (part_ends - part_lens)[part_of_row]
     tokens, sources = list[int](), list[int]()
-    expected, outputs, output_rows = list[OutputOf](), list[OutputRow](), list[int]()
+    outputs, output_rows = list[OutputOf](), list[int]()
     for (live, start, end, drafts), first_row in zip(parts, first_rows.tolist(), strict=True):
         live.take_pages(tables, end, step.storage.page_len)
         if windows := live.owner.pages.windows:
@@ -54,14 +53,12 @@ def rows_of(step: PackedStep, tables: Tables, parts: Sequence[RowsOf]) -> OwnRow
         prompt = live.request.prompt
         if live.request.echo and not live.produced:
             for position in range(start, min(end, len(prompt) - 1)):
-                expected.append(OutputOf(live, prompt[position + 1]))
-                outputs.append(OutputRow(step.max_seqs, 0, prompt[position + 1]))
+                outputs.append(OutputOf(live, OutputRow(step.max_seqs, 0, prompt[position + 1])))
                 output_rows.append(first_row + position - start)
         if live.computed == len(prompt) + live.produced:  # else more is known than is computed, and nothing is drawn
-            next_drafts = [*drafts, None]
-            expected += [OutputOf(live, draft=draft) for draft in next_drafts]
-            outputs += [OutputRow(live.slot, live.produced + place) for place in range(len(next_drafts))]
-            output_rows += range(first_row + end - start - len(next_drafts), first_row + end - start)
+            for place, draft in enumerate([*drafts, None]):
+                outputs.append(OutputOf(live, OutputRow(live.slot, live.produced + place), draft))
+            output_rows += range(first_row + end - start - 1 - len(drafts), first_row + end - start)
             live.produced += 1
     table_rows, page_len = [live.slot for live, *_ in parts], step.storage.page_len
     pages = tables.pages[table_rows]
@@ -76,17 +73,14 @@ def rows_of(step: PackedStep, tables: Tables, parts: Sequence[RowsOf]) -> OwnRow
         prompt_lens = [len(live.request.prompt) for live, *_ in parts]
         data = prompt_lens if name == "prefix" else np.zeros((len(parts), step.max_len))
         rows = rows._replace(**{name: np.array(data, np.int32)})
-    return OwnRows(rows, part_of_row, expected, outputs)
+    return OwnRows(rows, part_of_row, outputs)
 
 
-def joined_rows(
-    step: PackedStep, every: Sequence[OwnRows], shape: PackedShape
-) -> tuple[PackedRows, list[OutputOf | None], list[OutputRow]]:
-    """Returns the rows of all owners as arrays of a shape, and what is expected and drawn of each row with logits."""
+def joined_rows(every: Sequence[OwnRows], shape: PackedShape) -> tuple[PackedRows, list[OutputOf | None]]:
+    """Returns the rows of all owners as arrays of a shape, and those with logits, None for one that draws nothing."""
     rows = [owned.rows.each_alone(owned.whose) if shape.longest == 1 else owned.rows for owned in every]
-    expected, outputs = list[OutputOf | None](), list[OutputRow]()
+    outputs = list[OutputOf | None]()
     for number, owned in enumerate(every):
         num_idle = shape.outputs // len(every) * number - len(outputs)  # rows of the owner before that draw nothing
-        expected += [*[None] * num_idle, *owned.expected]
-        outputs += [*[OutputRow(step.max_seqs, 0)] * num_idle, *owned.outputs]
-    return PackedRows.joined(rows, shape), expected, outputs
+        outputs += [*[None] * num_idle, *owned.outputs]
+    return PackedRows.joined(rows, shape), outputs
