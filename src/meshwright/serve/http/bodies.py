@@ -213,7 +213,7 @@ async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body], most
         raise RequestError(f"the body is not JSON in UTF-8: {error}. Send a JSON object.") from None
 
 
-def _misfit(said: str, kind: type[Body], raw: bytearray) -> RequestError:
+def _misfit(said: str, kind: type, raw: bytearray) -> RequestError:
     """Returns the error for what msgspec says of a body: "Expected `int`, got `str` - at `$.n`"."""
     fault_text, _, path = said.partition(" - at `")
     path = path.removesuffix("`").removeprefix("$").removeprefix(".")
