@@ -40,7 +40,6 @@ async def test_outputs_come_in_order_and_end():
         found = [output for _, output, _ in await all_of(feed)]
     assert [(one.token, one.finish) for one in found] == [(11, None), (12, None), (13, None), (14, "length")]
     with frontend.open([asked(10), asked(20)]) as feed:
-        await feed.accepted()
         tokens = {0: [], 1: []}
         while arrived := await feed.take():
             for place, output, _ in arrived:
@@ -61,7 +60,6 @@ async def test_a_consumer_that_leaves_cancels_its_request():
     assert engine.steps <= steps + 2
     # of several, one
     with frontend.open([asked(max_tokens=3), asked(max_tokens=500)]) as feed:
-        await feed.accepted()
         feed.cancel(1)
         feed.cancel(1)
         while arrived := await feed.take():
@@ -74,9 +72,9 @@ async def test_a_consumer_that_leaves_cancels_its_request():
 @in_loop
 async def test_a_request_that_the_engine_refuses_takes_the_others_with_it():
     frontend = await started()
-    with frontend.open([asked(), asked(max_tokens=10_000)]) as feed, pytest.raises(InputError, match="for the engine"):
-        await feed.accepted()
-    await at_rest(frontend)
+    with pytest.raises(InputError, match="for the engine"):
+        frontend.open([asked(), asked(max_tokens=10_000)])
+    assert (frontend.engine.seen, frontend.in_system) == ([], 0)
     await frontend.close()
 
 
@@ -124,7 +122,6 @@ async def test_an_engine_that_fails_leaves_nobody_waiting():
 async def test_draining_finishes_what_runs():
     frontend = await started(FakeEngine(delay_s=0.002))
     with frontend.open([asked(max_tokens=20)]) as feed:
-        await feed.accepted()
         frontend.stop_taking()
         with pytest.raises(UnavailableError, match="stopping"):
             frontend.open([asked()])

@@ -54,18 +54,11 @@ class Feed:
     def __init__(self, frontend: "Frontend", requests: Sequence[TokenRequest]) -> None:
         self.requests = requests
         self.numbers: dict[int, int] = {}  # place -> the engine's number; the engine's thread alone uses it
-        self._frontend, self._unended, self._accepted = frontend, set(range(len(requests))), False
+        self._frontend, self._unended = frontend, set(range(len(requests)))
         self._arrived: list[Arrived] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-
-    async def accepted(self) -> None:
-        """Returns once the engine has taken all requests. Raises InputError for one that can never run."""
-        while not self._accepted and self._error is None:
-            await self._wait()
-        if self._error is not None:
-            raise self._error
 
     async def take(self) -> list[Arrived]:
         """Waits for outputs and returns those that came since the last call, up to `MOST_TAKEN`; [] after the last one.
@@ -79,7 +72,8 @@ class Feed:
                 raise self._error
             if not self._unended:
                 return []
-            await self._wait()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         arrived, self._arrived = self._arrived[:MOST_TAKEN], self._arrived[MOST_TAKEN:]
         return arrived
 
@@ -118,20 +112,11 @@ class Feed:
                 self._ended(place)
             self._wake()
 
-    def accept(self) -> None:
-        """Called by the front end once the engine has taken all requests."""
-        self._accepted = True
-        self._wake()
-
     def _ended(self, place: int) -> None:
         self._unended.discard(place)
         if not self._unended and self._timer is not None:
             self._timer.cancel()
         self._frontend.ended(self, all_of_it=not self._unended)
-
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        await self._waiter
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():  # the outputs of one step wake it once
@@ -175,7 +160,7 @@ class Frontend:
         """Gives requests to the engine. Use what it returns as a context.
 
         Raises BusyError if they are too many with those in the system, UnavailableError if none are taken now, and
-        InputError for more than there may ever be.
+        InputError for more than there may ever be, and for one that can never run.
         """
         if not self.available:
             raise UnavailableError(self.failure or "the server is stopping. Ask another one.")
@@ -189,6 +174,8 @@ class Frontend:
                 f"more do not fit. Try again in {wait_s} s.",
                 wait_s,
             )
+        for request in requests:
+            self.engine.check(request)
         feed = Feed(self, requests)
         self.in_system += len(requests)
         self._feeds.add(feed)
@@ -242,15 +229,10 @@ class Frontend:
             self.engine.cancel(number)
 
     def _submit(self, feed: Feed) -> None:
-        try:
-            for place, request in enumerate(feed.requests):
-                number = self.engine.submit(request)
-                feed.numbers[place] = number
-                self._places[number] = (feed, place)
-        except InputError as error:
-            self._post(partial(feed.fail, error))  # which also cancels those that the engine has taken
-        else:
-            self._post(feed.accept)
+        for place, request in enumerate(feed.requests):
+            number = self.engine.submit(request)
+            feed.numbers[place] = number
+            self._places[number] = (feed, place)
 
     def _end(self) -> None:
         self._stop = True

@@ -1,6 +1,6 @@
 """What an engine is asked for, and what it says of each token."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
@@ -122,11 +122,13 @@ class EngineState(msgspec.Struct, kw_only=True):
 
 
 class TokenEngine(Protocol):
-    """Runs requests step by step. All calls come from one thread; `submit` raises InputError for a request that can
-    never run; after `cancel` no output of a request follows; `step` waits for the step before its own."""
+    """Runs requests step by step. All calls come from one thread, but those of ``check``, which raises InputError for a
+    request that can never run, as `submit` does; after `cancel` no output of a request follows; `step` waits for the
+    step before its own."""
 
     max_len: int
     vocab_size: int
+    check: Callable[[TokenRequest], None]
 
     @property
     def has_work(self) -> bool: ...

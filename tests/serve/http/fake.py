@@ -51,9 +51,11 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.live)
 
-    def submit(self, request: TokenRequest) -> int:
+    def check(self, request: TokenRequest) -> None:
         if len(request.prompt) + request.max_tokens > self.max_len:
             raise InputError("too long for the engine.")
+
+    def submit(self, request: TokenRequest) -> int:
         self.seen.append(request)
         self.live[len(self.seen)] = (request, [])
         return len(self.seen)

@@ -38,17 +38,14 @@ class Exchange:
         for choice in self.choices:
             choice.times.start_s = scope["state"]["start_s"]  # from its head on, so encoding counts
         with self.frontend.open(self.asked.requests) as feed:
-            watch_task, is_accepted = asyncio.create_task(_abandon_when_gone(receive, feed)), False
+            watch_task = asyncio.create_task(_abandon_when_gone(receive, feed))
             try:
-                await feed.accepted()  # before any status is sent: what can never run is a 400
-                is_accepted = True
                 await (self._stream(feed, send) if self.asked.body.stream else self._whole(feed, send))
             except AbandonedError:
                 self.log["error"] = "the client went"
             finally:
                 watch_task.cancel()
-                if is_accepted:  # what was refused is no sequence that ended
-                    self._note_end()
+                self._note_end()
 
     async def _whole(self, feed: Feed, send: Send) -> None:
         while arrived := await feed.take():
