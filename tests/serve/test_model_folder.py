@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.weights import save_hf
-from meshwright.serve.model_folder import NumberedText, TextStream, TokenizedText, open_model
+from meshwright.serve.model_folder import Text, TextStream, open_model
 from tests.parallel.generate_cases import LLAMA, float_params
 
 
@@ -99,7 +99,7 @@ def test_files_that_cannot_be_read_are_named(folder):
 
 
 def test_text_comes_in_whole_characters():
-    text = TokenizedText(byte_tokenizer())
+    text = Text(byte_tokenizer())
     stream, tokens = TextStream(text, text.encode("a")), text.encode("né 猫!")
     pieces = [stream.push(token) for token in tokens]
     assert "".join([*pieces, stream.finish()]) == "né 猫!"
@@ -107,7 +107,7 @@ def test_text_comes_in_whole_characters():
 
 
 def test_what_is_left_in_the_middle_of_a_character_comes_in_the_end():
-    text = TokenizedText(byte_tokenizer())
+    text = Text(byte_tokenizer())
     stream = TextStream(text, text.encode("a"))
     assert [stream.push(token) for token in text.encode("猫")[:2]] == ["", ""]
     assert "�" in stream.finish()
@@ -115,14 +115,14 @@ def test_what_is_left_in_the_middle_of_a_character_comes_in_the_end():
 
 
 def test_numbers_come_with_their_spaces():
-    stream = TextStream(NumberedText(), [5, 6])
+    stream = TextStream(Text(), [5, 6])
     assert [stream.push(7), stream.push(81)] == [" 7", " 81"]
 
 
 @pytest.mark.parametrize("token", [0, byte_tokenizer("<pad>").encode("é").ids[0]])
 def test_tokens_without_text_do_not_pile_up(token):
     """Special tokens, and bytes that never become a character, which come as replacements in the end."""
-    text = TokenizedText(byte_tokenizer("<pad>"))
+    text = Text(byte_tokenizer("<pad>"))
     stream = TextStream(text, text.encode("a"))
     pieces = [stream.push(token) for _ in range(100)]
     assert max(map(len, pieces)) < 10

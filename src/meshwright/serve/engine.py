@@ -166,10 +166,10 @@ class Engine(TokenEngine):
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def num_known(self, request: TokenRequest) -> int:
-        """Returns the tokens of a request's prompt that the prefix cache has."""
+    def order(self, request: TokenRequest) -> tuple[bool, int, int]:
+        """Returns what is least of the engine that a request should have, see `SequenceOwner.order`."""
         adapter = self._adapters.get(request.adapter, -1)  # a group asks this before `submit` refuses an unknown one
-        return max(owner.pages.num_known(request.prompt, adapter) for owner in self._owners) * self.limits.page_len
+        return min(owner.order(request.prompt, adapter) for owner in self._owners)
 
     @property
     def has_work(self) -> bool:

@@ -28,13 +28,7 @@ class EngineGroup(TokenEngine):
 
     def submit(self, request: TokenRequest) -> int:
         """Queues a request at an engine and returns its number. Raises InputError if it could never run."""
-
-        def order(place: int) -> tuple[bool, int, int]:
-            engine, state = self.engines[place], self.engines[place].state()
-            load = state.running + state.waiting
-            return load >= engine.limits.max_requests, -engine.num_known(request), load
-
-        place = min(range(len(self.engines)), key=order)
+        place = min(range(len(self.engines)), key=lambda place: self.engines[place].order(request))
         return self.engines[place].submit(request) * len(self.engines) + place
 
     def cancel(self, number: int) -> None:

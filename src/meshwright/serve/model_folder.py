@@ -18,23 +18,17 @@ from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.model import Model
 
 
-class TokenizedText(NamedTuple):
-    """Encodes and decodes text with the model's tokenizer; the text has no special tokens, or all of them."""
+class Text(NamedTuple):
+    """Encodes and decodes text with the model's tokenizer, decoded without special tokens or with all of them; without
+    a tokenizer it reads and writes token numbers, ``"17 4 230"``."""
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None = None
     skips_special: bool = True
 
     def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text).ids)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=self.skips_special))
-
-
-class NumberedText(NamedTuple):
-    """Reads and writes token numbers, ``"17 4 230"``, for a folder without a tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
+        """Returns tokens. Raises InputError for what is no number if there is no tokenizer."""
+        if self.tokenizer is not None:
+            return list(self.tokenizer.encode(text).ids)
         try:
             return [int(word) for word in text.replace(",", " ").split()]
         except ValueError:
@@ -44,10 +38,10 @@ class NumberedText(NamedTuple):
             ) from None
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return " ".join(map(str, tokens))
-
-
-Text = TokenizedText | NumberedText
+        """Returns the text of tokens."""
+        if self.tokenizer is None:
+            return " ".join(map(str, tokens))
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=self.skips_special))
 
 
 class ModelFolder(NamedTuple):
@@ -91,12 +85,11 @@ def open_model(folder: Path, adapters: Mapping[str, Path] = {}) -> ModelFolder:
         model = model_with_adapters(model, list(adapters.values()))
     tokenizer_file = next((path for path in (folder / TOKENIZER, base / TOKENIZER) if path.is_file()), None)
     tokenizer = read_tokenizer(tokenizer_file) if tokenizer_file else None
-    text = TokenizedText(tokenizer) if tokenizer else NumberedText()
     with open_files(base) as tensors:
         weights = folder_weights(model, base, tensors)
     model = replace(model, stored=weights.stored)
     end_token_ids = end_tokens(folder if (folder / GENERATION).is_file() else base, tokenizer)
-    return ModelFolder(folder, model, text, frozenset(end_token_ids), weights.dtype, adapters, weights.notes)
+    return ModelFolder(folder, model, Text(tokenizer), frozenset(end_token_ids), weights.dtype, adapters, weights.notes)
 
 
 MOST_HELD = 8

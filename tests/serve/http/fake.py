@@ -18,7 +18,7 @@ from meshwright.serve.frontend import Frontend
 from meshwright.serve.http.app import HttpOptions, make_app
 from meshwright.serve.http.run import DrainingServer, Listening
 from meshwright.serve.http.served import ServedModel
-from meshwright.serve.model_folder import TokenizedText
+from meshwright.serve.model_folder import Text
 from meshwright.serve.request import EngineState, TokenLogprob, TokenOutput, TokenRequest
 from tests.serve.test_model_folder import byte_tokenizer
 
@@ -110,7 +110,7 @@ def letters() -> Tokenizer:
 
 def served() -> ServedModel:
     chat = ChatTemplates({"default": _compiled(TEMPLATE)}, {"default": TEMPLATE}, {})
-    return ServedModel(name="toy", text=TokenizedText(letters()), vocab_size=258, end_tokens=frozenset({1}), chat=chat)
+    return ServedModel(name="toy", text=Text(letters()), vocab_size=258, end_tokens=frozenset({1}), chat=chat)
 
 
 class Bench:

@@ -11,7 +11,7 @@ from meshwright.serve.frontend import Frontend
 from meshwright.serve.http.app import make_app
 from meshwright.serve.http.growing import GrowingText
 from meshwright.serve.http.served import ServedModel
-from meshwright.serve.model_folder import NumberedText, TokenizedText
+from meshwright.serve.model_folder import Text
 from meshwright.serve.request import TokenLogprob
 from tests.serve.http import fake
 from tests.serve.http.fake import FakeEngine, bench, events, in_loop, letters, served, streamed_text
@@ -253,7 +253,7 @@ async def test_pieces_of_sentences_keep_their_spaces(monkeypatch):
 def test_what_tokens_add_makes_up_the_text():
     """As `tokenizers` decodes them together, wherever they are."""
     tokenizer, chance = sentence_pieces(), random.Random(3)
-    model = ServedModel(name="toy", text=TokenizedText(tokenizer), vocab_size=274)
+    model = ServedModel(name="toy", text=Text(tokenizer), vocab_size=274)
     for _ in range(100):
         tokens = chance.choices(range(259, 274), k=chance.randint(1, 9))
         added = [model.piece(token, first=place == 0) for place, token in enumerate(tokens)]
@@ -394,7 +394,7 @@ async def test_penalties_reach_the_engine_or_are_refused(field, value):
 async def test_a_model_without_a_tokenizer_takes_numbers():
     engine = FakeEngine()
     frontend = Frontend(engine)
-    app = make_app(frontend, ServedModel(name="numbers", text=NumberedText(), vocab_size=258))
+    app = make_app(frontend, ServedModel(name="numbers", text=Text(), vocab_size=258))
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),

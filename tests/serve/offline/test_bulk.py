@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from meshwright.core.errors import InputError
 from meshwright.serve.drawing.sampling import Sampling
-from meshwright.serve.model_folder import ModelFolder, NumberedText
+from meshwright.serve.model_folder import ModelFolder, Text
 from meshwright.serve.offline.bulk import USUAL, generate_file
 from tests.parallel.generate_cases import LLAMA, float_params, likeliest
 from tests.serve.test_engine import PROMPTS, engine_on, step_of
@@ -24,7 +24,7 @@ def params():
 def opened(params):
     step = step_of()
     placed = step.place(params)
-    source = ModelFolder(None, LLAMA, NumberedText(), frozenset(), "fp32")
+    source = ModelFolder(None, LLAMA, Text(), frozenset(), "fp32")
     return lambda: (source, engine_on(step, placed))
 
 

@@ -32,7 +32,6 @@ from meshwright.serve.http.exchange import Exchange
 from meshwright.serve.http.metrics import ServerMetrics
 from meshwright.serve.http.openapi import Operation, Schema, openapi
 from meshwright.serve.http.served import ServedModel
-from meshwright.serve.model_folder import TokenizedText
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -185,7 +184,7 @@ class Handlers:
 
     async def tokenizer_info(self, _: Request) -> TokenizerAnswer:
         return TokenizerAnswer(
-            tokenizer_class="tokenizers" if isinstance(self.served.text, TokenizedText) else "numbers",
+            tokenizer_class="tokenizers" if self.served.text.tokenizer else "numbers",
             vocab_size=self.frontend.vocab_size,
             max_model_len=self.frontend.max_len,
             has_chat_template=self.served.chat is not None,

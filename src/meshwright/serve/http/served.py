@@ -18,7 +18,7 @@ from meshwright.nn.hf.chat_template import BEGIN, END, ChatTemplates, read_chat_
 from meshwright.serve.drawing.grammar import GrammarKind, GrammarReader
 from meshwright.serve.http.bodies import ChatMessage, Json, JsonObject
 from meshwright.serve.http.errors import RequestError
-from meshwright.serve.model_folder import ModelFolder, Text, TokenizedText
+from meshwright.serve.model_folder import ModelFolder, Text
 
 _UNMARKED = str.maketrans("", "", BEGIN + END)
 
@@ -51,7 +51,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def whole(self) -> Text:
         """The text with special tokens, where the tokenizer has them."""
-        return self.text._replace(skips_special=False) if isinstance(self.text, TokenizedText) else self.text
+        return self.text._replace(skips_special=False)
 
     def text_of(self, skips_special: bool | None) -> Text:
         """Returns the text as a body asks for it."""
@@ -59,7 +59,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Returns the tokens of a text; ``special``: with those that the tokenizer puts around it."""
-        if isinstance(self.text, TokenizedText):
+        if self.text.tokenizer is not None:
             # of several texts the tokenizer lets other threads run meanwhile
             (encoding,) = self.text.tokenizer.encode_batch_fast([text], add_special_tokens=special)
             return list(encoding.ids)
@@ -68,9 +68,10 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def longest_piece(self) -> float:
         """The most characters of a token; infinite where one may stand for any text."""
-        if not isinstance(self.text, TokenizedText):
+        tokenizer = self.text.tokenizer
+        if tokenizer is None:
             return math.inf
-        tokenizer, model = self.text.tokenizer, self.text.tokenizer.model
+        model = tokenizer.model
         is_bounded = isinstance(model, BPE) and (model.byte_fallback or not model.fuse_unk)
         return max(map(len, tokenizer.get_vocab())) if is_bounded else math.inf
 
@@ -90,14 +91,14 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _grammars(self) -> GrammarReader:
-        if not isinstance(self.text, TokenizedText):
+        if self.text.tokenizer is None:
             raise InputError(f"{self.name} has no tokenizer, so its texts cannot follow a grammar. Ask for any text.")
         return GrammarReader(self.text.tokenizer, self.vocab_size, self.end_tokens)
 
     @cached_property
     def special(self) -> dict[int, str]:
         """Texts of special tokens, which `text` leaves out and `whole` has."""
-        if not isinstance(self.text, TokenizedText):
+        if self.text.tokenizer is None:
             return {}
         added_tokens = self.text.tokenizer.get_added_tokens_decoder()
         return {token: added_token.content for token, added_token in added_tokens.items() if added_token.special}
@@ -123,7 +124,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tokens, self.whole.decode(tokens)
 
     def _bytes(self, token: int, text: str) -> bytes:
-        token_name = (self.text.tokenizer.id_to_token(token) or "") if isinstance(self.text, TokenizedText) else ""
+        token_name = (self.text.tokenizer.id_to_token(token) or "") if self.text.tokenizer else ""
         if "\ufffd" in text and re.fullmatch("<0x[0-9A-F]{2}>", token_name):
             return bytes.fromhex(token_name[3:5])
         if "\ufffd" in text and token_name and all(letter in _BYTE_OF for letter in token_name):
