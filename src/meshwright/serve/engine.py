@@ -298,7 +298,10 @@ class Engine(TokenEngine):
         if self._drafter and any(step.prefill for step in planned):
             # steps that only decode are caught up in `propose`
             self._drafter.follow(rows, shape.longest, {live.slot: end for owned in parts for live, _, end, _ in owned})
-        masks = self._allowed(expected, len(rows.last))  # after the step is dispatched: masks are made while it runs
+        masks = None
+        if any(row and row.live.answer for row in expected):
+            self._read()  # after the step is dispatched: masks are made while it runs
+            masks = self._masks.of(len(rows.last), masked_rows(expected))
         is_adjusted = masks is not None or any(
             adjusts(row.live.request) or row.live.request.logprobs is not None for row in expected if row
         )
@@ -349,13 +352,6 @@ class Engine(TokenEngine):
             for drafting, drafts in zip(draftings, self._drafter.propose(draftings, self._tables.pages), strict=True):
                 self._live[drafting.number].drafts = drafts
                 self._counts.drafted += len(drafts)
-
-    def _allowed(self, expected: Sequence[OutputOf | None], size: int) -> np.ndarray | None:
-        """Returns the masks of ``size`` rows with logits once the step before is read, None if no row has a grammar."""
-        if not any(row and row.live.answer for row in expected):
-            return None
-        self._read()
-        return self._masks.of(size, masked_rows(expected))
 
     def _read(self) -> None:
         """Reads what the last step has drawn, if that has not been done; requests that it ends are closed later."""

@@ -152,9 +152,8 @@ class Frontend:
 
     def start(self) -> None:
         """Starts the engine's thread; its outputs come to the running event loop."""
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._thread.start()
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
 
     def open(self, requests: Sequence[TokenRequest]) -> Feed:
         """Gives requests to the engine. Use what it returns as a context.
@@ -195,17 +194,17 @@ class Frontend:
         for feed in tuple(self._feeds):
             feed.fail(UnavailableError("the server stopped before the request was done. Ask another one."))
 
-    async def close(self, timeout_s: float = 10.0) -> None:
-        """Cancels everything and ends the thread, waiting that long at most for a step that runs."""
+    async def close(self) -> None:
+        """Cancels everything and ends the thread, see `join`."""
         self.cut_off()
-        await asyncio.to_thread(self.join, timeout_s)  # joining here would stop the event loop for as long
+        await asyncio.to_thread(self.join)  # joining here would stop the event loop for as long
 
-    def join(self, timeout_s: float = 10.0) -> None:
-        """Ends the thread, waiting that long at most for a step that runs; needs no event loop."""
+    def join(self) -> None:
+        """Ends the thread, waiting 10 s at most for a step that runs; needs no event loop."""
         self.stop_taking()
         self.command(self._end)
         if self._thread.is_alive():
-            self._thread.join(timeout_s)
+            self._thread.join(10.0)
 
     def ended(self, feed: Feed, *, all_of_it: bool) -> None:
         """Called by a feed for each request that ended."""

@@ -12,7 +12,7 @@ from meshwright.core.units import counted
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
 from meshwright.serve.step_sums import StepKey, StepSums
 
-Finish = Literal["stop", "length", "cancelled"]
+Finish = Literal["stop", "length"]
 
 MOST_LOGPROBS = 20
 """Likeliest tokens that are reported beside one, at most: OpenAI's limit for chats."""
@@ -86,7 +86,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one step of an engine made for a request: a token, an end, or both.
 
-    ``token`` is None if the request ended without one: before a stop token, by cancellation, or with ``max_tokens`` 0.
+    ``token`` is None if the request ended without one: before a stop token, or with ``max_tokens`` 0.
     ``prompt`` are the log-probabilities of the prompt's tokens from the second on, with the first output of a request
     that has ``echo``. ``cached`` are tokens of the prompt that a prefix cache held, with the first output.
     ``admitted_s`` is when the request was first scheduled, in seconds of `time.perf_counter`, 0 if that is not known.

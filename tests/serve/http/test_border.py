@@ -61,8 +61,9 @@ async def test_bodies_that_are_no_request(raw, said):
 
 
 @in_loop
-async def test_other_refusals_are_json_too():
-    async with bench(options=HttpOptions(most_body_bytes=1_000)) as b:
+async def test_other_refusals_are_json_too(monkeypatch):
+    monkeypatch.setattr("meshwright.serve.http.bodies.MOST_BODY_BYTES", 1_000)
+    async with bench() as b:
         for headers in ({"content-type": "text/plain"}, {}, {"content-type": "application/x-www-form-urlencoded"}):
             answer = await b.client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
             assert answer.status_code == 400

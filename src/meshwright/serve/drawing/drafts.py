@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.core.errors import InputError
 from meshwright.nn.weights import Params
 from meshwright.parallel.generation.packed_step import PackedRows, PackedShape, PackedStep, sizes_up_to, slots_of
 from meshwright.serve.drawing.drawer import OutputRow, TokenDrawer
 from meshwright.serve.request import TokenRequest
+
+LONGEST_NGRAM = 4
 
 
 class Drafting(NamedTuple):
@@ -52,15 +53,13 @@ class Drafter:
 
 
 class NgramDrafter(Drafter):
-    """Proposes what followed the latest earlier place of a request's last tokens, of ``longest`` or else fewer ones.
+    """Proposes what followed the latest earlier place of a request's last tokens, of `LONGEST_NGRAM` or else fewer.
 
     Source: prompt lookup decoding (Saxena, 2023).
     """
 
-    def __init__(self, num_drafts: int, *, longest: int = 4, shortest: int = 2) -> None:
-        if not 1 <= shortest <= longest:
-            raise InputError(f"n-grams of {shortest} to {longest} tokens were asked for. Give 1 or more, in order.")
-        self.num_drafts, self._lengths = num_drafts, range(longest, shortest - 1, -1)
+    def __init__(self, num_drafts: int, *, shortest: int = 2) -> None:
+        self.num_drafts, self._lengths = num_drafts, range(LONGEST_NGRAM, shortest - 1, -1)
         self._places: dict[int, dict[tuple[int, ...], int]] = {}  # request -> n-gram -> the place after it
         self._done: dict[int, int] = {}
 

@@ -6,8 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from meshwright.serve.http.growing import FinishReason, GrowingText, ReportedToken
+from meshwright.serve.http.growing import GrowingText, ReportedToken
 from meshwright.serve.http.served import ServedModel
+from meshwright.serve.request import Finish
 
 encode = msgspec.json.Encoder().encode
 
@@ -42,7 +43,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: Finish | None = None
 
 
 class CompletionAnswer(msgspec.Struct, kw_only=True):
@@ -90,7 +91,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: Finish | None = None
 
 
 class ChatAnswer(msgspec.Struct, kw_only=True):

@@ -37,11 +37,10 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """``api_keys``: one of them must be sent, if there are any. ``most_body_bytes``: largest body that is read.
-    ``log``: whether a line of JSON on standard error says of each request what it was and took."""
+    """``api_keys``: one of them must be sent, if there are any. ``log``: whether a line of JSON on standard error says
+    of each request what it was and took."""
 
     api_keys: tuple[str, ...] = ()
-    most_body_bytes: int = 2**24
     log: bool = False
 
 
@@ -133,7 +132,7 @@ class Handlers:
             if decoder is None:
                 answer = await handler(request)
             else:
-                body = await read_body(request, decoder, self.options.most_body_bytes)
+                body = await read_body(request, decoder)
                 answer = await handler(request, body, self._named(body.model))
             if isinstance(answer, Response | Exchange):
                 return answer

@@ -191,19 +191,22 @@ Body = CompletionBody | ChatBody | TokenizeBody | DetokenizeBody
 _Body = TypeVar("_Body", bound=Body)
 
 
-async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body], most_bytes: int) -> _Body:
+MOST_BODY_BYTES = 2**24
+
+
+async def read_body(request: Request, decoder: msgspec.json.Decoder[_Body]) -> _Body:
     """Reads and decodes a body of JSON. Raises RequestError, with the name of a field at fault."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise RequestError(f"Content-Type is {content_type!r}. Send JSON, with Content-Type: application/json.")
-    too_large_error = RequestError(f"the body has more than {most_bytes:,} bytes. Send a smaller one.", 413)
+    too_large_error = RequestError(f"the body has more than {MOST_BODY_BYTES:,} bytes. Send a smaller one.", 413)
     content_length = request.headers.get("content-length", "")
-    if content_length.isdecimal() and int(content_length[:20]) > most_bytes:
+    if content_length.isdecimal() and int(content_length[:20]) > MOST_BODY_BYTES:
         raise too_large_error
     raw_body = bytearray()
     async for chunk in request.stream():
         raw_body += chunk
-        if len(raw_body) > most_bytes:  # a body in chunks has no Content-Length
+        if len(raw_body) > MOST_BODY_BYTES:  # a body in chunks has no Content-Length
             raise too_large_error
     try:
         return decoder.decode(raw_body)

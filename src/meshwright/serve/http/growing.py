@@ -1,15 +1,13 @@
 """One sequence of an answer: its tokens become text, up to a stop string."""
 
 import codecs
-from typing import Literal
 
 from meshwright.serve.http.asked import AskedText
 from meshwright.serve.model_folder import TextStream
-from meshwright.serve.request import TokenLogprob, TokenOutput
+from meshwright.serve.request import Finish, TokenLogprob, TokenOutput
 from meshwright.serve.stop_strings import StopScan
 from meshwright.serve.token_times import TokenTimes
 
-FinishReason = Literal["stop", "length"]
 ReportedToken = tuple[int, TokenLogprob | None]
 """A token that is reported, with its log-probability; a prompt's first token has none."""
 
@@ -23,7 +21,7 @@ class GrowingText:
         request, body = asked.requests[index], asked.body
         self.index = index
         self.times = TokenTimes()
-        self.finish: FinishReason | None = None
+        self.finish: Finish | None = None
         self.piece = "" if asked.echoes is None else asked.echoes[index // asked.n]
         self.entries = list[ReportedToken]()
         self.cached = self.num_tokens = 0
