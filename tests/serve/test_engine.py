@@ -315,8 +315,8 @@ def test_shapes_of_a_step_are_the_smallest_that_are_ready(step):
     assert [(one.rows, one.outputs) for one in shapes.chunks] == [(16, 4), (16, 16), (32, 4), (32, 32)]
     assert shapes.fitting(3, 3, alone=True) == (4, 4, 4, 1)
     assert shapes.fitting(3, 3, alone=False) == (16, 4, 4, 16)
-    shapes.ready |= set(shapes.first)
-    assert shapes.first == [(32, 4, 4, 32), (4, 4, 4, 1)]
+    shapes.ready |= set(shapes.first())
+    assert shapes.first() == [(32, 4, 4, 32), (4, 4, 4, 1)]
     assert shapes.fitting(1, 1, alone=True) == (4, 4, 4, 1)
     assert shapes.fitting(3, 3, alone=False) == (32, 4, 4, 32)
     assert shapes.fitting(3, 9, alone=False) == (16, 4, 16, 16)  # no shape with so many logits is ready

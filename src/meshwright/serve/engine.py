@@ -220,16 +220,15 @@ class Engine(TokenEngine):
         """Compiles every shape, and what draws from it; ``on_shape`` is told how many are done of how many. May run in
         a thread of its own while the engine runs, unless it is batch-invariant.
 
-        With ``first_only`` those are compiled that are in no file and that an engine cannot do without. Of an engine
-        for some ``requests`` alone only two shapes are left, which all its steps use."""
+        With ``first_only`` those are compiled that are in no file and that an engine cannot do without; of an engine
+        for some ``requests`` alone the two that all its steps use."""
         if self.packed.batch_invariant:
             self._shapes.set_decode_sizes(sizes_up_to(ALIKE_ROWS, least=2, halves_from=8))
-        elif requests:
-            self._shapes.keep_for(requests)  # idle rows cost less than compiling more shapes
         if first_only:  # what is in files is read when a step needs it, or later
             program_names = {shape: self.packed.program_name(shape) for shape in self.shapes()}
             self._shapes.ready |= {shape for shape, name in program_names.items() if self.packed.programs.has([name])}
-        shapes = self._shapes.first if first_only or requests else self.shapes()
+        # for some requests alone idle rows cost less than compiling more shapes
+        shapes = self._shapes.first(requests) if first_only or requests else self.shapes()
         shapes = [shape for shape in shapes if not first_only or shape not in self._shapes.ready]
         for num_done, shape in enumerate(shapes):
             on_shape(num_done, len(shapes))

@@ -65,11 +65,18 @@ class StepShapes:
             for outputs in dict.fromkeys((sequences, size))
         ]
 
-    @property
-    def first(self) -> list[PackedShape]:
-        """The largest shapes: every step fits one of them, but one with logits of all rows."""
-        largest = [shape for shape in self.chunks if shape.outputs == shape.sequences][-1:]
-        return [*largest, self.decode[-1]]
+    def first(self, requests: Sequence[TokenRequest] = ()) -> list[PackedShape]:
+        """Returns the shapes of which every step fits one, but one with logits of all rows: the largest, or for some
+        ``requests`` alone the smallest."""
+        plain_shapes = [shape for shape in self.chunks if shape.outputs == shape.sequences]
+        if not requests or not plain_shapes:
+            return [*plain_shapes[-1:], self.decode[-1]]
+        rows_each = 1 + self._limits.num_drafts
+        requests_each, slots_each = -(-len(requests) // self._num_owners), self._limits.max_requests // self._num_owners
+        num_running = self._num_owners * min(requests_each, slots_each)
+        num_rows = num_running * max(rows_each, *(len(request.prompt) for request in requests))
+        chunk = next((shape for shape in plain_shapes if shape.rows >= num_rows), plain_shapes[-1])
+        return [chunk, next(shape for shape in self.decode if shape.rows >= num_running * rows_each)]
 
     @property
     def every(self) -> list[PackedShape]:
@@ -77,16 +84,6 @@ class StepShapes:
         plain_shapes = [shape for shape in self.chunks if shape.outputs == shape.sequences]
         scoring_shapes = [shape for shape in self.chunks if shape.outputs > shape.sequences]
         return [*plain_shapes[:1], *self.decode, *plain_shapes[1:], *scoring_shapes]
-
-    def keep_for(self, requests: Sequence[TokenRequest]) -> None:
-        """Leaves the two shapes out of which one holds every step of these requests and of no others."""
-        rows_each = 1 + self._limits.num_drafts
-        requests_each, slots_each = -(-len(requests) // self._num_owners), self._limits.max_requests // self._num_owners
-        num_running = self._num_owners * min(requests_each, slots_each)
-        num_rows = num_running * max(rows_each, *(len(request.prompt) for request in requests))
-        self.set_decode_sizes([next(shape.rows for shape in self.decode if shape.rows >= num_running * rows_each)])
-        sizes = [shape.rows for shape in self.chunks]
-        self._set_chunk_sizes([next((size for size in sizes if size >= num_rows), sizes[-1])])
 
     def fitting(self, rows: int, outputs: int, *, alone: bool) -> PackedShape:
         """Returns the shape of a step with so many rows, and of these with logits; ``alone``: all of them decode."""
