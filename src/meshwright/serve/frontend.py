@@ -13,7 +13,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 
-from meshwright.core.errors import CannotRunError, InputError, as_sentence, first_line
+from meshwright.core.errors import CannotRunError, as_sentence, first_line
 from meshwright.serve.request import EngineState, TokenEngine, TokenOutput, TokenRequest
 
 MOST_QUEUED = 1_024
@@ -63,7 +63,7 @@ class Feed:
     async def take(self) -> list[Arrived]:
         """Waits for outputs and returns those that came since the last call, up to `MOST_TAKEN`; [] after the last one.
 
-        Raises UnavailableError if the engine fails, DeadlineError, and what else `fail` was given.
+        Raises UnavailableError if the engine fails, DeadlineError, and AbandonedError after `abandon`.
         """
         if self._arrived:
             await asyncio.sleep(0)  # whoever has fallen behind lets the others go first
@@ -96,8 +96,11 @@ class Feed:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for place in tuple(self._unended):
-            self.cancel(place)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Cancels everything; whoever waits gets an AbandonedError."""
+        self.fail(AbandonedError("the client has gone."))
 
     def expire_after(self, deadline_s: float) -> None:
         """Fails with DeadlineError what has not ended in so many seconds from now."""
@@ -159,12 +162,10 @@ class Frontend:
         """Gives requests to the engine. Use what it returns as a context.
 
         Raises BusyError if they are too many with those in the system, UnavailableError if none are taken now, and
-        InputError for more than there may ever be, and for one that can never run.
+        InputError for one that can never run.
         """
         if not self.available:
             raise UnavailableError(self.failure or "the server is stopping. Ask another one.")
-        if len(requests) > self.max_queued:
-            raise InputError(f"{len(requests)} sequences were asked for at once and {self.max_queued} are allowed.")
         excess = self.in_system + len(requests) - self.max_queued
         if excess > 0:
             wait_s = min(max(1, math.ceil(excess * self._end_gap_s)), LONGEST_RETRY_S)

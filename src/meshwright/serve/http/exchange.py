@@ -143,4 +143,4 @@ async def _abandon_when_gone(receive: Receive, feed: Feed) -> None:
     """Abandons the feed when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    feed.fail(AbandonedError("the client has gone."))
+    feed.abandon()
