@@ -69,8 +69,8 @@ class Engine(TokenEngine):
         adapters: Sequence[str] = (),
         host_cache_bytes: float = 0,
     ) -> None:
-        storage = step.storage
-        if limits.num_drafts != (drafter.num_drafts if drafter else 0):
+        storage, self._drafter = step.storage, drafter or Drafter()
+        if limits.num_drafts != self._drafter.num_drafts:
             raise InputError(f"the limits have num_drafts={limits.num_drafts}, not the drafter's. Give the same.")
         if len(adapters) != storage.adapters:
             raise InputError(f"the step has {storage.adapters} adapters, and {len(adapters)} names are given.")
@@ -92,8 +92,7 @@ class Engine(TokenEngine):
             SequenceOwner(limits, i, num_owners, num_on_host=num_on_host, windows=windows) for i in range(num_owners)
         ]
         self._drawer = TokenDrawer(step.max_seqs, self.vocab_size, step.logits_sharding, step.programs)
-        self._drafter, self._masks = drafter, TokenMasks(self.vocab_size)
-        self._live: dict[int, Live] = {}
+        self._masks, self._live = TokenMasks(self.vocab_size), dict[int, Live]()
         empty_table = np.zeros((step.max_seqs, step.cache_sizes["Bp"]), np.int32)
         self._tables, self._idle_row = Tables(empty_table, empty_table.copy()), OutputRow(step.max_seqs, 0)
         self._dispatched: _Dispatched | None = None
@@ -141,7 +140,7 @@ class Engine(TokenEngine):
 
     def dispatch(self) -> None:
         """Dispatches a step, if anything is to run; `read` follows."""
-        if self._drafter:
+        if self.limits.num_drafts:
             self._read()  # where the rows of a step begin depends on which drafts were right
             self._close_ended()
         planned = [owner.scheduler.plan() for owner in self._owners]
@@ -234,11 +233,10 @@ class Engine(TokenEngine):
             on_shape(num_done, len(shapes))
             self.packed.compiled(shape)
             # without drafts, logits of all rows are for log-probabilities, which the adjusted program has
-            for is_adjusted in (False, True)[shape.outputs > shape.sequences and not self._drafter :]:
+            for is_adjusted in (False, True)[shape.outputs > shape.sequences and not self.limits.num_drafts :]:
                 if not requests or is_adjusted == any(adjusts(request) for request in requests):
                     self._drawer.compiled(shape.outputs, is_adjusted)
-            if self._drafter:
-                self._drafter.warm_up(shape)
+            self._drafter.warm_up(shape)
             self._shapes.ready.add(shape)  # last: the engine may take it from now on
         if self._host_pages:
             self._host_pages.warm_up()
@@ -294,7 +292,7 @@ class Engine(TokenEngine):
         held = held_step(planned, start_s, decoded=decoded, rows=len(rows.tokens), outputs=num_outputs)
         # `latest` has the tokens of the step before, which the host has not seen yet
         logits, self._cache = self.packed.step(self._params, self._cache, self._drawer.latest, rows, shape.longest)
-        if self._drafter and any(step.prefill for step in planned):
+        if any(step.prefill for step in planned):
             # steps that only decode are caught up in `propose`
             self._drafter.follow(rows, shape.longest, {live.slot: end for owned in parts for live, _, end, _ in owned})
         masks = None
@@ -328,7 +326,7 @@ class Engine(TokenEngine):
             self._counts.prefix_queries += len(live.request.prompt)
             self._counts.prefix_hits += active.cached
         self._drawer.enter(live.slot, live.request, live.output)
-        if self._drafter and not adjusts(live.request):
+        if not adjusts(live.request):
             self._drafter.enter(live.slot, live.request, live.output)
 
     def _commit(self, planned: Sequence[EngineStep]) -> list[ActiveRequest]:
@@ -343,11 +341,11 @@ class Engine(TokenEngine):
             live.drafts = []
             # one token comes without a draft
             limit = min(self.limits.num_drafts, live.request.max_tokens - live.produced - 1)
-            if self._drafter and limit > 0 and not adjusts(live.request):  # adjusted logits depend on the drafts before
+            if limit > 0 and not adjusts(live.request):  # adjusted logits depend on the drafts before
                 # before `propose`: a draft model writes to the same pages
                 live.take_pages(self._tables, live.computed + 1 + limit, self.limits.page_len)
                 draftings.append(Drafting(live.number, live.slot, live.tokens, live.produced, limit))
-        if self._drafter and draftings:
+        if draftings:
             for drafting, drafts in zip(draftings, self._drafter.propose(draftings, self._tables.pages), strict=True):
                 self._live[drafting.number].drafts = drafts
                 self._counts.drafted += len(drafts)
@@ -383,5 +381,4 @@ class Engine(TokenEngine):
             live.owner.scheduler.stop(live.active)
             live.vacate()
         live.owner.pages.leave(live.number)  # after `vacate`, which puts full pages into the tree
-        if self._drafter:
-            self._drafter.leave(live.number)
+        self._drafter.leave(live.number)

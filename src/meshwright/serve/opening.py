@@ -152,7 +152,7 @@ def _engine(
 ) -> Engine:
     """Returns the engine of a step, with its weights on the devices."""
     options, params = layout.options, _loaded(source, step)
-    drafter: Drafter | None = NgramDrafter(options.num_drafts) if options.draft == NGRAM else None
+    drafter = NgramDrafter(options.num_drafts) if options.draft == NGRAM else Drafter()
     if draft:
         single = Strategy(mesh=make_mesh({}), state=layout.strategy.state)
         storage = replace(step.storage, adapters=0, window_pages=0)

@@ -31,9 +31,9 @@ class Drafting(NamedTuple):
 
 
 class Drafter:
-    """Proposes up to ``num_drafts`` tokens for each request. By default it needs nothing but their tokens."""
+    """Proposes up to ``num_drafts`` tokens for each request; by default none, and needs nothing for it."""
 
-    num_drafts: int
+    num_drafts = 0
 
     def propose(self, asked: Sequence[Drafting], table: np.ndarray) -> list[list[int]]:
         """Returns the drafts of each request; ``table`` [slots, Bp] has the pages of each slot."""
