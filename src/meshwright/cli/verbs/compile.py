@@ -1,7 +1,6 @@
 """`meshwright compile`: the programs of a server, compiled ahead of its start."""
 
-from meshwright.cli.engine import EngineGiven, open_given, prepare_devices
-from meshwright.cli.output import say
+from meshwright.cli.engine import EngineGiven, open_given, prepare_devices, say_all
 from meshwright.cli.verb import verb
 from meshwright.core.errors import CannotRunError
 from meshwright.core.files import cache_folder
@@ -29,4 +28,5 @@ def command(given: Given) -> None:
     opened = open_given(given, in_background=False)
     stores = [engine.packed.programs for engine in opened.engine.engines]
     new, loaded = (sum(getattr(store, name) for store in stores) for name in ("num_compiled", "num_loaded"))
-    say(f"{counted(new, 'program')} compiled, {loaded} were there: {', '.join(str(store.folder) for store in stores)}")
+    folders = ", ".join(str(store.folder) for store in stores)
+    say_all([f"{counted(new, 'program')} compiled, {loaded} were there: {folders}"])

@@ -97,7 +97,8 @@ def answer(found: GeneratedText, prompts: Sequence[str], sampling: "Sampling", *
     pace = found.generated.pace
     rate_text = "" if pace.tokens_per_s is None else f", then {format_count(round(pace.tokens_per_s, 1))} tokens/s"
     opened_text, first_text = format_seconds(found.opened_s), format_seconds(pace.first_token_s)
-    say(f"loaded and compiled in {opened_text}; first token after {first_text}{rate_text}; {pace.num_tokens} tokens")
+    ready_text = f"loaded and compiled in {opened_text}; first token after {first_text}"
+    say_all([f"{ready_text}{rate_text}; {pace.num_tokens} tokens"])
     completions = [
         {"prompt": prompt, "text": text, "tokens": completion.tokens, "finish": completion.finish}
         for prompt, text, completion in zip(prompts, found.texts, found.generated.completions, strict=True)
