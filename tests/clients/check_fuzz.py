@@ -71,7 +71,7 @@ def test_no_body_makes_a_real_engine_fail(folder, capsys):
                     assert status < 500, (path, raw)
 
             await asyncio.gather(*(work() for _ in range(AT_ONCE)))
-            while engine.has_work:
+            while engine.has_work or frontend.in_system:
                 await asyncio.sleep(0.01)
             assert frontend.failure == ""
             assert frontend.in_system == 0

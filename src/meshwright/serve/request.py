@@ -22,9 +22,9 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt to go on from. A request ends before a token of ``stop_tokens``, once it has ``min_tokens``, or after
     ``max_tokens``. ``logprobs``: how many of the likeliest tokens are reported beside each (0: its own log-probability
     alone; None: nothing). With ``echo`` these are also reported for the tokens of the prompt; then ``max_tokens`` may
-    be 0. With a ``grammar``, the state of an answer without a token, the output is one of its
-    texts, unless ``max_tokens`` cuts it off. ``adapter`` is the name
-    of one of the engine's, "" for none. Raises InputError for what no engine could run."""
+    be 0. With a ``grammar``, the state of an answer without a token, the output is one of its texts, unless
+    ``max_tokens`` cuts it off. ``adapter`` is the name of one of the engine's, "" for none. Raises InputError for what
+    no engine could run."""
 
     prompt: tuple[int, ...]
     max_tokens: int
