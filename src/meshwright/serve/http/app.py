@@ -26,7 +26,7 @@ from meshwright.serve.http.asked import (
     template_variables,
 )
 from meshwright.serve.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, read_body
-from meshwright.serve.http.border import Border, log_to_stderr
+from meshwright.serve.http.border import Border
 from meshwright.serve.http.errors import RequestError, error_response
 from meshwright.serve.http.exchange import Exchange
 from meshwright.serve.http.metrics import ServerMetrics
@@ -229,7 +229,7 @@ def make_app(frontend: Frontend, served: ServedModel, options: HttpOptions | Non
     app = Starlette(
         routes=[handlers.route(row) for row in OPERATIONS],
         lifespan=lifespan,
-        middleware=[Middleware(Border, api_keys=options.api_keys, log=log_to_stderr if options.log else None)],
+        middleware=[Middleware(Border, api_keys=options.api_keys, log=options.log)],
         exception_handlers=dict.fromkeys((UserError, HTTPException, ClientDisconnect, Exception), answer_error),
     )
     app.router.redirect_slashes = False

@@ -6,7 +6,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,19 +20,12 @@ _LOGGER = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
-def log_to_stderr(line: JsonObject) -> None:
-    """Writes what is known of a request as one line of JSON."""
-    sys.stderr.write(msgspec.json.encode(line).decode() + "\n")
-
-
 class Border:
-    """Wraps an app. Every response has the request's ``X-Request-Id``, or a new one; ``log`` is given what is known of
-    each request at its end. ``scope["state"]`` has ``request_id``, ``start_s``, and ``known``, to which
-    handlers add."""
+    """Wraps an app. Every response has the request's ``X-Request-Id``, or a new one; with ``log`` what is known of each
+    request at its end is a line of JSON on standard error. ``scope["state"]`` has ``request_id``, ``start_s``, and
+    ``known``, to which handlers add."""
 
-    def __init__(
-        self, app: ASGIApp, *, api_keys: Collection[str] = (), log: Callable[[JsonObject], None] | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: Collection[str], log: bool) -> None:
         self.app, self.log = app, log
         self.keys = [key.encode() for key in api_keys]
 
@@ -66,10 +59,10 @@ class Border:
             _LOGGER.exception("%s %s failed", scope["method"], scope["path"])
             raise
         finally:
-            if self.log is not None:
+            if self.log:
                 line_fields = {"time": round(time.time(), 3), "request_id": request_id, "method": scope["method"]}
-                took_s = time.perf_counter() - start_s
-                self.log({**line_fields, "path": scope["path"], "status": status, "seconds": took_s, **log_fields})
+                line_fields |= {"path": scope["path"], "status": status, "seconds": time.perf_counter() - start_s}
+                sys.stderr.write(msgspec.json.encode({**line_fields, **log_fields}).decode() + "\n")
 
     def _knows(self, given: bytes) -> bool:
         scheme, _, sent_key = given.partition(b" ")
