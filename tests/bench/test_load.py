@@ -11,7 +11,6 @@ from meshwright.batching.record import LatencyTargets
 from meshwright.batching.traffic import traffic_of
 from meshwright.bench.serving.load import LoadClient, ServerFacts
 from meshwright.core.errors import CannotRunError, InputError
-from meshwright.serve.http.app import HttpOptions
 from tests.serve.http.fake import FakeEngine, in_loop, letters, listening
 
 STEP_S = 0.02
@@ -87,7 +86,7 @@ async def test_refused_requests_are_failures():
 
 @in_loop
 async def test_a_key_is_sent():
-    async with listening(FakeEngine(says=SAYS), HttpOptions(api_keys=("k",))) as (_, port):
+    async with listening(FakeEngine(says=SAYS), {"api_keys": ("k",)}) as (_, port):
         url = f"http://127.0.0.1:{port}"
         with pytest.raises(CannotRunError, match="status 401"):
             await LoadClient(url).facts()

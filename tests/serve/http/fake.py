@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.chat_template import ChatTemplates, _compiled
 from meshwright.serve.frontend import Frontend
-from meshwright.serve.http.app import HttpOptions, make_app
+from meshwright.serve.http.app import make_app
 from meshwright.serve.http.run import DrainingServer, Listening
 from meshwright.serve.http.served import ServedModel
 from meshwright.serve.model_folder import Text
@@ -137,11 +137,11 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(engine: FakeEngine | None = None, options: HttpOptions | None = None, **front) -> AsyncIterator[Bench]:
+async def bench(engine: FakeEngine | None = None, options: dict | None = None, **front) -> AsyncIterator[Bench]:
     """The app in this event loop."""
     engine = engine or FakeEngine()
     frontend = Frontend(engine, **front)
-    app = make_app(frontend, served(), options)
+    app = make_app(frontend, served(), **options or {})
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     async with (
         app.router.lifespan_context(app),
@@ -152,12 +152,12 @@ async def bench(engine: FakeEngine | None = None, options: HttpOptions | None = 
 
 @asynccontextmanager
 async def listening(
-    engine: FakeEngine | None = None, options: HttpOptions | None = None, **front
+    engine: FakeEngine | None = None, options: dict | None = None, **front
 ) -> AsyncIterator[tuple[Bench, int]]:
     """The app behind a real server on a free port of the loopback."""
     engine = engine or FakeEngine()
     frontend = Frontend(engine, **front)
-    app = make_app(frontend, served(), options)
+    app = make_app(frontend, served(), **options or {})
     where = Listening(port=0, drain_s=5)
     bound = where.bind()
     port = bound.getsockname()[1]

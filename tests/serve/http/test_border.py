@@ -6,7 +6,6 @@ import json
 import pytest
 
 from meshwright import __version__
-from meshwright.serve.http.app import HttpOptions
 from tests.serve.http.fake import FakeEngine, bench, in_loop, letters
 
 JSON = {"content-type": "application/json"}
@@ -92,7 +91,7 @@ async def test_other_refusals_are_json_too(monkeypatch):
 
 @in_loop
 async def test_keys():
-    async with bench(options=HttpOptions(api_keys=("first", "second"))) as b:
+    async with bench(options={"api_keys": ("first", "second")}) as b:
         for key in ("", "Bearer", "Bearer wrong", "Bearer fir", "Basic first"):
             answer = await b.client.get("/v1/models", headers={"authorization": key})
             assert answer.status_code == 401
@@ -119,7 +118,7 @@ async def test_request_ids():
 
 @in_loop
 async def test_a_line_for_each_request(capsys):
-    async with bench(options=HttpOptions(log=True)) as b:
+    async with bench(options={"logs_requests": True}) as b:
         await b.complete("secret", max_tokens=5, n=2)
         await b.complete("secret", max_tokens="x")
     first, second = map(json.loads, capsys.readouterr().err.splitlines())

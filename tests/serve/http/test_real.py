@@ -14,7 +14,6 @@ import openai
 import pytest
 
 from meshwright.core.errors import InputError
-from meshwright.serve.http.app import HttpOptions
 from meshwright.serve.http.run import Listening
 from tests.serve.http.fake import FakeEngine, in_loop, listening
 
@@ -23,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 @in_loop
 async def test_openai_as_a_client():
-    async with listening(options=HttpOptions(api_keys=("key",)), max_queued=8) as (b, port):
+    async with listening(options={"api_keys": ("key",)}, max_queued=8) as (b, port):
         url = f"http://127.0.0.1:{port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="key", max_retries=0) as client:
             assert [one.id async for one in client.models.list()] == ["toy"]

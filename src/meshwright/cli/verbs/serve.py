@@ -58,10 +58,10 @@ def command(given: Given) -> None:
     served = served_model(source, given.name)
     opened = open_given(given, source)
     from meshwright.serve.frontend import Frontend
-    from meshwright.serve.http.app import HttpOptions, make_app
+    from meshwright.serve.http.app import make_app
 
     frontend = Frontend(opened.engine, max_queued=given.max_queued, deadline_s=given.deadline)
-    app = make_app(frontend, served, HttpOptions(api_keys=given.api_key, log=given.log_requests))
+    app = make_app(frontend, served, api_keys=given.api_key, logs_requests=given.log_requests)
     metrics = app.state.metrics
     metrics.load_prices = partial(_prices, opened.engine.engines)
 

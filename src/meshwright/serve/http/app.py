@@ -1,7 +1,7 @@
 """The routes of the server."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Literal
 
@@ -34,14 +34,6 @@ from meshwright.serve.http.openapi import Operation, Schema, openapi
 from meshwright.serve.http.served import ServedModel
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-
-class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """``api_keys``: one of them must be sent, if there are any. ``log``: whether a line of JSON on standard error says
-    of each request what it was and took."""
-
-    api_keys: tuple[str, ...] = ()
-    log: bool = False
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
@@ -119,8 +111,8 @@ class Handlers:
     """The functions behind the routes of one model. Each gets a request, with a body also this, decoded, and the model
     that it names, and returns an answer."""
 
-    def __init__(self, frontend: Frontend, served: ServedModel, options: HttpOptions) -> None:
-        self.frontend, self.served, self.options = frontend, served, options
+    def __init__(self, frontend: Frontend, served: ServedModel, *, with_key: bool) -> None:
+        self.frontend, self.served, self.with_key = frontend, served, with_key
         self.models_by_name = served.each()
         self.metrics = ServerMetrics(served.name, frontend)
 
@@ -193,7 +185,7 @@ class Handlers:
         return VersionAnswer(__version__)
 
     async def document(self, _: Request) -> Schema:
-        return openapi(OPERATIONS, with_key=bool(self.options.api_keys))
+        return openapi(OPERATIONS, with_key=self.with_key)
 
     def _card(self, served: ServedModel) -> ModelCard:
         name, parent, max_len = served.name, served.parent, self.frontend.max_len
@@ -209,11 +201,12 @@ class Handlers:
         return served
 
 
-def make_app(frontend: Frontend, served: ServedModel, options: HttpOptions | None = None) -> Starlette:
-    """Returns the app that serves a model. Its lifespan starts the front end and closes it; ``state.metrics`` are its
-    figures."""
-    options = options or HttpOptions()
-    handlers = Handlers(frontend, served, options)
+def make_app(
+    frontend: Frontend, served: ServedModel, *, api_keys: Collection[str] = (), logs_requests: bool = False
+) -> Starlette:
+    """Returns the app that serves a model; one of ``api_keys`` must be sent, if there are any. Its lifespan starts the
+    front end and closes it; ``state.metrics`` are its figures."""
+    handlers = Handlers(frontend, served, with_key=bool(api_keys))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -229,7 +222,7 @@ def make_app(frontend: Frontend, served: ServedModel, options: HttpOptions | Non
     app = Starlette(
         routes=[handlers.route(row) for row in OPERATIONS],
         lifespan=lifespan,
-        middleware=[Middleware(Border, api_keys=options.api_keys, log=options.log)],
+        middleware=[Middleware(Border, api_keys=api_keys, logs_requests=logs_requests)],
         exception_handlers=dict.fromkeys((UserError, HTTPException, ClientDisconnect, Exception), answer_error),
     )
     app.router.redirect_slashes = False

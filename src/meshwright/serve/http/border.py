@@ -21,12 +21,12 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 class Border:
-    """Wraps an app. Every response has the request's ``X-Request-Id``, or a new one; with ``log`` what is known of each
-    request at its end is a line of JSON on standard error. ``scope["state"]`` has ``request_id``, ``start_s``, and
-    ``known``, to which handlers add."""
+    """Wraps an app. Every response has the request's ``X-Request-Id``, or a new one; with ``logs_requests`` what is
+    known of each request at its end is a line of JSON on standard error. ``scope["state"]`` has ``request_id``,
+    ``start_s``, and ``known``, to which handlers add."""
 
-    def __init__(self, app: ASGIApp, *, api_keys: Collection[str], log: bool) -> None:
-        self.app, self.log = app, log
+    def __init__(self, app: ASGIApp, *, api_keys: Collection[str], logs_requests: bool) -> None:
+        self.app, self.logs_requests = app, logs_requests
         self.keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +59,7 @@ class Border:
             _LOGGER.exception("%s %s failed", scope["method"], scope["path"])
             raise
         finally:
-            if self.log:
+            if self.logs_requests:
                 line_fields = {"time": round(time.time(), 3), "request_id": request_id, "method": scope["method"]}
                 line_fields |= {"path": scope["path"], "status": status, "seconds": time.perf_counter() - start_s}
                 sys.stderr.write(msgspec.json.encode({**line_fields, **log_fields}).decode() + "\n")

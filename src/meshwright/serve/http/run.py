@@ -143,7 +143,7 @@ class DrainingServer(uvicorn.Server):
 def serve_app(
     app: ASGIApp,
     frontend: Frontend,
-    listening: Listening | None = None,
+    listening: Listening,
     on_ready: Callable[[str], None] = lambda url: None,
     on_line: Callable[[], None] = lambda: None,
 ) -> None:
@@ -154,7 +154,6 @@ def serve_app(
     """
     # The engine's thread and the loop's want the interpreter in turns; Python's 5 ms would show in the pace of tokens.
     sys.setswitchinterval(SWITCH_S)
-    listening = listening or Listening()
     listener = listening.bind()
     host = f"[{listening.host}]" if ":" in listening.host else listening.host
     url = listening.uds or f"http://{host}:{listener.getsockname()[1]}"
