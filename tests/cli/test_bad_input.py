@@ -190,12 +190,12 @@ FILES = [
     ("explain", "x.toml", "version = 1\nmodel = [\n", "x.toml:3: not valid TOML"),
     ("explain", "x.toml", "", "x.toml: this is not a plan file: it has no version"),
     ("explain", "x.toml", "version = 7\n", "x.toml:1: plan version 7 is not known"),
-    ("explain", "x.toml", "version = 1\nmodle = 1\n", "x.toml:2: unknown key 'modle'. Did you mean 'model'?"),
+    ("explain", "x.toml", "version = 1\nmodle = 1\n", "x.toml:2: modle is not a field. Did you mean 'model'?"),
     ("show", "x.json", '{"model_type": "llama",\n "hidden_size": }', "x.json:2:17: broken JSON"),
     ("show", "x.json", "{}", "x.json: the key 'model_type' is missing"),
     ("show", "x.toml", 'chip = "v5e"\nshape = [4, four]\n', "x.toml:2: not valid TOML"),
     ("show", "x.toml", 'chip = "v5q"\nshape = [4, 4]\n', "x.toml:1: unknown chip 'v5q'"),
-    ("show", "x.toml", 'chip = "v5e"\nshap = [4, 4]\n', "x.toml:2: unknown key 'shap'. Did you mean 'shape'?"),
+    ("show", "x.toml", 'chip = "v5e"\nshap = [4, 4]\n', "x.toml:2: shap is not a field. Did you mean 'shape'?"),
 ]
 
 

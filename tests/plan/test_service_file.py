@@ -91,7 +91,7 @@ def read(text, tmp_path):
 
 FAULTS = {
     "version": (put("version", 7), r"plan version 7 is not known; this meshwright reads version 1\. Make the plan"),
-    "unknown": (put("generate", "engines", 2), r"s\.toml:\d+: unknown key 'engines'\. Did you mean 'num_engines'"),
+    "unknown": (put("generate", "engines", 2), r"s\.toml:\d+: generate\.engines is not a field\. Did you mean 'num_e"),
     "negative": (put("generate", "batch_seqs", -4), r"s\.toml:\d+: generate batch_seqs is -4, give a positive number"),
     "no engine": (put("prefill", "num_engines", 0), r"prefill num_engines is 0, give a positive number"),
     "time": (put("predicted", "ttft_s", -1.0), r"predicted ttft_s is -1, give a number of at least 0"),
@@ -109,7 +109,7 @@ FAULTS = {
     ),
     "rates": (put("calibration", "chip", "h100"), r"rates of h100, and the chips are v5e\. Give rates of these"),
     "shape": (put("prefill", "part", "shape", []), r"every size must be at least 1"),
-    "model": (put("model", "num_heads", "many"), r"model\.num_heads = 'many': expected a whole number"),
+    "model": (put("model", "num_heads", "many"), r"model\.num_heads is 'many'\. Give a whole number"),
 }
 
 

@@ -4,8 +4,8 @@ import builtins
 import inspect
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache, wraps
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial, wraps
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -18,11 +18,13 @@ from meshwright.core.errors import InputError, as_sentence, nearest, path_errors
 _T = TypeVar("_T", bound=msgspec.Struct)
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+KeyPath = tuple[str | int, ...]
+
 LARGEST = 1e60
 """Limit on numbers, far above any figure, so that products of a few stay finite."""
 
 
-def figure_faults(value: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def figure_faults(value: Any, key: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """Yields the key and the fault of every number in tables and lists that is not finite or is beyond `LARGEST`, and
     of every text that is not UTF-8."""
     if isinstance(value, Mapping):
@@ -44,26 +46,55 @@ def shown(value: float) -> str:
 
 
 def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -> _T:
-    """Converts fields to a Struct. Raises InputError that names a wrong field ``section.name`` and what it takes."""
-    for key, fault in figure_faults(fields):
-        raise InputError(f"{section}.{'.'.join(map(str, key))} is {fault}")
+    """Converts fields to a Struct. Raises one InputError for all wrong fields, ``section.name`` and what each takes."""
+    faults = [f"{dotted((section, *key))} is {fault}" for key, fault in figure_faults(fields)]
+    if not faults:
+        try:
+            return msgspec.convert(fields, kind)
+        except msgspec.ValidationError as error:
+            message = str(error).replace("`$.", f"`{section}.")
+            faults = [fault for _, fault in field_faults(fields, kind, (section,))] or [as_sentence(message)]
+    raise InputError("; ".join(faults))
+
+
+def field_faults(value: Any, hint: Any, key: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+    """Yields the key and the fault of every part of plain data that does not fit a type hint: values of another type,
+    unknown fields of tables, and tables that lack fields."""
+    items: dict[str | int, tuple[Any, Any]]
+    for option in _options(hint):
+        kind, hint_args = _parts(option)
+        if isinstance(value, Mapping) and _is_struct(kind):
+            fields = {field.encode_name: field for field in msgspec.structs.fields(option)}
+            yield from unknown_fields(value, fields, key) if kind.__struct_config__.forbid_unknown_fields else ()
+            missing = [repr(dotted((*key, name))) for name in fields if fields[name].required and name not in value]
+            if missing:
+                yield key, f"needs the field{'s' * (len(missing) > 1)} {', '.join(missing)}."
+            items = {name: (value[name], fields[name].type) for name in fields if name in value}
+        elif isinstance(value, Mapping) and kind is dict and hint_args:
+            items = {name: (item, hint_args[1]) for name, item in value.items()}
+        elif isinstance(value, list | tuple) and (kind is list or hint_args[1:] == (...,)):
+            items = {index: (item, hint_args[0]) for index, item in enumerate(value)}
+        else:
+            continue
+        for name, (item, item_hint) in items.items():
+            yield from field_faults(item, item_hint, (*key, name))
+        return
     try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        message = str(error).replace("`$.", f"`{section}.")
-        name = message.rpartition(f"`{section}.")[2].partition("`")[0].partition("[")[0]
-        name, hints = name.partition(".")[0], _hints(kind)
-        for unknown in sorted(fields.keys() - hints.keys()) if kind.__struct_config__.forbid_unknown_fields else ():
-            raise InputError(f"{section}.{unknown} is not a field.{nearest(unknown, hints)}") from None
-        if name in fields:
-            table = next((part for part in get_args(hints[name]) if hasattr(part, "__struct_fields__")), None)
-            if table and isinstance(fields[name], Mapping):
-                convert_fields(fields[name], table, section=f"{section}.{name}")
-            if table:
-                table_words = f"Give a table of {', '.join(table.__struct_fields__)}."
-                raise InputError(f"{section}.{name} is {fields[name]!r}. {table_words}") from None
-            fitted(fields[name], hints[name], f"{section}.{name}")
-        raise InputError(as_sentence(message)) from None
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        yield key, f"{dotted(key)} is {_quoted(value)}. Give {_hint_words(hint, of_tables=True)}."
+
+
+def unknown_fields(table: Iterable[str], names: Iterable[str], key: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """Yields the key and the fault of every field of a table that is not among the names."""
+    for name in table:
+        if name not in names:
+            yield (*key, name), f"{dotted((*key, name))} is not a field.{nearest(name, names)}"
+
+
+def dotted(key: KeyPath) -> str:
+    """Returns the name of a field in messages: ``"levels.2.size"``."""
+    return ".".join(map(str, key))
 
 
 def check_figures(
@@ -121,16 +152,28 @@ def fitted(value: Any, hint: Any, what: str) -> Any:
     """
     converted = _fit(value, hint)
     if converted is _UNFIT:
-        text = repr(value)
-        raise InputError(
-            f"{what} is {text if len(text) < 80 else f'a {type(value).__name__}'}. Give {_hint_words(hint)}."
-        )
+        raise InputError(f"{what} is {_quoted(value)}. Give {_hint_words(hint)}.")
     return converted
+
+
+def _quoted(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"a {type(value).__name__}"
 
 
 @cache
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return get_origin(hint) or hint, get_args(hint)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """Returns the members of a union, else the hint itself."""
+    kind, hint_args = _parts(hint)
+    return hint_args if kind in (Union, UnionType) else (hint,)
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def _fit(value: Any, hint: Any) -> Any:
@@ -156,18 +199,25 @@ def _fit(value: Any, hint: Any) -> Any:
     return value if not isinstance(kind, type) or isinstance(value, kind) else _UNFIT
 
 
-def _hint_words(hint: Any) -> str:
-    """Returns the words for a type hint: ``"a table {text: a whole number} or text"``."""
-    kind, hint_args = get_origin(hint) or hint, get_args(hint)
+def _hint_words(hint: Any, *, of_tables: bool = False) -> str:
+    """Returns the words for a type hint: ``"a table {text: a whole number} or text"``; of a Struct, its name, or with
+    ``of_tables`` the fields of the table that stands for it."""
+    kind, hint_args = (
+        get_origin(hint) or hint,
+        get_args(hint),
+    )  # not of the cache, whose unions have another order
+    words = partial(_hint_words, of_tables=of_tables)
     if kind in (Union, UnionType):
-        return " or ".join(_hint_words(hint_arg) for hint_arg in hint_args if hint_arg is not NoneType)
+        return " or ".join(words(hint_arg) for hint_arg in hint_args if hint_arg is not NoneType)
     if kind is Literal:
-        *words, last_word = [str(hint_arg) for hint_arg in hint_args if hint_arg] or ["nothing"]
-        return f"{', '.join(words)} or {last_word}" if words else last_word
+        *first_words, last_word = [str(hint_arg) for hint_arg in hint_args if hint_arg] or ["nothing"]
+        return f"{', '.join(first_words)} or {last_word}" if first_words else last_word
+    if of_tables and _is_struct(kind):
+        return f"a table of {', '.join(kind.__struct_fields__)}"
     if isinstance(kind, type) and issubclass(kind, Mapping):
-        return f"a table {{{': '.join(map(_hint_words, hint_args))}}}"
-    if kind in (tuple, Sequence):
-        return f"a list of {_hint_words(hint_args[0])}"
+        return f"a table {{{': '.join(map(words, hint_args))}}}"
+    if kind in (tuple, list, Sequence):
+        return f"a list of {words(hint_args[0])}"
     return _WORDS.get(kind) or ("a function" if kind is Callable else f"a {kind.__name__}")
 
 

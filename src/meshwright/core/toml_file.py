@@ -1,29 +1,25 @@
 """Reads TOML files that a person writes, reporting every error at once with its line, and writes TOML."""
 
-import operator
 import re
 import tomllib
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, reduce
-from itertools import chain
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import tomli_w
-from msgspec import inspect
 
-from meshwright.core.errors import FileWarning, InputError, as_sentence, nearest
-from meshwright.core.fields import figure_faults
+from meshwright.core.errors import FileWarning, InputError, as_sentence
+from meshwright.core.fields import KeyPath, dotted, field_faults, figure_faults, unknown_fields
 from meshwright.core.files import read_text
 
 _SEAL = "# Written by meshwright; CRC-32 of what follows: "
 
 T = TypeVar("T")
-KeyPath = tuple[str | int, ...]
 
 
 class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -70,9 +66,12 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         table: Any = self.data
         for key in at:
             table = table[key]
-        problems = _key_problems(self, table, tuple(names), at)
-        if problems:
-            raise InputError("; ".join(problems))
+        self.refuse(unknown_fields(table, tuple(names), at))
+
+    def refuse(self, faults: Iterable[tuple[KeyPath, str]]) -> None:
+        """Raises one InputError for all faults, each with ``path:line`` of its key; none if there are none."""
+        if messages := [f"{self.where(key)}: {fault}" for key, fault in faults]:
+            raise InputError("; ".join(messages))
 
 
 def read_toml(path: Path) -> TomlFile:
@@ -94,31 +93,24 @@ def parse_toml(text: str, *, path: str = "<text>") -> TomlFile:
     except ValueError:
         raise InputError(f"{path} has an impossible date, or a number of thousands of digits. Correct it.") from None
     file = TomlFile(path=path, data=data, text=text)
-    if faults := [file.error(key, f"{'.'.join(map(str, key))} is {fault}") for key, fault in figure_faults(data)]:
-        raise InputError("; ".join(map(str, faults)))
+    file.refuse((key, f"{dotted(key)} is {fault}") for key, fault in figure_faults(data))
     return file
 
 
 def decode_toml(file: TomlFile, kind: type[T]) -> T:
     """Converts the file to a Struct.
 
-    Every unknown key (with the nearest known one) and wrong value, each with ``path:line``, and the names of all
-    missing keys are collected into ONE InputError.
+    Every unknown key (with the nearest known one), wrong value and missing key, each with ``path:line``, are collected
+    into ONE InputError.
     """
-    faults = _problems(file, file.data, inspect.type_info(kind), ())
-    problems = [fault for fault in faults if isinstance(fault, str)]
-    if missing_keys := [fault for fault in faults if isinstance(fault, tuple)]:
-        names = ", ".join(repr(".".join(map(str, key))) for key in missing_keys)
-        place = file.where(missing_keys[0][:-1]) if len(missing_keys) == 1 else file.path
-        problems.append(f"{place}: needs the key{'s' * (len(missing_keys) > 1)} {names}.")
-    if problems:
-        raise InputError("; ".join(problems))
+    file.refuse(field_faults(file.data, kind))
     try:
         return msgspec.convert(file.data, kind)
     except msgspec.ValidationError as error:
         # "... - at `$.levels[2].hop_s`"
-        path_steps = re.findall(r"\.(\w+)|\[(\d+)\]", str(error).partition("`$")[2])
-        raise file.error(tuple(key or int(number) for key, number in path_steps), _reason(error)) from None
+        message, _, path = str(error).partition(" - at `")
+        path_steps = re.findall(r"\.(\w+)|\[(\d+)\]", path)
+        raise file.error(tuple(key or int(number) for key, number in path_steps), as_sentence(message)) from None
 
 
 def load_toml(path: Path, kind: type[T]) -> T:
@@ -136,70 +128,6 @@ def warn_of_changes(file: TomlFile) -> None:
             FileWarning,
             stacklevel=3,
         )
-
-
-def _problems(file: TomlFile, value: Any, kind: inspect.Type, at: KeyPath) -> list[str | KeyPath]:
-    """Lists every fault of the value, a missing key by its path; descends into tables so that one fault does not hide
-    the next."""
-    options = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    for option in options:
-        if isinstance(option, inspect.StructType) and isinstance(value, dict):
-            fields = {field.encode_name: field for field in option.fields}
-            missing = ((*at, name) for name, field in fields.items() if field.required and name not in value)
-            faults: list[str | KeyPath] = [*_key_problems(file, value, tuple(fields), at), *missing]
-            nested = [_problems(file, value[name], fields[name].type, (*at, name)) for name in fields if name in value]
-            return [*faults, *chain(*nested)]
-        if isinstance(option, inspect.DictType) and isinstance(value, dict):
-            return [p for key, item in value.items() for p in _problems(file, item, option.value_type, (*at, key))]
-    if isinstance(kind, inspect.VarTupleType | inspect.ListType) and isinstance(value, list):
-        return [p for i, item in enumerate(value) for p in _problems(file, item, kind.item_type, (*at, i))]
-    types = [_PLAIN[type(option)](option) if type(option) in _PLAIN else Any for option in options]
-    try:
-        msgspec.convert(value, Any if Any in types else reduce(operator.or_, types))
-    except msgspec.ValidationError as error:
-        key_text = ".".join(str(part) for part in at)
-        names = [str(word) for option in options if isinstance(option, inspect.LiteralType) for word in option.values]
-        reason = f"not known.{nearest(value, names)}" if names and isinstance(value, str) else _reason(error)
-        return [f"{file.where(at)}: {key_text} = {_shown(value)}: {reason}"]
-    return []
-
-
-_PLAIN: dict[type, Any] = {
-    inspect.IntType: lambda kind: int,
-    inspect.FloatType: lambda kind: float,
-    inspect.StrType: lambda kind: str,
-    inspect.BoolType: lambda kind: bool,
-    inspect.NoneType: lambda kind: type(None),
-    inspect.LiteralType: lambda kind: Literal[tuple(kind.values)],
-    inspect.StructType: lambda kind: kind.cls,
-    inspect.DictType: lambda kind: dict,
-    inspect.VarTupleType: lambda kind: list,
-    inspect.ListType: lambda kind: list,
-}
-
-
-_TYPES = {
-    "array": "a list", "bool": "true or false", "float": "a number", "int": "a whole number", "object": "a table",
-    "str": "text",
-}  # fmt: skip
-"""Types as msgspec names them -> as TOML does."""
-
-
-def _reason(error: Exception) -> str:
-    def words(found: re.Match[str]) -> str:
-        names = found[1].split(" | ")
-        return " or ".join(_TYPES.get(name, name) for name in names if name != "null") or "nothing"
-
-    return as_sentence(re.sub(r"`([a-z |]+)`", words, str(error).split(" - at `")[0]))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def _key_problems(file: TomlFile, table: Mapping[str, Any], names: tuple[str, ...], at: KeyPath) -> list[str]:
-    return [f"{file.where((*at, key))}: unknown key {key!r}.{nearest(key, names)}" for key in table if key not in names]
 
 
 def _key_lines(text: str) -> dict[KeyPath, int]:

@@ -356,7 +356,7 @@ def read_chip(path: Path) -> Chip:
     if not isinstance(table, dict):
         raise file.error(key_path, "chip is neither a table nor a name. Write one table [chip].")
     for key in table.keys() & OTHER_NAMES.keys():
-        raise file.error((*key_path, key), f"unknown key {key!r}. Did you mean {OTHER_NAMES[key]!r}?")
+        raise file.error((*key_path, key), f"{key} is not a field. Did you mean {OTHER_NAMES[key]!r}?")
     file.check_keys(Chip.__struct_fields__, at=key_path)
     with file.at(key_path):
         return chip_from_table(table)

@@ -59,7 +59,7 @@ class _SizedLevel(NetworkLevel, frozen=True, kw_only=True):
     size: int
 
 
-class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True):
+class _ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chip: str | dict[str, Any]
     num_slices: int = 1
     twisted: bool = False

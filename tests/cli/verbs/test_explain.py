@@ -223,8 +223,8 @@ def edited(path, old, new):
     [
         ("fsdp = 1024", "fsdp = 512", 3, "needs 4096 devices, but v5p:16x16x32 has 8192"),
         ("batch_seqs = 1024", "batch_seqs = 1000", 3, "does not divide the batch of 1000 sequences"),
-        ("batch_seqs = 1024", "batch_seqs = '1024'", 2, "job.batch_seqs = '1024': expected a whole number, got text"),
-        ("[strategy]", "[strategy]\nremot = 1", 2, "unknown key 'remot'. Did you mean 'remat'?"),
+        ("batch_seqs = 1024", "batch_seqs = '1024'", 2, "job.batch_seqs is '1024'. Give a whole number."),
+        ("[strategy]", "[strategy]\nremot = 1", 2, "strategy.remot is not a field. Did you mean 'remat'?"),
         ("num_layers = 80", "num_layers = 0", 2, "num_layers=0 must be at least 1"),
         ("train_tokens = 15000000000000", "train_tokens = 0", 2, "job.train_tokens=0 must be between 1 and 1e+24"),
     ],
