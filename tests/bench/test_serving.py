@@ -10,9 +10,8 @@ from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.simulation import ReplicaPool, simulate
 from meshwright.batching.traffic import fixed, traffic_of, uniform
 from meshwright.bench.serving.clock import EngineClock, TimedStep, fit_clock, measure_clock
-from meshwright.bench.serving.compare import LoadShape, check_lengths
+from meshwright.bench.serving.compare import LoadShape, capacity_per_s, check_lengths, simulate_engine
 from meshwright.bench.serving.load import LoadClient, ServerFacts
-from meshwright.bench.serving.pipelined import as_arrived, capacity_per_s, simulate_engine
 from meshwright.core.errors import InputError
 from tests.bench.paced import VOCAB, paced_engine
 from tests.serve.http.fake import in_loop, listening
@@ -105,7 +104,7 @@ def test_capacity_is_what_a_flood_gets():
     traffic = LoadShape(prompt=fixed(16), output=fixed(16)).traffic(1.0, 100)
     capacity = capacity_per_s(traffic, LIMITS, CLOCK)
     for share in (0.7, 3.0):
-        found = simulate_engine(as_arrived(traffic, share * capacity), LIMITS, CLOCK).summary()
+        found = simulate_engine(traffic.at_rate(share * capacity), LIMITS, CLOCK).summary()
         assert found.requests_per_s == pytest.approx(min(share, 1.0) * capacity, rel=0.15)
 
 

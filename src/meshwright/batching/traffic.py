@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.batching.request import GenerationRequest
@@ -32,6 +33,17 @@ class RequestTraffic(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def __len__(self) -> int:
         return len(self.arrival_s)
+
+    @property
+    def rate_per_s(self) -> float:
+        """Requests a second from the first arrival to the last; 0 if all arrive at once."""
+        span_s = float(self.arrival_s[-1] - self.arrival_s[0])
+        return (len(self) - 1) / span_s if span_s else 0.0
+
+    def at_rate(self, rate_per_s: float) -> "RequestTraffic":
+        """Returns the same requests in the same order, so many a second in the mean; those that come at once still
+        do."""
+        return replace(self, arrival_s=self.arrival_s * (self.rate_per_s or rate_per_s) / rate_per_s)
 
     def requests(self) -> Iterator[tuple[float, GenerationRequest]]:
         """Yields the time of arrival and the request, numbered from 0."""

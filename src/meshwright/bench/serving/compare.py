@@ -1,17 +1,21 @@
-"""A server under load beside the simulation of the same requests."""
+"""A server under load beside the simulation of the same requests on its engine, which dispatches a step before it reads
+the one before it, as `serve.engine` does."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import msgspec
 import numpy as np
 from scipy.optimize import nnls
 
-from meshwright.batching.record import LatencyTargets, ServingSummary
+from meshwright.batching.limits import SchedulerLimits
+from meshwright.batching.record import LatencyTargets, ServingRecord, ServingSummary
+from meshwright.batching.replica import RequestTimes
+from meshwright.batching.scheduler import Scheduler
+from meshwright.batching.steps_log import StepsLog
 from meshwright.batching.traffic import LengthSampler, RequestTraffic, traffic_of
 from meshwright.bench.serving.clock import ROUNDS, EngineClock
 from meshwright.bench.serving.load import LoadClient, ServerFacts
-from meshwright.bench.serving.pipelined import arrival_rate, as_arrived, simulate_engine
 from meshwright.bench.serving.server import BenchedServer
 from meshwright.core.errors import InputError
 
@@ -52,7 +56,7 @@ class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
         gaps = generator.gamma(self.burstiness, 1 / self.burstiness, count)
         arrival_s = np.cumsum(gaps) - gaps[0]
         traffic = traffic_of(arrival_s, self.prompt(generator, count), self.output(generator, count))
-        return as_arrived(traffic, rate_per_s)
+        return traffic.at_rate(rate_per_s)
 
 
 def check_lengths(traffic: RequestTraffic, facts: ServerFacts) -> None:
@@ -63,6 +67,76 @@ def check_lengths(traffic: RequestTraffic, facts: ServerFacts) -> None:
             f"a request of {num_tokens:,} tokens is too long for the server, which has {facts.max_len:,} positions. "
             f"Give shorter --prompt and --output, or a longer --max-len."
         )
+
+
+class _Client:
+    """What clients have seen: tokens of each request, and when."""
+
+    def __init__(self, traffic: RequestTraffic) -> None:
+        self.times, self.log = RequestTimes(len(traffic)), StepsLog(1)
+        self._num_left = traffic.output.copy()
+        self._last_s = np.full(len(traffic), np.nan)
+
+    def tokens(self, numbers: Iterable[int], at_s: float) -> None:
+        """Notes a token of each request; a static batch also computes requests that have all of theirs."""
+        for number in numbers:
+            if not self._num_left[number]:
+                continue
+            if np.isnan(self._last_s[number]):
+                self.times.first_token_s[number] = at_s
+            else:
+                self.log.add_gap(at_s - self._last_s[number], at_s, 1)
+            self._last_s[number] = at_s
+            self._num_left[number] -= 1
+            if not self._num_left[number]:
+                self.times.ended_s[number] = at_s
+
+
+def simulate_engine(traffic: RequestTraffic, limits: SchedulerLimits, clock: EngineClock) -> ServingRecord:
+    """Returns what clients of one engine see. Raises InputError for a request that can never run.
+
+    `batching.simulation` plans a step when the one before it has ended. Here the host plans and dispatches it while
+    that one runs, so that a request which arrives meanwhile waits for one step more, unless the engine was idle.
+    """
+    scheduler, client = Scheduler(limits), _Client(traffic)
+    arrivals = traffic.requests()
+    next_arrival = next(arrivals, None)
+    host_s = free_s = 0.0  # when the host and the devices are free
+    running_step: tuple[float, list[int]] | None = None  # when it ends, and the requests that get a token
+    while next_arrival or scheduler.load or running_step:
+        if not scheduler.load and not running_step and next_arrival:
+            host_s = max(host_s, next_arrival[0] + clock.request_s / 2)
+        while next_arrival and next_arrival[0] + clock.request_s / 2 <= host_s:
+            scheduler.submit(next_arrival[1])
+            next_arrival = next(arrivals, None)
+        step, dispatched_step = scheduler.plan(), None
+        if step.repeats:
+            for active in step.admitted:
+                if np.isnan(client.times.admitted_s[active.request.number]):
+                    client.times.admitted_s[active.request.number] = host_s
+            for active in step.preempted:
+                client.times.num_preempted[active.request.number] += 1
+            prefilled, _ = scheduler.commit(step)
+            host_s += clock.host_s
+            start_s, decode_load = max(host_s, free_s), (len(step.decode), step.cached_tokens)
+            free_s = start_s + float(clock.step_s(*decode_load, step.prefill_tokens, step.prefill_past))
+            client.log.add_run(start_s, free_s, len(scheduler.running), len(step.decode))
+            dispatched_step = free_s, [active.request.number for active in (*step.decode, *prefilled)]
+        if running_step:
+            host_s = max(host_s, running_step[0])
+            client.tokens(running_step[1], host_s + clock.request_s / 2)
+        running_step = dispatched_step
+    return ServingRecord(traffic=traffic, times=client.times, page_len=limits.page_len, logs=(client.log,), spans=())
+
+
+def capacity_per_s(traffic: RequestTraffic, limits: SchedulerLimits, clock: EngineClock) -> float:
+    """Returns the requests per second of an engine that always has requests like these waiting: those that end in the
+    middle half of a run in which all arrive at once."""
+    num_repeats = -(-4 * limits.max_requests // len(traffic))
+    prompt, output = (np.tile(lengths, num_repeats) for lengths in (traffic.prompt, traffic.output))
+    ended_s = np.sort(simulate_engine(traffic_of(np.zeros(len(prompt)), prompt, output), limits, clock).times.ended_s)
+    first_index, last_index = len(ended_s) // 4, len(ended_s) * 3 // 4
+    return float((last_index - first_index) / (ended_s[last_index] - ended_s[first_index]))
 
 
 async def over_http(client: LoadClient, facts: ServerFacts, clock: EngineClock, most: int) -> EngineClock:
@@ -110,15 +184,14 @@ async def compare(
     if server is not None:
         count = max(server.limits.max_requests // 4, 1)
         drift = float(np.median(await _burst(client, facts, count))) / _burst_s(server.clock, count) - 1
-    rate_per_s = arrival_rate(traffic)
-    on_sent(f"{len(traffic):,} requests, {rate_per_s:.3g} a second, for {traffic.arrival_s[-1]:.0f} s")
+    on_sent(f"{len(traffic):,} requests, {traffic.rate_per_s:.3g} a second, for {traffic.arrival_s[-1]:.0f} s")
     load = await client.send(traffic, facts)
     predicted = None
     if server is not None:
         record = simulate_engine(load.record.traffic, server.limits, server.clock)
         predicted = record.summary(targets)
     return RateResult(
-        rate_per_s=rate_per_s,
+        rate_per_s=traffic.rate_per_s,
         num_requests=len(traffic),
         predicted=predicted,
         measured=load.record.summary(targets),

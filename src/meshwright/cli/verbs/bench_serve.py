@@ -101,9 +101,15 @@ def _started(given: Given, stack: ExitStack) -> "BenchedServer":
 async def _measured(
     given: Given, url: str, server: "BenchedServer | None", rates: list[float], traced: RequestTraffic | None
 ) -> "LoadAnswer":
-    from meshwright.bench.serving.compare import LoadShape, check_lengths, compare, over_http
+    from meshwright.bench.serving.compare import (
+        LoadShape,
+        capacity_per_s,
+        check_lengths,
+        compare,
+        over_http,
+        simulate_engine,
+    )
     from meshwright.bench.serving.load import LoadClient
-    from meshwright.bench.serving.pipelined import as_arrived, capacity_per_s, simulate_engine
 
     client = LoadClient(url, api_key=given.api_key)
     facts = await client.facts()
@@ -121,7 +127,7 @@ async def _measured(
 
     def at(rate: float) -> RequestTraffic:
         if traced is not None:
-            return as_arrived(traced, rate)
+            return traced.at_rate(rate)
         return shape.traffic(rate, given.requests or min(max(round(rate * given.seconds), FEWEST), MOST))
 
     loads = [at(rate) for rate in rates or ([share * capacity for share in SHARES] if capacity and not traced else [])]
