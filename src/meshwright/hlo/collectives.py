@@ -11,22 +11,12 @@ import msgspec
 from meshwright.core.labels import StepLabel, find_label
 from meshwright.hlo.groups import Groups, are_shifted, axes_of, group_size, permute_pairs, replica_groups, slice_groups
 from meshwright.hlo.loops import runs_at_most_once, runs_further_rounds, trip_count
-from meshwright.hlo.module import CONTAINERS, NO_WORK, Instruction, Module, parse_module
-from meshwright.hlo.products import is_product
+from meshwright.hlo.module import Instruction, Module, parse_module
+from meshwright.hlo.products import fuses_compute, runs_beside_compute
 from meshwright.hlo.shapes import parse_shapes, shape_bytes
 
 Overlap = Literal["", "start/done", "async fusion", "windowed", "between slices"]
 """How a collective runs beside compute; empty for an exposed one, which the program waits for."""
-
-_KERNELS = ("tpu_custom_call", "__cudnn$", "mosaic_gpu", "__gpu$xla.gpu.triton")
-"""First letters of the targets of custom calls that compute; other custom calls only mark or allocate something."""
-_NO_COMPUTE = {
-    *NO_WORK,
-    *CONTAINERS,
-    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"),
-    *("send", "recv", "after-all", "custom-call"),
-}
-"""Opcodes that by themselves compute nothing."""
 
 KINDS = {
     "all-gather": "all_gather",
@@ -403,41 +393,3 @@ def collective_rows(found: Iterable[CompiledCollective]) -> tuple[CollectiveRow,
         times, steps = sum(c.trips for c in group), tuple(dict.fromkeys(c.step for c in group if c.step))
         rows.append(CollectiveRow(*key, times, group[0].full_bytes * times, is_async, notes, steps))
     return tuple(sorted(rows, key=lambda row: row.total_bytes, reverse=True))
-
-
-def runs_beside_compute(module: Module, start: Instruction, done: str, *, num_bytes: int) -> bool:
-    """True if compute of some size stands between a start and its ``done``, or the end of the computation without one.
-
-    That is a product, a kernel, or other work that writes at least the collective's ``num_bytes``: memory is several
-    times as fast as links, so that less could not hide it.
-    """
-    instructions = module.computations[start.computation].instructions
-    names = [instruction.name for instruction in instructions]
-    after_start = names.index(start.name) + 1
-    between = instructions[after_start : names.index(done) if done in names else None]
-    return _computes(module, between) or sum(_written(module, instruction) for instruction in between) >= num_bytes
-
-
-def fuses_compute(module: Module, key: str) -> bool:
-    """True if a piece of the asynchronous TPU collective with this key is fused with a product."""
-    pieces = {instruction.computation for instruction in module if instruction.async_key == key}
-    return any(_computes(module, module.computations[piece].instructions) for piece in pieces)
-
-
-def _computes(module: Module, instructions: Iterable[Instruction]) -> bool:
-    """True if a product or a kernel is among these instructions, or among those that they call."""
-    return any(
-        is_product(i) or i.target.startswith(_KERNELS) or _computes(module, module.inside(i)) for i in instructions
-    )
-
-
-def _written(module: Module, one: Instruction) -> int:
-    """Returns the bytes that elementwise work or a copy writes; of an update in place only the part that changes."""
-    suffixes = ("-start", "-done", "-update")
-    if one.opcode in _NO_COMPUTE or one.opcode.endswith(suffixes):
-        return 0
-    body: Sequence[Instruction] = module.inside(one) if one.opcode == "fusion" else ()
-    updates = [inner for inner in (one, *body) if inner.opcode == "dynamic-update-slice"]
-    if updates:
-        return sum(module.operand(inner, 1).shapes[0].num_bytes for inner in updates)
-    return shape_bytes(one.shape)
