@@ -121,17 +121,17 @@ def calibrations(
 
 def batches(cases: Sequence[Case]) -> tuple[CaseBatch, ...]:
     """Returns the cases as batches of one pattern each."""
-    numbers_by_pattern: dict[tuple[Any, ...], list[int]] = {}
+    numbers_by_pattern: dict[tuple[object, ...], list[int]] = {}
     for number, case in enumerate(cases):
         numbers_by_pattern.setdefault(_pattern(case), []).append(number)
     return tuple(_batch(cases, numbers) for numbers in numbers_by_pattern.values())
 
 
-def _pattern(case: Case) -> tuple[Any, ...]:
+def _pattern(case: Case) -> tuple[object, ...]:
     """Returns the key that cases of one batch share: their derived steps differ in sizes alone."""
     strategy, setting, cluster = case.strategy, case.setting, case.setting.cluster
     ops = tuple((block.name, block.ops, block.carry) for block in setting.program.blocks)
-    choices: tuple[Any, ...] = (
+    choices: tuple[object, ...] = (
         strategy.remat,
         strategy.context_attention,
         strategy.schedule,
@@ -219,7 +219,7 @@ def _stacked_legs(every: Sequence[tuple[Leg, ...]]) -> tuple[Leg, ...]:
     )
 
 
-def _arrays(every: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
+def _arrays(every: Sequence[object], names: Iterable[str]) -> dict[str, Any]:
     """Stacks attributes of several objects into arrays."""
     return {field: np.array([getattr(item, field) for item in every]) for field in names}
 

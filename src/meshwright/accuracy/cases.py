@@ -5,7 +5,7 @@ The rules of `docs/accuracy.md`, the same for every source, fill in what a sourc
 
 import math
 import re
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -20,7 +20,16 @@ from meshwright.spec.cluster import Cluster, make_cluster
 from meshwright.spec.cluster_shapes import balanced_shape
 from meshwright.spec.job import Job
 from meshwright.spec.model import Lora, Model
-from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.spec.strategy import (
+    Assumptions,
+    AttentionKernel,
+    Dispatch,
+    Precision,
+    Software,
+    Strategy,
+    make_mesh,
+    standard_assignment,
+)
 
 _GIGABITS_PER_NODE = re.compile(r"\b([1-9]\d{0,6}) Gb/s inter-node")
 _ROPE_DIM = 64
@@ -30,7 +39,7 @@ _MLA_HEAD = 128
 A3_HIGH_BYTES_PER_S = 12.5e9
 """Network rate per GPU of an A3 High machine: four 200 Gb/s cards for eight GPUs (Google Cloud's machine-type page)."""
 
-PRECISIONS: dict[str, Any] = {
+PRECISIONS: dict[str, Precision | Literal[""]] = {
     "bf16": "",
     "fp16": "",
     "unstated": "",

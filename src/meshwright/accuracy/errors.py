@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -121,7 +120,7 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
             right=float(np.mean(np.array(regrets) == 0)),
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns ``overall``, ``core_train`` or ``core_decode`` (``_DATE`` for later records), each group, ``pick``
         (regret), ``records`` and ``unpredicted``."""
         sections = {

@@ -169,7 +169,7 @@ def folds(cases: Sequence[Case]) -> np.ndarray:
 def folds_of(keys: Sequence[tuple[Any, ...]]) -> np.ndarray:
     """Returns the number of the fold of each key, below ``NUM_FOLDS`` [keys]; equal keys are in the same fold, and the
     keys of a group, their first entry, are spread over all."""
-    fold_of: dict[Any, int] = {}
+    fold_of: dict[tuple[object, ...], int] = {}
     for group in sorted({key[0] for key in keys}):
         members = sorted({key for key in keys if key[0] == group}, key=str)
         member_order = np.random.default_rng(0).permutation(len(members))
@@ -179,7 +179,7 @@ def folds_of(keys: Sequence[tuple[Any, ...]]) -> np.ndarray:
     return np.array([fold_of[key] for key in keys])
 
 
-def configuration(case: Case) -> tuple[Any, ...]:
+def configuration(case: Case) -> tuple[object, ...]:
     """Returns a key that is equal for near duplicates."""
     record = case.record
     sizes = tuple(case.strategy.mesh.values())

@@ -2,7 +2,6 @@
 that both make under a steady load."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -153,7 +152,7 @@ def fit_served(records: Sequence[Record]) -> FittedServing:
     folds = folds_of([configuration(case) for case in cases])
     numbers_by_fold = {fold: fitted(folds != fold) for fold in np.unique(folds).tolist()}
 
-    def held_out(parts: np.ndarray, numbers: Mapping[Any, Mapping[str, float]] | None = None) -> np.ndarray:
+    def held_out(parts: np.ndarray, numbers: Mapping[int, Mapping[str, float]] | None = None) -> np.ndarray:
         predicted = np.empty(len(cases))
         for part in np.unique(parts).tolist():
             in_part = parts == part
@@ -191,7 +190,7 @@ def served_calibrations(cases: Sequence[ServedCase], numbers: Mapping[str, float
     return calibrations([case.decode for case in cases], generation_numbers().numbers | CONSTANTS | dict(numbers))
 
 
-def configuration(case: ServedCase) -> tuple[Any, ...]:
+def configuration(case: ServedCase) -> tuple[object, ...]:
     """Returns a key that is equal for near duplicates: all lengths and batches of one engine on the same devices."""
     record, mesh = case.record, case.decode.strategy.mesh
     return (record.group, case.decode.setting.model.name, case.chip.name, tuple(mesh.values()), record.precision)
@@ -200,7 +199,7 @@ def configuration(case: ServedCase) -> tuple[Any, ...]:
 def served_cases(records: Sequence[Record]) -> tuple[tuple[ServedCase, ...], tuple[Unpredicted, ...]]:
     """Splits records into cases and records that are not predicted, with reasons; a measurement that several records
     list counts once."""
-    cases, unpredicted, seen_keys = list[ServedCase](), list[Unpredicted](), set[tuple[Any, ...]]()
+    cases, unpredicted, seen_keys = list[ServedCase](), list[Unpredicted](), set[tuple[object, ...]]()
     for record in records:
         case = served_case(record)
         if isinstance(case, ServedCase):

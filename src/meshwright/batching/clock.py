@@ -2,11 +2,12 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 
 SecondsArray = NDArray[np.float64]
@@ -15,7 +16,7 @@ SecondsArray = NDArray[np.float64]
 class Clock(Protocol):
     """Seconds of an engine's steps. Inherit from it for the default of `steps_s`."""
 
-    def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
+    def step_s(self, num_decode: Number, cached_tokens: Number, prefill_tokens: Number, prefill_past: Number) -> Number:
         """Returns the seconds of a step.
 
         ``num_decode`` requests decode a token each and read ``cached_tokens`` in all (their own new tokens not
@@ -57,7 +58,7 @@ class TabledClock(Clock):
         self._cached = np.asarray(self._grids[1], float)
         self._rows: dict[int, SecondsArray] = {}
 
-    def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
+    def step_s(self, num_decode: Number, cached_tokens: Number, prefill_tokens: Number, prefill_past: Number) -> Number:
         """Returns the seconds of one step, see `Clock`; takes numbers, not arrays."""
         if prefill_tokens:
             return float(self._blend((num_decode, cached_tokens, prefill_tokens, prefill_past)))
@@ -73,7 +74,7 @@ class TabledClock(Clock):
         cached_by_step = cached_tokens + num_decode * np.arange(num_steps)
         return np.interp(cached_by_step, self._cached, self._rows[num_decode])
 
-    def _blend(self, at: Sequence[float]) -> Any:
+    def _blend(self, at: Sequence[float]) -> Number:
         """Returns the table interpolated in its first dims."""
         slices, shares = [], []
         for value, grid, max_value in zip(at, self._grids, self._most, strict=False):

@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from meshwright.bench.results import Contents, MatmulPart, Timing
-from meshwright.bench.timing import MAX_REPEATS, Budget, Call, time_together
+from meshwright.bench.timing import MAX_REPEATS, Budget, Call, Name, time_together
 from meshwright.nn.attention.platform import platform_of
 from meshwright.parallel.mesh import device_mesh
 from meshwright.spec.chip import Chip
 
-JAX_DTYPES: dict[str, Any] = {
+JAX_DTYPES: dict[str, DTypeLike] = {
     "fp32": jnp.float32,
     "tf32": jnp.float32,
     "bf16": jnp.bfloat16,
@@ -46,6 +47,7 @@ MlpShape = tuple[int, int, int]
 AttentionShape = tuple[int, int, int, int, int]
 """B, T, N, K, H of a device."""
 Item = TypeVar("Item")
+Values = TypeVar("Values", np.ndarray, Array)
 
 
 class BenchSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +128,7 @@ class Workload:
     ``launches`` times, each on the result of the launch before.
     """
 
-    body: Callable[..., Any]
+    body: Callable[..., object]
     shards: tuple[Shard, ...]
     work: float
     rounds: int = 1
@@ -196,7 +198,7 @@ class Bench:
         """Returns a mesh of the devices with the given axes, or with one axis."""
         return device_mesh(axes or {"device": len(self.devices)}, self.devices)
 
-    def program(self, workload: Workload) -> Callable[..., Any]:
+    def program(self, workload: Workload) -> Callable[..., Array]:
         """Returns a function that runs the body on all devices' shards; results are sharded along their first dim."""
         mesh = self.mesh(workload.axes)
         spec = PartitionSpec(mesh.axis_names)
@@ -253,7 +255,7 @@ def _numbers(shard: Shard, rng: np.random.Generator) -> np.ndarray:
     return (draw(num_drawn, np.float32) * np.float32(shard.scale)).astype(dtype)
 
 
-def _repeated(values: Any, shape: tuple[int, ...]) -> Any:
+def _repeated(values: Values, shape: tuple[int, ...]) -> Values:
     """Repeats NumPy's or JAX's numbers until they fill a shape."""
     num_values = math.prod(shape)
     xp = np if isinstance(values, np.ndarray) else jnp
@@ -287,8 +289,8 @@ class Runner:
             yield item, self.share(1 / (len(items) - number))
 
     def time(
-        self, calls: Mapping[Any, Workload | Call], left_out: str = "{}", *, max_repeats: int = MAX_REPEATS
-    ) -> dict[Any, Timing]:
+        self, calls: Mapping[Name, Workload | Call], left_out: str = "{}", *, max_repeats: int = MAX_REPEATS
+    ) -> dict[Name, Timing]:
         """Returns timings by key, taken in alternation; messages call a failed one ``left_out.format(key)``."""
         ready = {key: self.bench.call(call) if isinstance(call, Workload) else call for key, call in calls.items()}
         timings, reason_by_key = time_together(ready, self.budget, max_repeats=max_repeats)

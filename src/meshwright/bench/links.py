@@ -1,7 +1,5 @@
 """Parts that measure collectives by group and size, and launches of programs from the host."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -100,8 +98,8 @@ def _launches(arrays: tuple[Array, ...], launches: int) -> Call:
     # Each number of arguments has its own jitted function: one with several programs looks one up at each launch.
     program = jax.jit(lambda *values: values[0] + 1)
 
-    def run(*given: Array) -> Any:
-        result = None
+    def run(*given: Array) -> Array | None:
+        result: Array | None = None
         for _ in range(launches):
             result = program(*given)
         return result

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import Any
+from typing import TypeVar
 
 import jax
 
@@ -47,12 +47,15 @@ def budget_of(seconds: float, clock: Callable[[], float] = time.perf_counter) ->
     return Budget(ends=clock() + seconds, clock=clock, grace_s=max(GRACE_S, GRACE_SHARE * seconds))
 
 
+Name = TypeVar("Name")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """A function to time, ``rounds`` rounds a call, and its arguments by repeat, made before the clock starts."""
 
-    run: Callable[..., Any]
-    arguments: Callable[[int], tuple[Any, ...]] = lambda repeat: ()
+    run: Callable[..., object]
+    arguments: Callable[[int], tuple[object, ...]] = lambda repeat: ()
     rounds: int = 1
 
     def round_s(self, repeat: int) -> float:
@@ -70,8 +73,8 @@ def timing_of(seconds: list[float]) -> Timing:
 
 
 def time_together(
-    calls: Mapping[Any, Call], budget: Budget, *, max_repeats: int = MAX_REPEATS
-) -> tuple[dict[Any, Timing], dict[Any, str]]:
+    calls: Mapping[Name, Call], budget: Budget, *, max_repeats: int = MAX_REPEATS
+) -> tuple[dict[Name, Timing], dict[Name, str]]:
     """Times calls in alternation, so that other load on the machine affects all of them alike.
 
     Returns timings by name, and the error or ``NO_TIME`` of each call that failed or had too few repeats.
@@ -80,10 +83,10 @@ def time_together(
     ``max_repeats`` is reached, every second one in reverse order. The budget is extended a little to reach
     ``MIN_REPEATS``; a call with fewer counts as not measured.
     """
-    times_by_name: dict[Any, list[float]] = {name: [] for name in calls}
-    reason_by_name: dict[Any, str] = {}
+    times_by_name: dict[Name, list[float]] = {name: [] for name in calls}
+    reason_by_name: dict[Name, str] = {}
 
-    def run(name: Any, repeat: int) -> None:
+    def run(name: Name, repeat: int) -> None:
         try:
             times_by_name[name].append(calls[name].round_s(repeat))
         except FAILURES as error:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +58,7 @@ def product_workload(bench: Bench, dtype: str, size: int, rounds: int, *, conten
         return jnp.matmul(a, b, preferred_element_type=result_dtype, precision=precision)
 
     def body(a: Array, b: Array) -> Array:
-        def again(_: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        def again(_: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             a, _out = carry
             out = product(a, b)
             # Clipped to stay finite through many products.
@@ -109,7 +108,7 @@ def attention_workload(shape: AttentionShape, dtype: str, *, both: bool) -> Work
     """Returns the attention of training, forward or in both passes; ``work`` counts all pairs of positions."""
     batch, length, num_heads, num_kv_heads, head_dim = shape
 
-    def body(q: Array, k: Array, v: Array, cotangent: Array) -> Any:
+    def body(q: Array, k: Array, v: Array, cotangent: Array) -> Array | tuple[Array, ...]:
         attention_call = AttentionCall(scale=head_dim**-0.5, mask=Mod(causal, (), {"causal": ()}))
         o, lse = attention(attention_call, q, k, v)
         return (o, *attention_backward(attention_call, (cotangent, o, lse), q, k, v)) if both else o
@@ -220,7 +219,7 @@ def copy_workload(kind: CopyKind, array_bytes: int, rounds: int) -> Workload:
     works in place, so that arrays may be large.
     """
 
-    def once(_: Any, x: Array) -> Array:
+    def once(_: int, x: Array) -> Array:
         return jax.nn.silu(x) + 0.5 if kind == "silu" else x + 1.0
 
     return Workload(
@@ -258,7 +257,7 @@ def groups_of(num_devices: int, axes: Mapping[str, int]) -> list[Group]:
 def collective_workload(kind: CollectiveKind, group: Group, array_bytes: int) -> Workload:
     """Returns consecutive collectives on an array of ``array_bytes`` over the group; a permute's is per device."""
 
-    def again(_: Any, y: Array) -> Array:
+    def again(_: int, y: Array) -> Array:
         # The first element of the result feeds the next round, so that none is dropped or reordered.
         return y + COLLECTIVE_FUNCTIONS[kind](y, group.axis)[:1] * 1e-6
 

@@ -80,7 +80,7 @@ def _digest(path: Path) -> str:
         return ""
 
 
-def summed_line(record: Any) -> bytes:
+def summed_line(record: object) -> bytes:
     """Returns a Struct or a dict as a line of JSON; its last key ``crc32`` is the CRC-32 of the line without it."""
     text = msgspec.json.encode(record)
     return text[:-1] + b',"crc32":"%08x"}\n' % zlib.crc32(text)

@@ -24,7 +24,7 @@ LARGEST = 1e60
 """Limit on numbers, far above any figure, so that products of a few stay finite."""
 
 
-def figure_faults(value: Any, key: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+def figure_faults(value: object, key: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """Yields the key and the fault of every number in tables and lists that is not finite or is beyond `LARGEST`, and
     of every text that is not UTF-8."""
     if isinstance(value, Mapping):
@@ -57,10 +57,10 @@ def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -
     raise InputError("; ".join(faults))
 
 
-def field_faults(value: Any, hint: Any, key: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+def field_faults(value: object, hint: object, key: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
     """Yields the key and the fault of every part of plain data that does not fit a type hint: values of another type,
     unknown fields of tables, and tables that lack fields."""
-    items: dict[str | int, tuple[Any, Any]]
+    items: dict[str | int, tuple[object, object]]
     for option in _options(hint):
         kind, hint_args = _parts(option)
         if isinstance(value, Mapping) and _is_struct(kind):
@@ -117,7 +117,7 @@ def check_figures(
             raise InputError(f"{what} {'.'.join(key)} is {shown(value)}, give {wanted_words}")
 
 
-def _numbers(value: Any, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
+def _numbers(value: object, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
     """Yields every number with its path."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         yield key, value
@@ -145,7 +145,7 @@ _WORDS = {
 _UNFIT = object()
 
 
-def fitted(value: Any, hint: Any, what: str) -> Any:
+def fitted(value: Any, hint: object, what: str) -> Any:
     """Returns a value as its type hint wants it: 1e6 as a whole number, text as a path, a list as a tuple.
 
     Raises InputError, which ``what`` begins, for a value of another type or a number that is not finite.
@@ -156,27 +156,27 @@ def fitted(value: Any, hint: Any, what: str) -> Any:
     return converted
 
 
-def _quoted(value: Any) -> str:
+def _quoted(value: object) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"a {type(value).__name__}"
 
 
 @cache
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+def _parts(hint: object) -> tuple[Any, tuple[Any, ...]]:
     return get_origin(hint) or hint, get_args(hint)
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def _options(hint: object) -> tuple[Any, ...]:
     """Returns the members of a union, else the hint itself."""
     kind, hint_args = _parts(hint)
     return hint_args if kind in (Union, UnionType) else (hint,)
 
 
-def _is_struct(kind: Any) -> bool:
+def _is_struct(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
-def _fit(value: Any, hint: Any) -> Any:
+def _fit(value: Any, hint: object) -> Any:
     if hint is Any or (type(value) is hint and (hint is str or hint is bool)):
         return value
     kind, hint_args = _parts(hint)
@@ -249,7 +249,7 @@ def checked(function: _F) -> _F:
     signature, function_name = inspect.signature(function), function.__qualname__.removesuffix(".__init__")
 
     @wraps(function)
-    def border(*given: Any, **named: Any) -> Any:
+    def border(*given: object, **named: object) -> object:
         bound, hints = signature.bind(*given, **named), _hints(function)
         for name, value in bound.arguments.items():
             if name in hints and signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:

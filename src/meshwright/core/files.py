@@ -165,6 +165,6 @@ def write_text_whole(path: Path, text: str) -> None:
     write_whole(path, lambda temp_path: temp_path.write_text(text, encoding="utf-8"))
 
 
-def write_json_whole(path: Path, value: Any) -> None:
+def write_json_whole(path: Path, value: object) -> None:
     """Writes plain data or a Struct as indented JSON, see `write_whole`."""
     write_text_whole(path, msgspec.json.format(msgspec.json.encode(value)).decode() + "\n")

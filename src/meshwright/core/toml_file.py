@@ -155,7 +155,7 @@ def _key_lines(text: str) -> dict[KeyPath, int]:
     return lines
 
 
-def _paths(table: Mapping[str, Any]) -> Iterator[KeyPath]:
+def _paths(table: Mapping[str, object]) -> Iterator[KeyPath]:
     for key, item in table.items():
         yield (key,)
         yield from ((key, *sub_path) for sub_path in _paths(item)) if isinstance(item, Mapping) else ()
@@ -175,12 +175,12 @@ def _enter(header: Any, counts: dict[KeyPath, int]) -> KeyPath:
     return path
 
 
-def dump_toml(value: Any) -> str:
+def dump_toml(value: object) -> str:
     """Writes a Struct or dict as TOML text. Leaves out ``None``, which reads back as the default."""
     return tomli_w.dumps(_without_none(msgspec.to_builtins(value)))
 
 
-def sealed_toml(value: Any) -> str:
+def sealed_toml(value: object) -> str:
     """Returns TOML text as `dump_toml` does, below a comment with its checksum."""
     text = dump_toml(value)
     return f"{_seal(text)}\n{text}"
@@ -190,7 +190,7 @@ def _seal(text: str) -> str:
     return f"{_SEAL}{zlib.crc32(text.encode()):08x}"
 
 
-def _without_none(value: Any) -> Any:
+def _without_none(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value

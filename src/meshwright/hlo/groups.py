@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,7 +96,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
 @lru_cache(maxsize=256)
 def _lists(text: str) -> Groups:
     """Parses ``{0,1},{2,3}`` into one array for each size of group."""
-    by_size: dict[int, list[Any]] = {}
+    by_size: dict[int, list[NDArray[np.int64]]] = {}
     for group in re.findall(r"\{([^{}]*)\}", text):
         members = np.array([int(n) for n in group.replace("->", ",").split(",") if n.strip()], np.int64)
         if members.size:

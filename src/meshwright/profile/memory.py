@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import jax
 import msgspec
@@ -126,7 +126,7 @@ def resident_bytes() -> int | None:
 # -- the peak's owners ------------------------------------------------------------------------------------
 
 
-def state_owners(shapes: Any, shardings: Any, kind: OwnerKind) -> list[Owner]:
+def state_owners(shapes: object, shardings: object, kind: OwnerKind) -> list[Owner]:
     """Returns each array of a tree of shapes, with the bytes of its shard on one device."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes)
     leaf_shardings = jax.tree.leaves(shardings, is_leaf=lambda leaf: isinstance(leaf, jax.sharding.Sharding))

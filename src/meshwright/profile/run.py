@@ -3,10 +3,10 @@
 import time
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import Any
 
 import jax
 import msgspec
+from jax.stages import Compiled
 
 from meshwright.core.errors import InputError
 from meshwright.core.host_memory import keep_freed_memory
@@ -67,7 +67,7 @@ class TracedSteps:
         self.sampler.mark("start")
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property
@@ -108,7 +108,7 @@ class TracedSteps:
             raise InputError(f"the run ended after {self.done} steps, before one was profiled. Give it more --steps.")
         return self.recorded(Training(step, job), step.lower(job.batch_seqs, job.seq_len).compile())
 
-    def recorded(self, subject: Subject, compiled: Any) -> Recording:
+    def recorded(self, subject: Subject, compiled: Compiled) -> Recording:
         """Writes the program's text beside the trace, and returns the recording with the owners of the peak memory."""
         text, hlo, sampler = compiled.as_text() or "", self.folder / HLO_FILE, self.sampler
         hlo.write_text(text, encoding="utf-8")

@@ -1,11 +1,11 @@
 """Simulates a planned service under Poisson arrivals: the scheduler of `batching` with the cost model as its clock."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
+from meshwright.algebra.sizes import Number
 from meshwright.batching.clock import Clock, TabledClock
 from meshwright.batching.limits import Policy, SchedulerLimits
 from meshwright.batching.record import LatencyTargets, ServingRecord
@@ -51,7 +51,7 @@ class PricedClock(Clock):
         self._setting, self._strategy, self._decodes, self._num_shards = setting, strategy, decodes, num_shards
         self._prompt_len = prompt_len
 
-    def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
+    def step_s(self, num_decode: Number, cached_tokens: Number, prefill_tokens: Number, prefill_past: Number) -> Number:
         """Returns the seconds of steps, see `Clock`; arguments may be arrays that broadcast."""
         arguments = (num_decode, cached_tokens, prefill_tokens, prefill_past)
         num_decoding, num_cached, num_prefilled, past = (np.asarray(argument, float) for argument in arguments)
@@ -61,14 +61,14 @@ class PricedClock(Clock):
         # as many on every device as on the one that has most
         padded_rows = np.maximum(seq_shards * np.minimum(num_rows, self._prompt_len), num_rows)
         prompt_seqs = LikeSequences(padded_rows / prompt_len, prompt_len, np.maximum(past - (prompt_len - 1) / 2, 0.0))
-        decode_only_s: Any = 0.0
+        decode_only_s: Number = 0.0
         sequences: tuple[LikeSequences, ...] = (prompt_seqs,)
         if self._decodes:
             decode_only_s = np.where(num_decoding > 0, self._seconds("decode", decode_seqs), 0.0)
             sequences = replace(decode_seqs, count=decode_seqs.count * (num_decoding > 0)), prompt_seqs
         return np.where(num_prefilled > 0, self._seconds("prefill", *sequences), decode_only_s)
 
-    def _seconds(self, phase: str, *sequences: LikeSequences) -> Any:
+    def _seconds(self, phase: str, *sequences: LikeSequences) -> Number:
         """Returns the seconds of a step with some sequences, whose numbers may be arrays."""
         setting, strategy = replace(self._setting, job=Job(kind=phase, batch_seqs=1, seq_len=1)), self._strategy
         derived = setting.derived(strategy)

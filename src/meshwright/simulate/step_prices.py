@@ -1,9 +1,8 @@
 """Prices of an engine's steps: the bytes and FLOPs of the program that it runs, and their seconds by the cost model."""
 
-from typing import Any
-
 import numpy as np
 from msgspec.structs import replace
+from numpy.typing import ArrayLike, NDArray
 
 from meshwright.algebra.derived import Derived
 from meshwright.algebra.generation.program import Storage
@@ -42,7 +41,7 @@ class StepPrices:
         self.clock, self.peak_flops_per_s = PricedClock(setting, self.strategy), float(rates.peak_flops_per_s)
         self.peak_bytes_per_s = float(cluster.chip.hbm_bytes_per_s or rates.chip.hbm_bytes_per_s)
 
-    def of(self, steps: Any) -> Any:
+    def of(self, steps: ArrayLike) -> NDArray[np.float64]:
         """Returns, for steps of which each is a row, their seconds, and of one device the bytes of weights and of the
         cache that are read, and the FLOPs.
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -154,10 +153,10 @@ def _does_not_fit(request: Request, memory: MemoryComparison) -> str:
     )
 
 
-def proof_table(proof: Proof) -> dict[str, Any]:
+def proof_table(proof: Proof) -> dict[str, object]:
     """Returns the proof as plain data, with the keys of `verify --json`."""
     request, outcome = proof.request, proof.outcome
-    table: dict[str, Any] = {
+    table: dict[str, object] = {
         "model": request.setting.model.name,
         "cluster": request.setting.cluster.short_name,
         "step": request.step,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -38,6 +38,8 @@ _ENDS = (MODULE_END, BUFFERS_END, LAST_END)
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(?:, color (\d+))?,?(.*)$", re.MULTILINE)
 _OUT_OF_MEMORY = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)|Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
 
+Usage = resource.struct_rusage
+Kind = TypeVar("Kind")
 Ended = Literal["done", "stopped", "error", "crash", "timeout"]
 
 
@@ -141,7 +143,7 @@ def _environment(request: Request, dumps: Path) -> dict[str, str]:
     return variables
 
 
-def _wait(process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | None) -> tuple[str, int, Any, int]:
+def _wait(process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | None) -> tuple[str, int, Usage, int]:
     """Waits for a process, and kills it at the deadline, or once the dump is complete.
 
     Returns how it ended, its exit status, its resource usage, and the last peak of its memory seen in KiB (0: none).
@@ -207,7 +209,7 @@ def _outcome(folder: Path, ended: str, status: int, log: str, spent: dict[str, A
     return outcome(ended="done", memory=memory, hlo=hlo)
 
 
-def _read(path: Path, kind: Any) -> Any:
+def _read(path: Path, kind: type[Kind]) -> Kind | None:
     return msgspec.json.decode(path.read_bytes(), type=kind) if path.is_file() else None
 
 

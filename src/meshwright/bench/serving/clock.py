@@ -6,13 +6,13 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from meshwright.algebra.sizes import Number
 from meshwright.batching.clock import Clock
 from meshwright.batching.request import GenerationRequest
 from meshwright.batching.scheduler import Scheduler
@@ -63,7 +63,7 @@ class EngineClock(Clock):
     error: float = 0.0
     worst: float = 0.0
 
-    def step_s(self, num_decode: Any, cached_tokens: Any, prefill_tokens: Any, prefill_past: Any) -> Any:
+    def step_s(self, num_decode: Number, cached_tokens: Number, prefill_tokens: Number, prefill_past: Number) -> Number:
         """Returns the seconds of steps, see `Clock`; arguments may be arrays that broadcast."""
         num_decoding, num_cached, num_prefilled, num_past = (
             np.asarray(counts, float) for counts in (num_decode, cached_tokens, prefill_tokens, prefill_past)
@@ -77,7 +77,7 @@ class EngineClock(Clock):
         return shape_s + read_s + np.minimum(num_decoding, 1) * self.served_s + num_decoding * self.token_s
 
 
-def _at_shape(rows: Sequence[int], seconds: Sequence[float], needed: NDArray[np.float64]) -> Any:
+def _at_shape(rows: Sequence[int], seconds: Sequence[float], needed: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the seconds of the first shape with the rows; beyond all shapes, of several of the largest."""
     shape_index = np.minimum(np.searchsorted(rows, needed), len(rows) - 1)
     return np.asarray(seconds)[shape_index] * np.maximum(np.ceil(needed / rows[-1]), 1)
