@@ -1,13 +1,13 @@
 """Reads published measurements of training steps: one JSON object a line; errors name file and line."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from meshwright.core.errors import InputError
 from meshwright.core.fields import LARGEST
-from meshwright.core.files import DAMAGED_JSON, read_bytes
+from meshwright.core.files import json_rows, read_text
 from meshwright.spec.cluster_shapes import MAX_CHIPS
 from meshwright.spec.model import MAX_LAYERS
 
@@ -143,24 +143,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     recipe: PublishedRecipe | None = None
 
 
+_LINES = "Every line is one record as described in docs/accuracy.md."
+
+
 def read_records(path: Path) -> tuple[Record, ...]:
     """Returns every record of a JSON-lines file. Raises InputError with file:line for a line that cannot be read."""
-    lines = read_bytes(Path(path), "Name a file of one JSON object a line.").splitlines()
+    advice = "Name a file of one JSON object a line."
     records = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            records.append(_record(line, f"{path}:{number}"))
-    if not records:
-        raise InputError(f"{path} has no records. Name a file of one JSON object a line.")
-    return tuple(records)
-
-
-def _record(line: bytes, where: str) -> Record:
-    try:
-        table = msgspec.json.decode(line, type=dict[str, Any])
+    for number, table in json_rows(path, read_text(Path(path), advice), _LINES):
         if table.get("kind") != "train" and "isl" not in table:
             # other kinds of records have models of other shapes: they are counted, not predicted
-            table = {name: table.get(name) for name in ("id", "kind", "group", "core") if table.get(name) is not None}
-        return msgspec.convert(table, Record)
-    except DAMAGED_JSON as error:
-        raise InputError(f"{where}: {error}. Every line is one record as described in docs/accuracy.md.") from None
+            table = {name: table[name] for name in ("id", "kind", "group", "core") if table.get(name) is not None}
+        try:
+            records.append(msgspec.convert(table, Record))
+        except msgspec.ValidationError as error:
+            raise InputError(f"{path}:{number}: {error}. {_LINES}") from None
+    if not records:
+        raise InputError(f"{path} has no records. {advice}")
+    return tuple(records)

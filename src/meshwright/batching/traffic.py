@@ -1,6 +1,9 @@
 """Requests over time: when they arrive, and how long they are."""
 
-from collections.abc import Callable, Iterator
+import csv
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -8,7 +11,8 @@ from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.batching.request import GenerationRequest
-from meshwright.core.errors import InputError
+from meshwright.core.errors import InputError, nearest
+from meshwright.core.files import json_rows, read_text
 from meshwright.core.units import parse_count
 
 Ints = NDArray[np.int64]
@@ -149,3 +153,51 @@ def parse_lengths(text: str) -> LengthSampler:
     except ValueError:
         raise InputError(f"lengths {text!r} are not understood. Give 500, 1..999 or lognormal:500:0.8.") from None
     return lognormal(mean, sigma=sigma) if kind == "lognormal" else uniform(*bounds)
+
+
+# -- observed requests --------------------------------------------------------------------------------------
+
+REQUIRED = ("arrival_s", "prompt", "output")
+OPTIONAL = ("prefix", "prefix_len")
+MOST_TRACE_BYTES, MOST_TOKENS = 2**30, 2**40
+
+
+def load_trace(path: Path) -> RequestTraffic:
+    """Returns the requests of a JSONL file of objects, or of a CSV file with a header.
+
+    Columns: ``arrival_s``, ``prompt`` and ``output`` in tokens; ``prefix`` (a whole number) and ``prefix_len`` if
+    prompts share prefixes. Raises InputError that names the file, and the line where one is wrong.
+    """
+    text = read_text(path, "Name a trace in JSONL or CSV.", most=MOST_TRACE_BYTES)
+    defaults = {"prefix": -1, "prefix_len": 0}
+    columns: dict[str, list[float]] = {name: [] for name in (*REQUIRED, *OPTIONAL)}
+    for line, row in _rows(path, text):
+        for name in row.keys() - columns.keys():
+            column_fault = (
+                f"the column {name!r} is not known.{nearest(name, columns)}" if name else "more fields than columns."
+            )
+            raise InputError(f"{path}:{line}: {column_fault}")
+        for name, column in columns.items():
+            value = row.get(name, defaults.get(name))
+            try:
+                number = float(value)
+                if name != "arrival_s" and not (number == int(number) and abs(number) <= MOST_TOKENS):
+                    raise ValueError
+            except (TypeError, ValueError, OverflowError):
+                kind_words = "seconds" if name == "arrival_s" else f"a whole number of at most {MOST_TOKENS:,}"
+                value_fault = f"is {value!r}" if name in row else "is missing"
+                raise InputError(f"{path}:{line}: {name} {value_fault}. Give {kind_words}.") from None
+            column.append(number)
+    try:
+        return traffic_of(*columns.values())
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yields every row after its line, from JSONL if the first character is a bracket."""
+    if text.lstrip().startswith(("{", "[")):
+        yield from json_rows(path, text, "Give an object on every line.")
+        return
+    for row in (reader := csv.DictReader(text.splitlines(), skipinitialspace=True)):
+        yield reader.line_num, {name or "": value for name, value in row.items()}

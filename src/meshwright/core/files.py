@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.core.errors import OF_PATHS, InputError
+from meshwright.core.errors import OF_PATHS, InputError, as_sentence
 
 DAMAGED_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What decoding JSON may raise that a file of it holds."""
@@ -111,6 +111,18 @@ def read_json(path: Path, advice: str, remedy: str = "Mend the file, or fetch it
     if not isinstance(value, dict):
         raise InputError(f"{path} holds no JSON object. {remedy}")
     return value
+
+
+def json_rows(path: Path, text: str, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the number and the object of every line of a file's text that is not blank. Raises InputError with
+    ``path:line`` and the remedy for one that is no JSON object."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                row = msgspec.json.decode(line, type=dict[str, Any])
+            except DAMAGED_JSON as error:
+                raise InputError(f"{path}:{number}: {as_sentence(str(error))} {remedy}") from None
+            yield number, row
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -82,7 +82,7 @@ def test_a_line_has_settings_of_its_own(opened, tmp_path):
         ('{"prompt": [1], "adapter": "sql"}\n', r"in.jsonl:1: this engine has no adapter 'sql'"),
         ('{"prompt": [1], "max_tokens": 99}\n', r"in.jsonl:1: .*positions"),
         ("nothing\n", r"in.jsonl:1: .*malformed.* A line is like"),
-        ('["a"]\n', r"in.jsonl:1: it is no JSON object"),
+        ('["a"]\n', r"in.jsonl:1: expected `object`"),
         ('{"prompt": "a", "sampling": {"temperature": -1}}\n', r"in.jsonl:1: .*temperature=-1"),
         ("\n", "has no prompts"),
     ],

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from meshwright.api.rates import rates_for
 from meshwright.batching.limits import Policy
 from meshwright.batching.record import WARM_UP, ServingRecord, ServingSummary
-from meshwright.batching.trace import load_trace
+from meshwright.batching.traffic import load_trace
 from meshwright.cli.fields import field_value, parse_fields, parse_why_not, split_pairs, with_fields
 from meshwright.cli.output import save_to, three_digits
 from meshwright.cli.verb import Count, Load, TargetTime, argument, option, verb

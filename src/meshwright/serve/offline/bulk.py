@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from meshwright.core.errors import InputError, as_sentence
+from meshwright.core.errors import InputError
 from meshwright.core.fields import convert_fields
-from meshwright.core.files import DAMAGED_JSON, read_text
+from meshwright.core.files import json_rows, read_text
 from meshwright.serve.drawing.sampling import LIKELIEST, Sampling
 from meshwright.serve.engine import Engine
 from meshwright.serve.group import EngineGroup
@@ -117,13 +117,9 @@ def read_prompts(
     """Returns the lines of a file of prompts. Raises InputError for one that cannot be read or that ``check`` refuses,
     or for none."""
     asked_lines = []
-    for number, text in enumerate(
-        read_text(path, "Give a file with a JSON object on each line.").splitlines(), start=1
-    ):
-        if not text.strip():
-            continue
+    for number, fields in json_rows(path, read_text(path, "Give a file with a JSON object on each line."), _LIKE):
         try:
-            line = _prompt_line(text)
+            line = _prompt_line(fields)
             tokens = source.text.encode(line.prompt) if isinstance(line.prompt, str) else line.prompt
             request = TokenRequest(
                 prompt=tuple(tokens),
@@ -144,14 +140,9 @@ def read_prompts(
 _LIKE = 'A line is like {"prompt": "The statement", "id": 1}.'
 
 
-def _prompt_line(text: str) -> PromptLine:
+def _prompt_line(fields: dict[str, Any]) -> PromptLine:
     try:
-        fields = msgspec.json.decode(text)
-        if not isinstance(fields, dict):
-            raise InputError("it is no JSON object.")
         return convert_fields(fields, PromptLine, section="line")
-    except DAMAGED_JSON as error:
-        raise InputError(f"{as_sentence(str(error))} {_LIKE}") from None
     except InputError as error:
         raise InputError(f"{error} {_LIKE}") from None
 
