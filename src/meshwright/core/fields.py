@@ -24,19 +24,31 @@ LARGEST = 1e60
 """Limit on numbers, far above any figure, so that products of a few stay finite."""
 
 
-def figure_faults(value: object, key: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
+def leaves(value: object, key: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+    """Yields every value in tables, lists and structs with its key; a struct inside that has its own ``__post_init__``
+    counts as one value."""
+    items: Iterable[tuple[str | int, object]]
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, msgspec.Struct) and (not key or not hasattr(value, "__post_init__")):
+        items = msgspec.structs.asdict(value).items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    else:
+        yield key, value
+        return
+    for name, item in items:
+        yield from leaves(item, (*key, name))
+
+
+def figure_faults(table: object) -> Iterator[tuple[KeyPath, str]]:
     """Yields the key and the fault of every number in tables and lists that is not finite or is beyond `LARGEST`, and
     of every text that is not UTF-8."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from figure_faults(item, (*key, str(name)))
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from figure_faults(item, (*key, index))
-    elif isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:
-        yield key, f"{shown(value)}: give a finite number, at most {LARGEST:g}."
-    elif isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
-        yield key, f"{value!r}, which is not UTF-8. Give text."
+    for key, value in leaves(table):
+        if isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:
+            yield key, f"{shown(value)}: give a finite number, at most {LARGEST:g}."
+        elif isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+            yield key, f"{value!r}, which is not UTF-8. Give text."
 
 
 def shown(value: float) -> str:
@@ -61,7 +73,8 @@ def field_faults(value: object, hint: object, key: KeyPath = ()) -> Iterator[tup
     """Yields the key and the fault of every part of plain data that does not fit a type hint: values of another type,
     unknown fields of tables, and tables that lack fields."""
     items: dict[str | int, tuple[object, object]]
-    for option in _options(hint):
+    origin, members = _parts(hint)
+    for option in members if origin in (Union, UnionType) else (hint,):
         kind, hint_args = _parts(option)
         if isinstance(value, Mapping) and _is_struct(kind):
             fields = {field.encode_name: field for field in msgspec.structs.fields(option)}
@@ -106,7 +119,9 @@ def check_figures(
     everything in a table of that name. Skips a nested struct that has its own ``__post_init__``. Where msgspec makes
     the struct, it adds the path to the error.
     """
-    for key, value in _numbers(given, ()):
+    for key, value in leaves(given):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            continue
         if set(key) & set(shares):
             is_fine, wanted_words = 0 < value <= 1, "a share in (0, 1]"
         elif set(key) & set(may_be_zero):
@@ -114,22 +129,7 @@ def check_figures(
         else:
             is_fine, wanted_words = 0 < value < math.inf, "a positive number"
         if not is_fine:
-            raise InputError(f"{what} {'.'.join(key)} is {shown(value)}, give {wanted_words}")
-
-
-def _numbers(value: object, key: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yields every number with its path."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        yield key, value
-    elif isinstance(value, msgspec.Struct) and (not key or not hasattr(value, "__post_init__")):
-        for name in value.__struct_fields__:
-            yield from _numbers(getattr(value, name), (*key, name))
-    elif isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _numbers(item, (*key, name))
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from _numbers(item, (*key, str(index)))
+            raise InputError(f"{what} {dotted(key)} is {shown(value)}, give {wanted_words}")
 
 
 # -- values from Python -----------------------------------------------------------------------------------
@@ -164,12 +164,6 @@ def _quoted(value: object) -> str:
 @cache
 def _parts(hint: object) -> tuple[Any, tuple[Any, ...]]:
     return get_origin(hint) or hint, get_args(hint)
-
-
-def _options(hint: object) -> tuple[Any, ...]:
-    """Returns the members of a union, else the hint itself."""
-    kind, hint_args = _parts(hint)
-    return hint_args if kind in (Union, UnionType) else (hint,)
 
 
 def _is_struct(kind: object) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 import tomli_w
 
 from meshwright.core.errors import FileWarning, InputError, as_sentence
-from meshwright.core.fields import KeyPath, dotted, field_faults, figure_faults, unknown_fields
+from meshwright.core.fields import KeyPath, dotted, field_faults, figure_faults
 from meshwright.core.files import read_text
 
 _SEAL = "# Written by meshwright; CRC-32 of what follows: "
@@ -45,14 +45,12 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return InputError(f"{self.where(key)}: {message}")
 
     @contextmanager
-    def at(self, key: KeyPath, prefix: str = "") -> Iterator[None]:
-        """Adds ``path:line`` of the key, and the prefix, to an error raised inside the block."""
+    def at(self, key: KeyPath) -> Iterator[None]:
+        """Adds ``path:line`` of the key to an error raised inside the block."""
         try:
             yield
         except (msgspec.ValidationError, InputError) as error:
-            raise self.error(
-                key, f"{prefix}{str(error).rstrip('.')}{'' if str(error).endswith('?') else '.'}"
-            ) from None
+            raise self.error(key, f"{str(error).rstrip('.')}{'' if str(error).endswith('?') else '.'}") from None
 
     def where(self, key: KeyPath) -> str:
         """Returns ``path:line`` of the key or of the nearest table above it."""
@@ -60,13 +58,6 @@ class TomlFile(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if key[:length] in self.lines:
                 return f"{self.path}:{self.lines[key[:length]]}"
         return self.path
-
-    def check_keys(self, names: Iterable[str], *, at: KeyPath) -> None:
-        """Raises one InputError for all keys of the table ``at`` that are unknown."""
-        table: Any = self.data
-        for key in at:
-            table = table[key]
-        self.refuse(unknown_fields(table, tuple(names), at))
 
     def refuse(self, faults: Iterable[tuple[KeyPath, str]]) -> None:
         """Raises one InputError for all faults, each with ``path:line`` of its key; none if there are none."""

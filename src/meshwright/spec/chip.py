@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from meshwright.core.errors import InputError, nearest
-from meshwright.core.fields import check_figures, convert_fields
+from meshwright.core.fields import check_figures, convert_fields, unknown_fields
 from meshwright.core.toml_file import read_toml
 
 CATALOGUE = Path(__file__).parent / "data" / "chips"
@@ -348,7 +348,7 @@ def read_chip(path: Path) -> Chip:
     file = read_toml(path)
     key_path = ("chip",) if "chip" in file.data else ()
     if key_path:
-        file.check_keys(("chip", "shape", "levels", "num_slices", "twisted"), at=())
+        file.refuse(unknown_fields(file.data, ("chip", "shape", "levels", "num_slices", "twisted"), ()))
     table = file.data.get("chip", file.data)
     if isinstance(table, str):
         with file.at(key_path):
@@ -357,7 +357,7 @@ def read_chip(path: Path) -> Chip:
         raise file.error(key_path, "chip is neither a table nor a name. Write one table [chip].")
     for key in table.keys() & OTHER_NAMES.keys():
         raise file.error((*key_path, key), f"{key} is not a field. Did you mean {OTHER_NAMES[key]!r}?")
-    file.check_keys(Chip.__struct_fields__, at=key_path)
+    file.refuse(unknown_fields(table, Chip.__struct_fields__, key_path))
     with file.at(key_path):
         return chip_from_table(table)
 
