@@ -14,17 +14,13 @@ ELEMENT_BYTES = 4
 """Bytes of an element in copies, multiply-add chains and collectives: float32."""
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of a part."""
-
-
 class Part(msgspec.Struct, frozen=True, kw_only=True):
     """The measurements of one part, and a line for each thing that was not measured, with the reason."""
 
     left_out: tuple[str, ...] = ()
 
 
-class Timing(Measurement, frozen=True):
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of one round: the median over repeats, and both quartiles."""
 
     median_s: float
@@ -38,7 +34,7 @@ class Timing(Measurement, frozen=True):
         return (self.high_s - self.low_s) / self.median_s
 
 
-class Product(Measurement, frozen=True):
+class Product(msgspec.Struct, frozen=True, kw_only=True):
     """One product [m,k] x [k,n] per device. ``share_of_peak`` is the HFU: the share of the data sheet's dense peak."""
 
     dtype: str
@@ -51,7 +47,7 @@ class Product(Measurement, frozen=True):
     share_of_peak: float | None
 
 
-class Edge(Measurement, frozen=True):
+class Edge(msgspec.Struct, frozen=True, kw_only=True):
     """A product whose side is a multiple of the tile, or one more or less. ``relative`` is its rate over that of the
     multiple, ``predicted`` the same if partial tiles cost as much as whole ones."""
 
@@ -72,7 +68,7 @@ class MatmulPart(Part, frozen=True):
         return max((p for p in self.sweep if p.dtype == dtype), key=lambda p: p.flops_per_s, default=None)
 
 
-class Mlp(Measurement, frozen=True):
+class Mlp(msgspec.Struct, frozen=True, kw_only=True):
     """An MLP per device. ``mfu`` is its FLOP/s over the data sheet's peak, ``of_matmul`` over the best product's."""
 
     dtype: str
@@ -91,7 +87,7 @@ class MlpPart(Part, frozen=True):
     mlps: tuple[Mlp, ...] = ()
 
 
-class ChainTime(Measurement, frozen=True):
+class ChainTime(msgspec.Struct, frozen=True, kw_only=True):
     """``repeats`` multiply-adds of every element: fused into one kernel, or one kernel each."""
 
     repeats: int
@@ -123,7 +119,7 @@ class ContentsPart(Part, frozen=True):
     products: tuple[Product, ...] = ()
 
 
-class Distance(Measurement, frozen=True):
+class Distance(msgspec.Struct, frozen=True, kw_only=True):
     """One way to combine [m,k] and [k,n]. ``flops_per_s`` counts 2 m k n for each; ``ratio`` is its time over the
     product's. Predictions come from the matrix and vector rates and are None if these are unknown."""
 
@@ -144,7 +140,7 @@ class DistancePart(Part, frozen=True):
     distances: tuple[Distance, ...] = ()
 
 
-class Copy(Measurement, frozen=True):
+class Copy(msgspec.Struct, frozen=True, kw_only=True):
     """An array read and written once per device; ``bytes_per_s`` counts both. "silu" also computes an exponential."""
 
     kind: CopyKind
@@ -168,7 +164,7 @@ class CopyPart(Part, frozen=True):
         return min(large_copies, key=lambda c: c.array_bytes, default=self.largest())
 
 
-class LayerTime(Measurement, frozen=True):
+class LayerTime(msgspec.Struct, frozen=True, kw_only=True):
     """One layer forward with this many tokens per device."""
 
     tokens: int
@@ -190,7 +186,7 @@ class BatchPart(Part, frozen=True):
     predicted_knee: float | None = None
 
 
-class Group(Measurement, frozen=True):
+class Group(msgspec.Struct, frozen=True, kw_only=True):
     """The devices of one collective: a mesh axis; along other axes the same collective runs concurrently."""
 
     axis: str
@@ -198,7 +194,7 @@ class Group(Measurement, frozen=True):
     mesh: dict[str, int]
 
 
-class CollectiveTime(Measurement, frozen=True):
+class CollectiveTime(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for an array of this size: measured, by the fitted line, and by the data sheet if there is one."""
 
     array_bytes: int
@@ -207,7 +203,7 @@ class CollectiveTime(Measurement, frozen=True):
     datasheet_s: float | None
 
 
-class Collective(Measurement, frozen=True):
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
     """One kind over one group: a time for each size, and the line fitted to them."""
 
     kind: CollectiveKind
@@ -223,7 +219,7 @@ class CollectivesPart(Part, frozen=True):
     collectives: tuple[Collective, ...] = ()
 
 
-class AttentionTime(Measurement, frozen=True):
+class AttentionTime(msgspec.Struct, frozen=True, kw_only=True):
     """Attention of one shape. FLOPs are counted as `cost` does: without masked keys on accelerators, with them on
     emulated devices, whose attention is priced with its scores in memory."""
 
@@ -246,7 +242,7 @@ class AttentionPart(Part, frozen=True):
     times: tuple[AttentionTime, ...] = ()
 
 
-class Launch(Measurement, frozen=True):
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Host seconds of a launch: until the next can start (``launch``), and until its result is ready (``wait``)."""
 
     num_arguments: int
