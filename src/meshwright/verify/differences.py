@@ -80,26 +80,22 @@ def _tied_weights(table: TrafficTable) -> None:
             table.name("shared", str(label), sides.derived, {})
 
 
-def _name_joined(table: TrafficTable, key: TrafficKey) -> None:
-    """Names the common difference of several steps that the compiler combined under the label of one."""
-    steps_of_row = [
-        (label, sides)
-        for label, sides in table.labels.items()
-        if {*sides.derived, *sides.compiled} == {key}
-        and sides.derived.get(key, NOTHING).arrays != sides.compiled.get(key, NOTHING).arrays
-    ]
-    derived = sum((sides.derived.get(key, NOTHING) for _, sides in steps_of_row), NOTHING)
-    compiled = sum((sides.compiled.get(key, NOTHING) for _, sides in steps_of_row), NOTHING)
-    if table.is_even(key) or derived.arrays != compiled.arrays or not same(derived.elements, compiled.elements):
-        return
-    if len(steps_of_row) > 1 and (name := _of_size(derived, compiled, {key[0]})):
-        table.taken |= {label for label, _ in steps_of_row}
-        table.name(name, _words(key), {key: derived}, {key: compiled})
-
-
 def _joined_steps(table: TrafficTable) -> None:
+    """Names the common differences of steps that the compiler combined under the label of one."""
     for key in table.rows.derived:
-        _name_joined(table, key)
+        steps_of_row = [
+            (label, sides)
+            for label, sides in table.labels.items()
+            if {*sides.derived, *sides.compiled} == {key}
+            and sides.derived.get(key, NOTHING).arrays != sides.compiled.get(key, NOTHING).arrays
+        ]
+        derived = sum((sides.derived.get(key, NOTHING) for _, sides in steps_of_row), NOTHING)
+        compiled = sum((sides.compiled.get(key, NOTHING) for _, sides in steps_of_row), NOTHING)
+        if table.is_even(key) or derived.arrays != compiled.arrays or not same(derived.elements, compiled.elements):
+            continue
+        if len(steps_of_row) > 1 and (name := _of_size(derived, compiled, {key[0]})):
+            table.taken |= {label for label, _ in steps_of_row}
+            table.name(name, _words(key), {key: derived}, {key: compiled})
 
 
 def _labelled_steps(table: TrafficTable) -> None:
