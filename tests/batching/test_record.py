@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from meshwright.batching.limits import SchedulerLimits
-from meshwright.batching.record import LatencyTargets, percentiles
+from meshwright.batching.record import LatencyTargets, StepsLog, percentiles
 from meshwright.batching.simulation import ReplicaPool, simulate
 from meshwright.batching.traffic import fixed, lognormal, poisson, traffic_of
 from meshwright.core.errors import InputError
@@ -90,3 +90,22 @@ def test_percentiles_of_counted_values_are_those_of_all():
 def test_questions_that_cannot_be(given, said):
     with pytest.raises(InputError, match=said):
         serve(BY_HAND).summary(**given)
+
+
+def test_gaps_are_within_runs():
+    log = StepsLog(1)
+    log.add_gap(0.5, 1.0, 3)
+    log.add_ends(np.array([1.0, 1.5, 2.5]), 3)
+    log.add_ends(np.array([7.0, 9.0]), 2)
+    gaps = log.gaps()
+    assert gaps.gap_s.tolist() == [0.5, 0.5, 1.0, 2.0]
+    assert gaps.end_s.tolist() == [1.0, 1.5, 2.5, 9.0]
+    assert gaps.num.tolist() == [3, 3, 3, 2]
+
+
+def test_runs():
+    log = StepsLog(2)
+    log.add_run(0.0, 1.0, 3, 2)
+    assert log.runs().tolist() == [[0.0, 1.0, 3.0, 2.0]]
+    assert StepsLog(1).runs().shape == (0, 4)
+    assert len(StepsLog(1).gaps().gap_s) == 0

@@ -1,19 +1,85 @@
-"""What came of simulated traffic: latencies, throughput, goodput, utilisation."""
+"""What came of traffic: when requests got their tokens, what the steps were, and the figures that follow from both."""
 
+from array import array
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.batching.replica import RequestTimes
 from meshwright.batching.spans import SlotSpan
-from meshwright.batching.steps_log import Floats, StepsLog, TokenGaps
 from meshwright.batching.traffic import Ints, RequestTraffic
 from meshwright.core.errors import InputError
 
+Floats = NDArray[np.float64]
+
 WARM_UP = 0.1
 """Share of the time from the first to the last arrival that is left out, in which the queues fill."""
+
+
+class RequestTimes:
+    """Seconds at which requests were admitted first, got their first token, and ended, and how often preempted.
+
+    One entry for each request of a simulation, NaN until it happens.
+    """
+
+    def __init__(self, num_requests: int) -> None:
+        self.admitted_s = np.full(num_requests, np.nan)
+        self.first_token_s = np.full(num_requests, np.nan)
+        self.ended_s = np.full(num_requests, np.nan)
+        self.num_preempted = np.zeros(num_requests, dtype=np.int64)
+
+
+class TokenGaps(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds between consecutive tokens of a request, when the later one came, and how many requests had this gap."""
+
+    gap_s: Floats
+    end_s: Floats
+    num: NDArray[np.int32]
+
+
+class StepsLog:
+    """The steps of all replicas of a pool, a run of equal steps at a time."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.num_replicas = num_replicas
+        self._runs = array("d")
+        self._ends = array("d")  # ends of all steps of runs that decode
+        self._lengths = array("q")  # number of those ends in each run
+        self._live = array("i")  # and requests that got a token at each of them
+        self._single = array("d")
+
+    def add_run(self, start_s: float, end_s: float, running: int, decoding: int) -> None:
+        """Counts a run of steps with ``running`` requests, of which ``decoding`` got a token in each."""
+        self._runs.extend((start_s, end_s, running, decoding))
+
+    def add_ends(self, ends_s: Floats, num_live: int) -> None:
+        """Adds the gaps between the ends of consecutive steps, in each of which ``num_live`` requests got a token."""
+        self._ends.frombytes(ends_s.tobytes())
+        self._lengths.append(len(ends_s))
+        self._live.append(num_live)
+
+    def add_gap(self, gap_s: float, end_s: float, num: int) -> None:
+        """Adds one gap of a number of requests."""
+        self._single.extend((gap_s, end_s, num))
+
+    def gaps(self) -> TokenGaps:
+        """Returns all gaps, in no order."""
+        ends_s, run_lengths = np.array(self._ends), np.array(self._lengths)
+        is_in_run = np.ones(len(ends_s), dtype=bool)
+        is_in_run[np.cumsum(run_lengths) - run_lengths] = False
+        gap_s, end_s, num = np.array(self._single).reshape(-1, 3).T
+        return TokenGaps(
+            gap_s=np.concatenate([gap_s, np.diff(ends_s, prepend=0.0)[is_in_run]]),
+            end_s=np.concatenate([end_s, ends_s[is_in_run]]),
+            num=np.concatenate([num.astype(np.int32), np.repeat(np.array(self._live), run_lengths - 1)]),
+        )
+
+    def runs(self) -> Floats:
+        """Returns a row for each run, see `add_run`."""
+        return np.array(self._runs).reshape(-1, 4)
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +230,24 @@ class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tr
         """Returns the sum of the slots in the pages of 1, ..., most tokens."""
         full_pages, rest_tokens = np.divmod(most, self.page_len)
         return self.page_len * (self.page_len * _sum_to(full_pages) + rest_tokens * (full_pages + 1))
+
+
+def token_record(
+    traffic: RequestTraffic,
+    token_s: Sequence[Sequence[float]],
+    *,
+    times: RequestTimes | None = None,
+    log: StepsLog | None = None,
+    page_len: int = 1,
+) -> ServingRecord:
+    """Returns the record of an engine from the seconds at which each request got its tokens; ``times`` and ``log`` have
+    what else is known, such as admissions and runs of steps."""
+    times, log = times or RequestTimes(len(traffic)), log or StepsLog(1)
+    for number, seconds in enumerate(token_s):
+        times.first_token_s[number], times.ended_s[number] = seconds[0], seconds[-1]
+        for before_s, at_s in pairwise(seconds):
+            log.add_gap(at_s - before_s, at_s, 1)
+    return ServingRecord(traffic=traffic, times=times, page_len=page_len, logs=(log,), spans=())
 
 
 def _sum_to(most: Ints) -> Ints:

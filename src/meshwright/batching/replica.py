@@ -6,24 +6,11 @@ import numpy as np
 
 from meshwright.batching.clock import Clock
 from meshwright.batching.limits import SchedulerLimits
+from meshwright.batching.record import Floats, RequestTimes, StepsLog
 from meshwright.batching.request import GenerationRequest
 from meshwright.batching.scheduler import EngineStep, Scheduler
 from meshwright.batching.spans import SlotRecorder
-from meshwright.batching.steps_log import Floats, StepsLog
 from meshwright.core.errors import InputError
-
-
-class RequestTimes:
-    """Seconds at which requests were admitted first, got their first token, and ended, and how often preempted.
-
-    One entry for each request of a simulation, NaN until it happens.
-    """
-
-    def __init__(self, num_requests: int) -> None:
-        self.admitted_s = np.full(num_requests, np.nan)
-        self.first_token_s = np.full(num_requests, np.nan)
-        self.ended_s = np.full(num_requests, np.nan)
-        self.num_preempted = np.zeros(num_requests, dtype=np.int64)
 
 
 class Replica:

@@ -10,11 +10,10 @@ from msgspec.structs import replace
 
 from meshwright.batching.clock import Clock
 from meshwright.batching.limits import SchedulerLimits
-from meshwright.batching.record import ServingRecord
-from meshwright.batching.replica import Replica, RequestTimes
+from meshwright.batching.record import RequestTimes, ServingRecord, StepsLog
+from meshwright.batching.replica import Replica
 from meshwright.batching.request import GenerationRequest
 from meshwright.batching.spans import SlotRecorder, SlotSpan
-from meshwright.batching.steps_log import StepsLog
 from meshwright.batching.traffic import RequestTraffic
 from meshwright.core.errors import InputError, nearest
 

@@ -1,7 +1,7 @@
 """A server under load beside the simulation of the same requests on its engine, which dispatches a step before it reads
 the one before it, as `serve.engine` does."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -9,10 +9,15 @@ import numpy as np
 from scipy.optimize import nnls
 
 from meshwright.batching.limits import SchedulerLimits
-from meshwright.batching.record import LatencyTargets, ServingRecord, ServingSummary
-from meshwright.batching.replica import RequestTimes
+from meshwright.batching.record import (
+    LatencyTargets,
+    RequestTimes,
+    ServingRecord,
+    ServingSummary,
+    StepsLog,
+    token_record,
+)
 from meshwright.batching.scheduler import Scheduler
-from meshwright.batching.steps_log import StepsLog
 from meshwright.batching.traffic import LengthSampler, RequestTraffic, traffic_of
 from meshwright.bench.serving.clock import ROUNDS, EngineClock
 from meshwright.bench.serving.load import LoadClient, ServerFacts
@@ -69,36 +74,14 @@ def check_lengths(traffic: RequestTraffic, facts: ServerFacts) -> None:
         )
 
 
-class _Client:
-    """What clients have seen: tokens of each request, and when."""
-
-    def __init__(self, traffic: RequestTraffic) -> None:
-        self.times, self.log = RequestTimes(len(traffic)), StepsLog(1)
-        self._num_left = traffic.output.copy()
-        self._last_s = np.full(len(traffic), np.nan)
-
-    def tokens(self, numbers: Iterable[int], at_s: float) -> None:
-        """Notes a token of each request; a static batch also computes requests that have all of theirs."""
-        for number in numbers:
-            if not self._num_left[number]:
-                continue
-            if np.isnan(self._last_s[number]):
-                self.times.first_token_s[number] = at_s
-            else:
-                self.log.add_gap(at_s - self._last_s[number], at_s, 1)
-            self._last_s[number] = at_s
-            self._num_left[number] -= 1
-            if not self._num_left[number]:
-                self.times.ended_s[number] = at_s
-
-
 def simulate_engine(traffic: RequestTraffic, limits: SchedulerLimits, clock: EngineClock) -> ServingRecord:
     """Returns what clients of one engine see. Raises InputError for a request that can never run.
 
     `batching.simulation` plans a step when the one before it has ended. Here the host plans and dispatches it while
     that one runs, so that a request which arrives meanwhile waits for one step more, unless the engine was idle.
     """
-    scheduler, client = Scheduler(limits), _Client(traffic)
+    scheduler, times, log = Scheduler(limits), RequestTimes(len(traffic)), StepsLog(1)
+    token_s = list[list[float]]([] for _ in range(len(traffic)))
     arrivals = traffic.requests()
     next_arrival = next(arrivals, None)
     host_s = free_s = 0.0  # when the host and the devices are free
@@ -112,21 +95,23 @@ def simulate_engine(traffic: RequestTraffic, limits: SchedulerLimits, clock: Eng
         step, dispatched_step = scheduler.plan(), None
         if step.repeats:
             for active in step.admitted:
-                if np.isnan(client.times.admitted_s[active.request.number]):
-                    client.times.admitted_s[active.request.number] = host_s
+                if np.isnan(times.admitted_s[active.request.number]):
+                    times.admitted_s[active.request.number] = host_s
             for active in step.preempted:
-                client.times.num_preempted[active.request.number] += 1
+                times.num_preempted[active.request.number] += 1
             prefilled, _ = scheduler.commit(step)
             host_s += clock.host_s
             start_s, decode_load = max(host_s, free_s), (len(step.decode), step.cached_tokens)
             free_s = start_s + float(clock.step_s(*decode_load, step.prefill_tokens, step.prefill_past))
-            client.log.add_run(start_s, free_s, len(scheduler.running), len(step.decode))
+            log.add_run(start_s, free_s, len(scheduler.running), len(step.decode))
             dispatched_step = free_s, [active.request.number for active in (*step.decode, *prefilled)]
         if running_step:
             host_s = max(host_s, running_step[0])
-            client.tokens(running_step[1], host_s + clock.request_s / 2)
+            for number in running_step[1]:
+                if len(token_s[number]) < traffic.output[number]:  # a static batch also computes what has ended
+                    token_s[number].append(host_s + clock.request_s / 2)
         running_step = dispatched_step
-    return ServingRecord(traffic=traffic, times=client.times, page_len=limits.page_len, logs=(client.log,), spans=())
+    return token_record(traffic, token_s, times=times, log=log, page_len=limits.page_len)
 
 
 def capacity_per_s(traffic: RequestTraffic, limits: SchedulerLimits, clock: EngineClock) -> float:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import pairwise
 from urllib.parse import urlsplit
 
 import httptools
@@ -14,9 +13,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.batching.record import ServingRecord
-from meshwright.batching.replica import RequestTimes
-from meshwright.batching.steps_log import StepsLog
+from meshwright.batching.record import ServingRecord, token_record
 from meshwright.batching.traffic import RequestTraffic
 from meshwright.core.errors import CannotRunError, InputError
 
@@ -237,11 +234,5 @@ def _measured(traffic: RequestTraffic, events_s: list[list[float]], failures: di
     answered_numbers.sort(key=lambda number: traffic.arrival_s[number])
     traffic_fields = ("arrival_s", "prompt", "output", "prefix", "prefix_len")
     answered_traffic = RequestTraffic(**{name: getattr(traffic, name)[answered_numbers] for name in traffic_fields})
-    times, log = RequestTimes(len(answered_numbers)), StepsLog(1)
-    for row, number in enumerate(answered_numbers):
-        events = events_s[number]
-        times.first_token_s[row], times.ended_s[row] = events[0], events[-1]
-        for before_s, at_s in pairwise(events):
-            log.add_gap(at_s - before_s, at_s, 1)
-    record = ServingRecord(traffic=answered_traffic, times=times, page_len=1, logs=(log,), spans=())
+    record = token_record(answered_traffic, [events_s[number] for number in answered_numbers])
     return MeasuredLoad(record=record, failures=tuple(failures.values()))
