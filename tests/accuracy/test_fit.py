@@ -4,6 +4,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from meshwright.accuracy.batches import calibrations
 from meshwright.accuracy.fit import (
@@ -14,7 +15,6 @@ from meshwright.accuracy.fit import (
     held_out,
     interval,
     make_problem,
-    predict,
     rounded,
 )
 from meshwright.spec.efficiency import fitted_numbers
@@ -42,10 +42,8 @@ def made_up():
             zero = {"dp": chips, "zero_stage": 3}
             cases.append(case(**same, **fields, parallelism=zero, group=f"maxtext-{group}"))
     problem = make_problem(cases)
-    measured = predict(problem, [TRUE])[0]
-    return type(problem)(
-        cases=problem.cases, parts=problem.parts, measured_s=measured, weights=np.full(len(problem.cases), EXACT)
-    )
+    measured = problem.seconds([TRUE])[0]
+    return replace(problem, measured_s=measured, weights=np.full(len(problem.cases), EXACT))
 
 
 @cache
@@ -60,8 +58,8 @@ def test_numbers_that_made_the_measurements_come_back():
     assert found["compute.h100"] == pytest.approx(TRUE["compute.h100"], rel=0.03)
     assert found["network"] == pytest.approx(TRUE["network"], rel=0.1)
     problem = made_up()
-    errors = predict(problem, [found])[0] / problem.measured_s - 1
-    before = predict(problem, [MIDDLE])[0] / problem.measured_s - 1
+    errors = problem.seconds([found])[0] / problem.measured_s - 1
+    before = problem.seconds([MIDDLE])[0] / problem.measured_s - 1
     assert np.abs(errors).max() < 0.01 < 0.1 < np.abs(before).max()
 
 
@@ -77,13 +75,11 @@ def test_one_wild_measurement_does_not_pull_the_rest_along():
     measured = problem.measured_s.copy()
     wrong = 9  # of middling width and length: at the edge of what was measured the others say less
     measured[wrong] *= 10
-    wild = type(problem)(
-        cases=problem.cases, parts=problem.parts, measured_s=measured, weights=np.full(len(problem.cases), EXACT)
-    )
+    wild = replace(problem, measured_s=measured)
     found = fit(wild, np.ones(len(measured), dtype=bool), start=fitted(), rounds=8)
     for name in ("compute.h100", "network"):
         assert found[name] == pytest.approx(fitted()[name], rel=0.03)
-    others = np.delete(np.abs(predict(problem, [found])[0] / problem.measured_s - 1), wrong)
+    others = np.delete(np.abs(problem.seconds([found])[0] / problem.measured_s - 1), wrong)
     assert np.median(others) < 0.02
 
 
@@ -92,7 +88,7 @@ def test_a_case_that_is_left_out_does_not_count():
     chosen = np.ones(len(problem.cases), dtype=bool)
     chosen[0] = False
     measured = np.where(chosen, problem.measured_s, 1e6)
-    wrong = type(problem)(cases=problem.cases, parts=problem.parts, measured_s=measured, weights=problem.weights)
+    wrong = replace(problem, measured_s=measured)
     assert fit(wrong, chosen, start=fitted(), rounds=1) == fit(problem, chosen, start=fitted(), rounds=1)
 
 
@@ -103,7 +99,7 @@ def test_what_is_predicted_for_a_fold_does_not_depend_on_its_measurements():
     for parts, part in ((folds(problem.cases), 0), (groups, "maxtext-b")):
         held = parts == part
         measured = np.where(held, 3 * problem.measured_s, problem.measured_s)
-        changed = type(problem)(cases=problem.cases, parts=problem.parts, measured_s=measured, weights=problem.weights)
+        changed = replace(problem, measured_s=measured)
         plain, other = held_out(problem, parts, rounds=1), held_out(changed, parts, rounds=1)
         assert other[held].tolist() == plain[held].tolist()
         assert (other[~held] != plain[~held]).all()
@@ -112,8 +108,8 @@ def test_what_is_predicted_for_a_fold_does_not_depend_on_its_measurements():
 def test_several_sets_of_numbers_are_predicted_at_once():
     problem = made_up()
     points = [MIDDLE, MIDDLE | {"compute.h100": 0.6}, MIDDLE | {"overlap": 1.9}, MIDDLE | {"compute.v5p": 0.6}, MIDDLE]
-    together = predict(problem, points)
-    assert together.tolist() == [predict(problem, [one])[0].tolist() for one in points]
+    together = problem.seconds(points)
+    assert together.tolist() == [problem.seconds([one])[0].tolist() for one in points]
     assert (together[1] > together[0]).all()
     assert (together[2] < together[0]).any()
     assert together[3].tolist() == together[4].tolist() == together[0].tolist()

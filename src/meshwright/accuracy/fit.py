@@ -1,6 +1,7 @@
 """Fits the efficiency numbers of `spec.efficiency` to published step times, and cross-validates them."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -64,12 +65,14 @@ USUAL_SIZE, SIZE_POWER, SIZE_FACTORS = 15, 0.25, (0.7, 1.6)
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Cases, their batches (``parts``), and the measured seconds and weight of each case."""
+    """Cases with the measured seconds and the weight of each; ``seconds`` predicts them for several sets of numbers
+    [points, cases], and ``priors`` has the numbers that are fitted."""
 
     cases: tuple[Case, ...]
-    parts: tuple[CaseBatch, ...]
+    seconds: Callable[[Sequence[Mapping[str, float]]], np.ndarray]
     measured_s: np.ndarray
     weights: np.ndarray
+    priors: Mapping[str, tuple[float, float]]
 
 
 def make_problem(cases: Sequence[Case]) -> Problem:
@@ -87,17 +90,20 @@ def make_problem(cases: Sequence[Case]) -> Problem:
         weights[in_group] *= np.clip((USUAL_SIZE / squared_weights) ** SIZE_POWER, *SIZE_FACTORS)
     return Problem(
         cases=tuple(cases),
-        parts=batches(cases),
+        seconds=partial(_step_seconds, cases, batches(cases)),
         measured_s=np.array([case.measured_s for case in cases]),
         weights=weights,
+        priors=PRIORS,
     )
 
 
-def predict(problem: Problem, points: Sequence[Mapping[str, float]]) -> np.ndarray:
+def _step_seconds(
+    cases: Sequence[Case], parts: Sequence[CaseBatch], points: Sequence[Mapping[str, float]]
+) -> np.ndarray:
     """Returns predicted seconds of all cases for several sets of numbers [points, cases], each batch priced once."""
-    all_tables = [calibrations(problem.cases, numbers) for numbers in points]
-    predicted_s = np.empty((len(points), len(problem.cases)))
-    for batch in problem.parts:
+    all_tables = [calibrations(cases, numbers) for numbers in points]
+    predicted_s = np.empty((len(points), len(cases)))
+    for batch in parts:
         chips = {case.chip.name for case in batch.cases}
         tables = [{chip: table[chip] for chip in chips} for table in all_tables]
         # most numbers change nothing for most batches
@@ -116,34 +122,17 @@ def fit(
 ) -> dict[str, float]:
     """Returns the numbers that predict the cases of the mask ``chosen`` best, pulled towards their priors.
 
-    Minimises errors of log step times (see `ERROR_SCALE`) from ``start`` (default: priors) in ``rounds`` iterations.
+    Minimises errors of log times (see `ERROR_SCALE`) from ``start`` (default: priors) in ``rounds`` iterations. Shares
+    of a data-sheet rate are at most 1.
     """
-
-    def errors(points: Sequence[Mapping[str, float]]) -> np.ndarray:
-        return np.log(predict(problem, points) / problem.measured_s)[:, chosen]
-
-    return minimise(errors, problem.weights[chosen], PRIORS, start=start, rounds=rounds)
-
-
-def minimise(
-    errors: Callable[[Sequence[Mapping[str, float]]], np.ndarray],
-    weights: np.ndarray,
-    priors: Mapping[str, tuple[float, float]],
-    *,
-    start: Mapping[str, float] | None = None,
-    rounds: int = 12,
-) -> dict[str, float]:
-    """Returns the numbers with the smallest weighted ``errors`` of logarithms [points, cases], pulled towards priors.
-
-    Shares of a data-sheet rate are at most 1.
-    """
-    names = list(priors)
-    centre = np.log([priors[name][0] for name in names])
-    spread = np.array([priors[name][1] for name in names])
+    names, measured_s, weights = list(problem.priors), problem.measured_s, problem.weights[chosen]
+    centre = np.log([problem.priors[name][0] for name in names])
+    spread = np.array([problem.priors[name][1] for name in names])
 
     def residuals(*points: np.ndarray) -> np.ndarray:
         logs = np.stack(points)
-        scaled = errors([dict(zip(names, numbers, strict=True)) for numbers in np.exp(logs).tolist()]) / ERROR_SCALE
+        predicted_s = problem.seconds([dict(zip(names, numbers, strict=True)) for numbers in np.exp(logs).tolist()])
+        scaled = np.log(predicted_s / measured_s)[:, chosen] / ERROR_SCALE
         soft_errors = np.sign(scaled) * np.sqrt(2 * (np.sqrt(1 + scaled**2) - 1))
         return np.concatenate([soft_errors * weights, (logs - centre) / spread], axis=1)
 
@@ -186,16 +175,19 @@ def configuration(case: Case) -> tuple[object, ...]:
     return (record.group, case.setting.model.name, case.chip.name, record.n_chips, sizes)
 
 
-def held_out(problem: Problem, parts: np.ndarray, *, rounds: int = 12) -> np.ndarray:
+def held_out(
+    problem: Problem, parts: np.ndarray, *, fitted: Mapping[object, Mapping[str, float]] | None = None, rounds: int = 12
+) -> np.ndarray:
     """Returns predicted seconds of every case, with numbers fitted on the other parts [cases]; ``parts`` has the part
-    of each case, such as its fold or its group.
+    of each case, such as its fold or its group, and ``fitted`` the numbers by part where they are known.
 
     Every fit starts at the priors: numbers fitted on all cases would leak the held-out measurements.
     """
     predicted = np.empty(len(problem.cases))
-    for part in np.unique(parts):
+    for part in np.unique(parts).tolist():
         in_part = parts == part
-        predicted[in_part] = predict(problem, [fit(problem, ~in_part, rounds=rounds)])[0, in_part]
+        numbers = fitted[part] if fitted else fit(problem, ~in_part, rounds=rounds)
+        predicted[in_part] = problem.seconds([numbers])[0, in_part]
     return predicted
 
 

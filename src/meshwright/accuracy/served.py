@@ -9,7 +9,7 @@ import numpy as np
 from meshwright.accuracy.batches import CaseBatch, batches, calibrations
 from meshwright.accuracy.cases import NUM_FOLDS, Case, Unpredicted, chip_of, model_of
 from meshwright.accuracy.errors import Accuracy, accuracy_of
-from meshwright.accuracy.fit import folds_of, minimise, rounded, with_intervals
+from meshwright.accuracy.fit import Problem, fit, folds_of, held_out, rounded, with_intervals
 from meshwright.accuracy.records import Record
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.formulas.serving import waiting_s
@@ -141,32 +141,24 @@ def fit_served(records: Sequence[Record]) -> FittedServing:
     cases, unpredicted = served_cases(records)
     if len(cases) < 2 * NUM_FOLDS:
         raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS}.")
-    batch = served_batch(cases)
-    measured_s = np.array([case.decode.measured_s for case in cases])
-
-    def fitted(chosen: np.ndarray) -> dict[str, float]:
-        return minimise(
-            lambda points: np.log(batch.seconds(*points) / measured_s)[:, chosen], np.ones(chosen.sum()), PRIORS
-        )
-
+    batch, weights = served_batch(cases), np.ones(len(cases))
+    problem = Problem(
+        cases=tuple(case.decode for case in cases),
+        seconds=lambda points: batch.seconds(*points),
+        measured_s=np.array([case.decode.measured_s for case in cases]),
+        weights=weights,
+        priors=PRIORS,
+    )
     folds = folds_of([configuration(case) for case in cases])
-    numbers_by_fold = {fold: fitted(folds != fold) for fold in np.unique(folds).tolist()}
-
-    def held_out(parts: np.ndarray, numbers: Mapping[int, Mapping[str, float]] | None = None) -> np.ndarray:
-        predicted = np.empty(len(cases))
-        for part in np.unique(parts).tolist():
-            in_part = parts == part
-            predicted[in_part] = batch.seconds(numbers[part] if numbers else fitted(~in_part))[0, in_part]
-        return predicted
-
+    numbers_by_fold = {fold: fit(problem, folds != fold) for fold in np.unique(folds).tolist()}
     seconds_by_name = {
-        "served": held_out(folds, numbers_by_fold),
-        "served-chips": held_out(np.array([case.chip.name for case in cases])),
-        "served-engines": held_out(np.array([case.record.backend for case in cases])),
+        "served": held_out(problem, folds, fitted=numbers_by_fold),
+        "served-chips": held_out(problem, np.array([case.chip.name for case in cases])),
+        "served-engines": held_out(problem, np.array([case.record.backend for case in cases])),
     }
     has_experts = np.array([case.decode.setting.model.num_experts > 0 for case in cases])
-    numbers = rounded(fitted(np.ones(len(cases), dtype=bool)))
-    numbers |= with_intervals(seconds_by_name["served"], measured_s, np.ones(len(cases)), has_experts) | CONSTANTS
+    numbers = rounded(fit(problem, np.ones(len(cases), dtype=bool)))
+    numbers |= with_intervals(seconds_by_name["served"], problem.measured_s, weights, has_experts) | CONSTANTS
     seconds_by_name["served-fitted"] = batch.seconds(numbers)[0]
     calibrations_by_fold = {fold: served_calibrations(cases, numbers) for fold, numbers in numbers_by_fold.items()}
     return FittedServing(

@@ -313,6 +313,6 @@ def _fit_anew(
     if with_groups:
         say("leaving out each group in turn")
         seconds_of["groups"] = fit.held_out(problem, np.array([case.record.group for case in cases]), rounds=10)
-    seconds_of["fitted"] = fit.predict(problem, [numbers])[0]
+    seconds_of["fitted"] = problem.seconds([numbers])[0]
     rates = calibrations(cases, numbers)
     return numbers, {name: accuracy_of(cases, predicted, rates, unpredicted) for name, predicted in seconds_of.items()}
