@@ -101,7 +101,7 @@ def test_prefixes_are_read(trace):
     ("text", "said"),
     [
         ("", "there is no request"),
-        ("arrival_s,prompt,outptu\n0,1,1\n", r":2: the column 'outptu' is not known. Did you mean 'output'\?"),
+        ("arrival_s,prompt,outptu\n0,1,1\n", r":2: outptu is not a field. Did you mean 'output'\?"),
         ("arrival_s,prompt\n0,1\n", ":2: output is missing. Give a whole number of at most"),
         ("arrival_s,prompt,output\n0,1.5,1\n", ":2: prompt is '1.5'. Give a whole number."),
         ("arrival_s,prompt,output\n0,1,1,8\n", ":2: more fields than columns"),

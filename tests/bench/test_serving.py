@@ -9,8 +9,15 @@ import pytest
 from meshwright.batching.limits import SchedulerLimits
 from meshwright.batching.simulation import ReplicaPool, simulate
 from meshwright.batching.traffic import fixed, traffic_of, uniform
-from meshwright.bench.serving.clock import EngineClock, TimedStep, fit_clock, measure_clock
-from meshwright.bench.serving.compare import LoadShape, capacity_per_s, check_lengths, simulate_engine
+from meshwright.bench.serving.clock import (
+    EngineClock,
+    TimedStep,
+    capacity_per_s,
+    fit_clock,
+    measure_clock,
+    simulate_engine,
+)
+from meshwright.bench.serving.compare import LoadShape, check_lengths
 from meshwright.bench.serving.load import LoadClient, ServerFacts
 from meshwright.core.errors import InputError
 from tests.bench.paced import VOCAB, paced_engine

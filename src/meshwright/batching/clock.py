@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 from meshwright.algebra.sizes import Number
 from meshwright.core.errors import InputError
 
-SecondsArray = NDArray[np.float64]
-
 
 class Clock(Protocol):
     """Seconds of an engine's steps. Inherit from it for the default of `steps_s`."""
@@ -24,7 +22,7 @@ class Clock(Protocol):
         before one of them in its text (`EngineStep`), 0 without prefill. Arguments may be arrays that broadcast.
         """
 
-    def steps_s(self, num_steps: int, num_decode: int, cached_tokens: int) -> SecondsArray:
+    def steps_s(self, num_steps: int, num_decode: int, cached_tokens: int) -> NDArray[np.float64]:
         """Returns the seconds of each of a number of steps that only decode; each step caches ``num_decode`` tokens.
 
         Every entry must equal `step_s` of that step to the last bit, for jumps to equal single steps.
@@ -56,7 +54,7 @@ class TabledClock(Clock):
         seconds_table = np.broadcast_to(clock.step_s(*mesh), tuple(map(len, self._grids)))
         self._table = np.ascontiguousarray(seconds_table, dtype=float)
         self._cached = np.asarray(self._grids[1], float)
-        self._rows: dict[int, SecondsArray] = {}
+        self._rows: dict[int, NDArray[np.float64]] = {}
 
     def step_s(self, num_decode: Number, cached_tokens: Number, prefill_tokens: Number, prefill_past: Number) -> Number:
         """Returns the seconds of one step, see `Clock`; takes numbers, not arrays."""
@@ -64,7 +62,7 @@ class TabledClock(Clock):
             return float(self._blend((num_decode, cached_tokens, prefill_tokens, prefill_past)))
         return self.steps_s(1, num_decode, cached_tokens)[0]
 
-    def steps_s(self, num_steps: int, num_decode: int, cached_tokens: int) -> SecondsArray:
+    def steps_s(self, num_steps: int, num_decode: int, cached_tokens: int) -> NDArray[np.float64]:
         """Returns the seconds of each of a number of steps, see `Clock`."""
         if num_decode not in self._rows:
             self._rows[num_decode] = self._blend((num_decode,))[:, 0, 0]

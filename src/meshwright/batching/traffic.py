@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from numpy.typing import ArrayLike, NDArray
 
 from meshwright.batching.request import GenerationRequest
-from meshwright.core.errors import InputError, nearest
+from meshwright.core.errors import InputError
+from meshwright.core.fields import unknown_fields
 from meshwright.core.files import json_rows, read_text
 from meshwright.core.units import parse_count
 
@@ -157,8 +158,8 @@ def parse_lengths(text: str) -> LengthSampler:
 
 # -- observed requests --------------------------------------------------------------------------------------
 
-REQUIRED = ("arrival_s", "prompt", "output")
-OPTIONAL = ("prefix", "prefix_len")
+COLUMNS = {"arrival_s": None, "prompt": None, "output": None, "prefix": -1, "prefix_len": 0}
+"""Column of a trace -> its value where a row lacks it; None if every row has it."""
 MOST_TRACE_BYTES, MOST_TOKENS = 2**30, 2**40
 
 
@@ -169,16 +170,12 @@ def load_trace(path: Path) -> RequestTraffic:
     prompts share prefixes. Raises InputError that names the file, and the line where one is wrong.
     """
     text = read_text(path, "Name a trace in JSONL or CSV.", most=MOST_TRACE_BYTES)
-    defaults = {"prefix": -1, "prefix_len": 0}
-    columns: dict[str, list[float]] = {name: [] for name in (*REQUIRED, *OPTIONAL)}
+    columns: dict[str, list[float]] = {name: [] for name in COLUMNS}
     for line, row in _rows(path, text):
-        for name in row.keys() - columns.keys():
-            column_fault = (
-                f"the column {name!r} is not known.{nearest(name, columns)}" if name else "more fields than columns."
-            )
-            raise InputError(f"{path}:{line}: {column_fault}")
+        for _, fault in unknown_fields(row, columns, ()):
+            raise InputError(f"{path}:{line}: {fault}")
         for name, column in columns.items():
-            value = row.get(name, defaults.get(name))
+            value = row.get(name, COLUMNS[name])
             try:
                 number = float(value)
                 if name != "arrival_s" and not (number == int(number) and abs(number) <= MOST_TOKENS):
@@ -200,4 +197,6 @@ def _rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
         yield from json_rows(path, text, "Give an object on every line.")
         return
     for row in (reader := csv.DictReader(text.splitlines(), skipinitialspace=True)):
-        yield reader.line_num, {name or "": value for name, value in row.items()}
+        if None in row:
+            raise InputError(f"{path}:{reader.line_num}: more fields than columns.")
+        yield reader.line_num, row

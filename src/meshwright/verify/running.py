@@ -38,7 +38,6 @@ _ENDS = (MODULE_END, BUFFERS_END, LAST_END)
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(?:, color (\d+))?,?(.*)$", re.MULTILINE)
 _OUT_OF_MEMORY = re.compile(r"exceeds available HBM \(([\d.]+)([KMGT])\)|Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
 
-Usage = resource.struct_rusage
 Kind = TypeVar("Kind")
 Ended = Literal["done", "stopped", "error", "crash", "timeout"]
 
@@ -143,7 +142,9 @@ def _environment(request: Request, dumps: Path) -> dict[str, str]:
     return variables
 
 
-def _wait(process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | None) -> tuple[str, int, Usage, int]:
+def _wait(
+    process: "subprocess.Popen[bytes]", deadline: float, dumps: Path | None
+) -> tuple[str, int, resource.struct_rusage, int]:
     """Waits for a process, and kills it at the deadline, or once the dump is complete.
 
     Returns how it ended, its exit status, its resource usage, and the last peak of its memory seen in KiB (0: none).

@@ -1,5 +1,4 @@
-"""A server under load beside the simulation of the same requests on its engine, which dispatches a step before it reads
-the one before it, as `serve.engine` does."""
+"""A server under load beside the simulation of the same requests."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,18 +7,9 @@ import msgspec
 import numpy as np
 from scipy.optimize import nnls
 
-from meshwright.batching.limits import SchedulerLimits
-from meshwright.batching.record import (
-    LatencyTargets,
-    RequestTimes,
-    ServingRecord,
-    ServingSummary,
-    StepsLog,
-    token_record,
-)
-from meshwright.batching.scheduler import Scheduler
+from meshwright.batching.record import LatencyTargets, ServingSummary
 from meshwright.batching.traffic import LengthSampler, RequestTraffic, traffic_of
-from meshwright.bench.serving.clock import ROUNDS, EngineClock
+from meshwright.bench.serving.clock import ROUNDS, EngineClock, simulate_engine
 from meshwright.bench.serving.load import LoadClient, ServerFacts
 from meshwright.bench.serving.server import BenchedServer
 from meshwright.core.errors import InputError
@@ -72,56 +62,6 @@ def check_lengths(traffic: RequestTraffic, facts: ServerFacts) -> None:
             f"a request of {num_tokens:,} tokens is too long for the server, which has {facts.max_len:,} positions. "
             f"Give shorter --prompt and --output, or a longer --max-len."
         )
-
-
-def simulate_engine(traffic: RequestTraffic, limits: SchedulerLimits, clock: EngineClock) -> ServingRecord:
-    """Returns what clients of one engine see. Raises InputError for a request that can never run.
-
-    `batching.simulation` plans a step when the one before it has ended. Here the host plans and dispatches it while
-    that one runs, so that a request which arrives meanwhile waits for one step more, unless the engine was idle.
-    """
-    scheduler, times, log = Scheduler(limits), RequestTimes(len(traffic)), StepsLog(1)
-    token_s = list[list[float]]([] for _ in range(len(traffic)))
-    arrivals = traffic.requests()
-    next_arrival = next(arrivals, None)
-    host_s = free_s = 0.0  # when the host and the devices are free
-    running_step: tuple[float, list[int]] | None = None  # when it ends, and the requests that get a token
-    while next_arrival or scheduler.load or running_step:
-        if not scheduler.load and not running_step and next_arrival:
-            host_s = max(host_s, next_arrival[0] + clock.request_s / 2)
-        while next_arrival and next_arrival[0] + clock.request_s / 2 <= host_s:
-            scheduler.submit(next_arrival[1])
-            next_arrival = next(arrivals, None)
-        step, dispatched_step = scheduler.plan(), None
-        if step.repeats:
-            for active in step.admitted:
-                if np.isnan(times.admitted_s[active.request.number]):
-                    times.admitted_s[active.request.number] = host_s
-            for active in step.preempted:
-                times.num_preempted[active.request.number] += 1
-            prefilled, _ = scheduler.commit(step)
-            host_s += clock.host_s
-            start_s, decode_load = max(host_s, free_s), (len(step.decode), step.cached_tokens)
-            free_s = start_s + float(clock.step_s(*decode_load, step.prefill_tokens, step.prefill_past))
-            log.add_run(start_s, free_s, len(scheduler.running), len(step.decode))
-            dispatched_step = free_s, [active.request.number for active in (*step.decode, *prefilled)]
-        if running_step:
-            host_s = max(host_s, running_step[0])
-            for number in running_step[1]:
-                if len(token_s[number]) < traffic.output[number]:  # a static batch also computes what has ended
-                    token_s[number].append(host_s + clock.request_s / 2)
-        running_step = dispatched_step
-    return token_record(traffic, token_s, times=times, log=log, page_len=limits.page_len)
-
-
-def capacity_per_s(traffic: RequestTraffic, limits: SchedulerLimits, clock: EngineClock) -> float:
-    """Returns the requests per second of an engine that always has requests like these waiting: those that end in the
-    middle half of a run in which all arrive at once."""
-    num_repeats = -(-4 * limits.max_requests // len(traffic))
-    prompt, output = (np.tile(lengths, num_repeats) for lengths in (traffic.prompt, traffic.output))
-    ended_s = np.sort(simulate_engine(traffic_of(np.zeros(len(prompt)), prompt, output), limits, clock).times.ended_s)
-    first_index, last_index = len(ended_s) // 4, len(ended_s) * 3 // 4
-    return float((last_index - first_index) / (ended_s[last_index] - ended_s[first_index]))
 
 
 async def over_http(client: LoadClient, facts: ServerFacts, clock: EngineClock, most: int) -> EngineClock:

@@ -100,14 +100,8 @@ def _started(given: Given, stack: ExitStack) -> "BenchedServer":
 async def _measured(
     given: Given, url: str, server: "BenchedServer | None", rates: list[float], traced: RequestTraffic | None
 ) -> "LoadAnswer":
-    from meshwright.bench.serving.compare import (
-        LoadShape,
-        capacity_per_s,
-        check_lengths,
-        compare,
-        over_http,
-        simulate_engine,
-    )
+    from meshwright.bench.serving.clock import capacity_per_s, simulate_engine
+    from meshwright.bench.serving.compare import LoadShape, check_lengths, compare, over_http
     from meshwright.bench.serving.load import LoadClient
 
     client = LoadClient(url, api_key=given.api_key)
