@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from meshwright.accuracy.cases import Case, case_of
+from meshwright.accuracy.cases import Case, training_case
 from meshwright.accuracy.records import Record, read_records
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "data" / "published_training.jsonl"
@@ -54,9 +54,7 @@ def record(**fields: Any) -> Record:
 
 def case(**fields: Any) -> Case:
     """The record as a case; it must be one."""
-    found = case_of(record(**fields))
-    assert isinstance(found, Case), found
-    return found
+    return training_case(record(**fields))
 
 
 def write(path: Path, *rows: dict[str, Any]) -> Path:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from meshwright.accuracy.batches import batches, calibrations
-from meshwright.accuracy.cases import Case, case_of
+from meshwright.accuracy.cases import Case, cases_of, training_case
 from meshwright.cost.train_step import estimate_step
 from meshwright.spec.assumptions import AttentionKernel, Dispatch, Software
 from meshwright.spec.calibration import datasheet_calibration
@@ -21,7 +21,7 @@ MOE = LLAMA | {"moe": {"experts": 16, "top_k": 2, "d_ff_expert": 1024}}
 @cache
 def sample() -> tuple[Case, ...]:
     """A published step of every kind."""
-    return tuple(one for one in map(case_of, one_of_each()) if isinstance(one, Case))
+    return cases_of(one_of_each(), training_case)[0]
 
 
 @cache

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.accuracy.cases import Case, Unpredicted, case_of, chip_of, cluster_of, model_of
+from meshwright.accuracy.cases import cases_of, chip_of, cluster_of, model_of, training_case
 from meshwright.cost.work.ops import model_flops
 from meshwright.spec.chip import chip, peak
 from meshwright.spec.strategy import make_mesh, standard_assignment
@@ -254,7 +254,7 @@ def test_attention_with_alibi_is_portable():
     """Its kernels were written in Triton for all chips in 2023."""
     assert assumed().attention_kernel == "tuned"
     assert assumed(note="ALiBi positions; x").attention_kernel == "portable"
-    cases = [one for one in map(case_of, published()) if isinstance(one, Case)]
+    cases, _ = cases_of(published(), training_case)
     assert {c.record.group for c in cases if c.setting.assumptions.attention_kernel == "portable"} == {"llm-foundry"}
 
 
@@ -403,7 +403,6 @@ def test_flops_that_count_recomputation():
     ],
 )
 def test_reasons(fields, reason):
-    found = case_of(record(**fields))
-    assert isinstance(found, Unpredicted)
+    _, (found,) = cases_of([record(**fields)], training_case)
     assert reason in found.reason
     assert "\n" not in found.reason

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from meshwright.accuracy.cases import case_of
+from meshwright.accuracy.cases import cases_of, training_case
 from meshwright.accuracy.errors import Accuracy, Comparison, PickRegret, accuracy, summarise
 from tests.accuracy.recorded import published, record
 
@@ -136,7 +136,7 @@ def test_the_constant_utilisation_that_a_model_must_beat():
 
     found = fitted()
     measured = {one.id: one.measured_s for one in found.predictions if one.core}
-    cases = [case for case in map(case_of, published()) if getattr(case, "record", None) and case.record.id in measured]
+    cases = [case for case in cases_of(published(), training_case)[0] if case.record.id in measured]
     kinds: dict[object, list[tuple[float, float]]] = {}
     for one in cases:
         key = one.setting.cluster.chip.name, one.strategy.matmul_dtype

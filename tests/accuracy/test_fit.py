@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from meshwright.accuracy.batches import calibrations
+from meshwright.accuracy.cases import cases_of, training_case
 from meshwright.accuracy.fit import (
     PRIORS,
     configuration,
@@ -127,9 +128,7 @@ def test_chips_without_numbers_keep_the_data_sheet():
 
 @cache
 def every_case():
-    from meshwright.accuracy.errors import cases_of
-
-    return cases_of(published())[0]
+    return cases_of(published(), training_case)[0]
 
 
 def test_near_duplicates_are_in_one_fold():

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.accuracy.queueing import client_traffic, engine_limits, pooled_accuracy, queued_accuracy, queued_times
 from meshwright.accuracy.records import read_records
-from meshwright.accuracy.served import ServedCase, served_calibrations, served_case
+from meshwright.accuracy.served import ServedCase, engine_case, served_calibrations
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "data" / "published_serving.jsonl"
 RECORDS = {record.id: record for record in read_records(FILE)}
@@ -16,9 +16,7 @@ DENSE = RECORDS["aic-2026_04_06_llama_3_1_70b_h100_sxm_vllm_fp8_agg_1024x1024_c1
 
 
 def case_of(**fields) -> ServedCase:
-    case = served_case(msgspec.structs.replace(DENSE, **fields))
-    assert isinstance(case, ServedCase)
-    return case
+    return engine_case(msgspec.structs.replace(DENSE, **fields))
 
 
 def test_clients_send_ten_requests_for_each_at_a_time():

@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from meshwright.accuracy.cases import Unpredicted
+from meshwright.accuracy.cases import Unpredicted, cases_of
 from meshwright.accuracy.records import Record, read_records
-from meshwright.accuracy.served import ServedCase, served_accuracy, served_batch, served_case, served_cases
+from meshwright.accuracy.served import ServedCase, engine_case, served_accuracy, served_batch, served_cases
 from meshwright.cost.formulas.serving import waiting_s
 from meshwright.cost.train_step import price_strategy
 from meshwright.spec.efficiency import generation_calibration, generation_numbers
@@ -19,7 +19,8 @@ DENSE = "aic-2026_04_06_llama_3_1_70b_h100_sxm_vllm_fp8_agg_1024x1024_c16_tp4_ep
 
 
 def changed(record: Record, **fields) -> ServedCase | Unpredicted:
-    return served_case(msgspec.structs.replace(record, **fields))
+    cases, left = cases_of([msgspec.structs.replace(record, **fields)], engine_case)
+    return (*cases, *left)[0]
 
 
 def with_degrees(**degrees) -> ServedCase | Unpredicted:
@@ -29,8 +30,7 @@ def with_degrees(**degrees) -> ServedCase | Unpredicted:
 
 
 def test_a_record_is_a_prefill_and_a_decode_step():
-    case = served_case(RECORDS[DENSE])
-    assert isinstance(case, ServedCase)
+    case = engine_case(RECORDS[DENSE])
     assert (case.batch, case.output_len, case.decode.measured_s) == (16, 1024, pytest.approx(0.01319, rel=1e-3))
     prefill, decode = case.prefill.setting, case.decode.setting
     assert (prefill.job.batch_seqs, prefill.job.seq_len) == (1, 1024)
@@ -45,8 +45,7 @@ def test_a_record_is_a_prefill_and_a_decode_step():
 
 def test_the_time_of_a_token_by_hand():
     """A decode step, and what it waits for 15 prefills in 1,024 steps, each priced by itself."""
-    case = served_case(RECORDS[DENSE])
-    assert isinstance(case, ServedCase)
+    case = engine_case(RECORDS[DENSE])
     found = served_batch([case]).seconds(generation_numbers().numbers)[0, 0]
     rates = generation_calibration(case.chip)
     assert rates is not None
@@ -62,8 +61,7 @@ def test_the_time_of_a_token_by_hand():
 
 def test_a_step_is_no_faster_than_its_bytes():
     """70 billion weights of a byte and 16 caches of 1,536 positions, over 4 chips at the data sheet's rate."""
-    case = served_case(RECORDS[DENSE])
-    assert isinstance(case, ServedCase)
+    case = engine_case(RECORDS[DENSE])
     moved = (70e9 + 16 * 1536 * 2 * 2 * 80 * 8 * 128) / 4
     found = served_batch([case]).seconds(generation_numbers().numbers)[0, 0]
     assert moved / 3.35e12 < found < 3 * moved / 3.35e12

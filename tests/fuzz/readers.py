@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from meshwright.accuracy.cases import case_of
+from meshwright.accuracy.cases import cases_of, training_case
 from meshwright.accuracy.records import read_records
 from meshwright.algebra.schedules.file import format_schedule, read_schedule
 from meshwright.algebra.schedules.registry import build
@@ -196,8 +196,7 @@ def _graph(path: Path) -> None:
 
 
 def _cases(path: Path) -> None:
-    for record in read_records(path):
-        case_of(record)
+    cases_of(read_records(path), training_case)
 
 
 def _documents(path: Path) -> None:

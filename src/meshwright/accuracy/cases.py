@@ -5,7 +5,8 @@ The rules of `docs/accuracy.md`, the same for every source, fill in what a sourc
 
 import math
 import re
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -105,15 +106,24 @@ class Unpredicted(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-def case_of(record: Record) -> Case | Unpredicted:
-    """Returns the case of a record, or the reason why it cannot be predicted."""
-    try:
-        return _case(record)
-    except (InputError, CannotRunError) as error:
-        return Unpredicted(record=record, reason=str(error))
+Made = TypeVar("Made")
 
 
-def _case(record: Record) -> Case:
+def cases_of(
+    records: Iterable[Record], make: Callable[[Record], Made]
+) -> tuple[tuple[Made, ...], tuple[Unpredicted, ...]]:
+    """Returns the cases that ``make`` makes of records, and the records that it refuses, with its reasons."""
+    cases, unpredicted = list[Made](), list[Unpredicted]()
+    for record in records:
+        try:
+            cases.append(make(record))
+        except (InputError, CannotRunError) as error:
+            unpredicted.append(Unpredicted(record=record, reason=str(error)))
+    return tuple(cases), tuple(unpredicted)
+
+
+def training_case(record: Record) -> Case:
+    """Returns the case of a record of training. Raises InputError or CannotRunError for one that is not predicted."""
     if record.kind != "train":
         raise InputError(f"kind {record.kind}: only training is predicted in this version")
     if not record.model or not record.seq_len or not record.global_batch_seqs or record.n_chips < 1:

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from meshwright.accuracy.batches import batches, calibrations
-from meshwright.accuracy.cases import Case, Unpredicted, case_of
+from meshwright.accuracy.cases import Case, Unpredicted, cases_of, training_case
 from meshwright.accuracy.records import Record
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.weights import has_frozen_matrices
@@ -149,16 +149,9 @@ def summarise(predictions: Sequence[Comparison]) -> Summary:
     )
 
 
-def cases_of(records: Sequence[Record]) -> tuple[tuple[Case, ...], tuple[Unpredicted, ...]]:
-    """Splits records into cases, and records that cannot be predicted, with their reasons."""
-    outcomes = [case_of(record) for record in records]
-    cases = tuple(outcome for outcome in outcomes if isinstance(outcome, Case))
-    return cases, tuple(outcome for outcome in outcomes if isinstance(outcome, Unpredicted))
-
-
 def accuracy(records: Sequence[Record], *, datasheet: bool = False) -> Accuracy:
     """Compares all records with predictions from the fitted numbers, or from data-sheet rates alone."""
-    cases, unpredicted = cases_of(records)
+    cases, unpredicted = cases_of(records, training_case)
     rates = calibrations(cases, datasheet=datasheet)
     predicted_s = np.empty(len(cases))
     for batch in batches(cases):

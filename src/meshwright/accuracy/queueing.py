@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.accuracy.cases import Unpredicted
+from meshwright.accuracy.cases import Unpredicted, cases_of
 from meshwright.accuracy.errors import Accuracy, accuracy_of
 from meshwright.accuracy.records import Parallelism, Record
 from meshwright.accuracy.served import ENGINES, ServedCase, configuration, engine_case, served_calibrations
@@ -16,7 +16,7 @@ from meshwright.batching.clock import TabledClock
 from meshwright.batching.limits import Policy, SchedulerLimits
 from meshwright.batching.simulation import ReplicaPool, simulate
 from meshwright.batching.traffic import RequestTraffic, traffic_of, uniform
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import InputError
 from meshwright.plan.serving.fleet import transfer_bytes_per_s
 from meshwright.simulate.service import PAGE_LEN, PricedClock
 from meshwright.spec.calibration import Calibration
@@ -117,13 +117,7 @@ class PooledCase(msgspec.Struct, frozen=True, kw_only=True):
 def pooled_accuracy(records: Sequence[Record], numbers: Mapping[str, float]) -> dict[str, Accuracy]:
     """Returns errors of simulated times of disaggregated services, by numbers that were fitted to engines alone. The
     first token comes from the pool that prefills, and is seen once the cache has been sent."""
-    cases, unpredicted = list[PooledCase](), list[Unpredicted]()
-    for record in records:
-        if record.kind == "disagg":
-            try:
-                cases.append(_pooled(record))
-            except (InputError, CannotRunError) as error:
-                unpredicted.append(Unpredicted(record=record, reason=str(error)))
+    cases, unpredicted = cases_of((record for record in records if record.kind == "disagg"), _pooled)
     if not cases:
         return {}
     calibrations = served_calibrations([case.decode for case in cases], numbers)

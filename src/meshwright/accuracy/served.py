@@ -7,11 +7,11 @@ import msgspec
 import numpy as np
 
 from meshwright.accuracy.batches import CaseBatch, batches, calibrations
-from meshwright.accuracy.cases import NUM_FOLDS, Case, Unpredicted, chip_of, model_of
+from meshwright.accuracy.cases import NUM_FOLDS, Case, Unpredicted, cases_of, chip_of, model_of
 from meshwright.accuracy.errors import Accuracy, accuracy_of
 from meshwright.accuracy.fit import Problem, fit, folds_of, held_out, rounded, with_intervals
 from meshwright.accuracy.records import Record
-from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.errors import InputError
 from meshwright.cost.formulas.serving import waiting_s
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
@@ -191,33 +191,23 @@ def configuration(case: ServedCase) -> tuple[object, ...]:
 def served_cases(records: Sequence[Record]) -> tuple[tuple[ServedCase, ...], tuple[Unpredicted, ...]]:
     """Splits records into cases and records that are not predicted, with reasons; a measurement that several records
     list counts once."""
-    cases, unpredicted, seen_keys = list[ServedCase](), list[Unpredicted](), set[tuple[object, ...]]()
-    for record in records:
-        case = served_case(record)
-        if isinstance(case, ServedCase):
-            key = (*configuration(case), case.batch, record.isl, record.osl, record.measured)
-            if key in seen_keys:
-                case = Unpredicted(record=record, reason="the measurement is listed twice")
-            seen_keys.add(key)
-        if isinstance(case, ServedCase):
-            cases.append(case)
-        else:
-            unpredicted.append(case)
-    return tuple(cases), tuple(unpredicted)
+    seen_keys = set[tuple[object, ...]]()
+
+    def once(record: Record) -> ServedCase:
+        case = engine_case(record)
+        key = (*configuration(case), case.batch, record.isl, record.osl, record.measured)
+        if key in seen_keys:
+            raise InputError("the measurement is listed twice")
+        seen_keys.add(key)
+        return case
+
+    return cases_of(records, once)
 
 
 def served_batch(cases: Sequence[ServedCase]) -> ServedBatch:
     """Returns the cases with their prefills and decode steps in batches of one pattern each."""
     prefill, decode = (batches([getattr(case, kind) for case in cases]) for kind in ("prefill", "decode"))
     return ServedBatch(cases=tuple(cases), prefill=prefill, decode=decode)
-
-
-def served_case(record: Record) -> ServedCase | Unpredicted:
-    """Returns the case of a record of serving, or the reason why it cannot be predicted."""
-    try:
-        return engine_case(record)
-    except (InputError, CannotRunError) as error:
-        return Unpredicted(record=record, reason=str(error))
 
 
 def engine_case(record: Record, *, most_devices: int = MOST_DEVICES) -> ServedCase:

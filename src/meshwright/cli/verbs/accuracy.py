@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from meshwright.accuracy.batches import calibrations
-from meshwright.accuracy.cases import NUM_FOLDS, Case, Unpredicted
-from meshwright.accuracy.errors import Accuracy, accuracy, accuracy_of, cases_of, summarise
+from meshwright.accuracy.cases import NUM_FOLDS, Case, Unpredicted, cases_of, training_case
+from meshwright.accuracy.errors import Accuracy, accuracy, accuracy_of, summarise
 from meshwright.accuracy.records import Record, read_records
 from meshwright.cli.output import say
 from meshwright.cli.verb import Options, argument, option, verb
@@ -256,7 +256,7 @@ def _served(given: Given, records: tuple[Record, ...]) -> Answer:
 
 def _fitted(records: tuple[Record, ...], *, out: Path | None, page: Path | None) -> Answer:
     """Fits the numbers again, and predicts every record by numbers that have not seen it."""
-    all_cases, unpredicted = cases_of(records)
+    all_cases, unpredicted = cases_of(records, training_case)
     # numbers are for steps that train all weights
     cases = [case for case in all_cases if not has_frozen_matrices(case.setting.model)]
     if len({case.record.group for case in cases}) < 2 or len(cases) < 2 * NUM_FOLDS:
