@@ -75,9 +75,6 @@ def _sum_length(product: Instruction, left: Shape, right: Shape) -> int:
     )
 
 
-# -- what runs beside a collective --------------------------------------------------------------------
-
-
 def runs_beside_compute(module: Module, start: Instruction, done: str, *, num_bytes: int) -> bool:
     """True if compute of some size stands between a start and its ``done``, or the end of the computation without one.
 

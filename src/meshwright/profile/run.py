@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 import msgspec
-from jax.stages import Compiled
 
 from meshwright.core.errors import InputError
 from meshwright.core.host_memory import keep_freed_memory
@@ -108,7 +107,7 @@ class TracedSteps:
             raise InputError(f"the run ended after {self.done} steps, before one was profiled. Give it more --steps.")
         return self.recorded(Training(step, job), step.lower(job.batch_seqs, job.seq_len).compile())
 
-    def recorded(self, subject: Subject, compiled: Compiled) -> Recording:
+    def recorded(self, subject: Subject, compiled: jax.stages.Compiled) -> Recording:
         """Writes the program's text beside the trace, and returns the recording with the owners of the peak memory."""
         text, hlo, sampler = compiled.as_text() or "", self.folder / HLO_FILE, self.sampler
         hlo.write_text(text, encoding="utf-8")

@@ -4,7 +4,6 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.stages import Compiled
 
 from meshwright.nn.weights import init_params
 from meshwright.parallel.generation.held_arrays import HeldArrays
@@ -40,11 +39,11 @@ class Training:
         self._given = self.step.init(seed), self.step.place(random_rows(self.step, self.job, seed=seed))
         jax.block_until_ready(self._given)
 
-    def compile(self) -> Compiled:
+    def compile(self) -> jax.stages.Compiled:
         """Compiles the step."""
         return self.step.compile.lower(*self._given).compile()
 
-    def advance(self, compiled: Compiled) -> None:
+    def advance(self, compiled: jax.stages.Compiled) -> None:
         """Runs one step until its results are ready."""
         state, metrics = compiled(*self._given)
         self._given = state, self._given[1]
@@ -85,10 +84,10 @@ class Prefill:
         self._given = params, step.init_cache(), latest, step.flat(packed)
         jax.block_until_ready(self._given)
 
-    def compile(self) -> Compiled:
+    def compile(self) -> jax.stages.Compiled:
         return self.step.compiled(self.step.shape_of(self.job))
 
-    def advance(self, compiled: Compiled) -> None:
+    def advance(self, compiled: jax.stages.Compiled) -> None:
         params, cache, *inputs = self._given
         logits, cache = compiled(params, cache, *inputs)
         self._given = params, cache, *inputs
@@ -110,6 +109,6 @@ class Subject(Protocol):
     """A step of a job with its state and inputs."""
 
     def begin(self, seed: int) -> None: ...
-    def compile(self) -> Compiled: ...
-    def advance(self, compiled: Compiled) -> None: ...
+    def compile(self) -> jax.stages.Compiled: ...
+    def advance(self, compiled: jax.stages.Compiled) -> None: ...
     def owners(self) -> list[Owner]: ...
