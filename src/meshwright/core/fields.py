@@ -66,7 +66,7 @@ def convert_fields(fields: Mapping[str, Any], kind: type[_T], *, section: str) -
         except msgspec.ValidationError as error:
             message = str(error).replace("`$.", f"`{section}.")
             faults = [fault for _, fault in field_faults(fields, kind, (section,))] or [as_sentence(message)]
-    raise InputError("; ".join(faults))
+    raise InputError(" ".join(faults))
 
 
 def field_faults(value: object, hint: object, key: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:

@@ -3,13 +3,13 @@
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 import msgspec
 
 from meshwright.algebra.layers import ProgramOptions
-from meshwright.core.errors import InputError, nearest
-from meshwright.core.fields import figure_faults
+from meshwright.core.errors import InputError
+from meshwright.core.fields import Checked, convert_fields
 from meshwright.nn.hf.tokenizer import TOKENIZER
 from meshwright.spec.hf.gguf import is_gguf
 from meshwright.spec.job import OptimizerKind
@@ -40,7 +40,7 @@ _BOUNDS: tuple[tuple[tuple[str, ...], Callable[[float], bool], str], ...] = (
 """Names of settings, the test of a value, and the words of its error."""
 
 
-class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainSettings(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Choices of a run besides its model, strategy and job.
 
     ``weights`` is a folder of weights to start from, "" for random ones of ``seed``.
@@ -110,8 +110,7 @@ class TrainSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     track: tuple[TrackerKind, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, words in _WORDS.items():
-            _require_words(name, getattr(self, name), words)
+        super().__post_init__()
         for names, is_allowed, demand in _BOUNDS:
             for name in names:
                 if not is_allowed(getattr(self, name)):
@@ -169,48 +168,19 @@ def with_whole_paths(settings: TrainSettings) -> TrainSettings:
     return msgspec.structs.replace(settings, data=data, weights=weights, tokenizer=tokenizer)
 
 
-def _require_words(name: str, given: Any, known: tuple[str, ...]) -> None:
-    for word in given if isinstance(given, list | tuple) else (given,):
-        if isinstance(word, str) and word not in known:
-            raise InputError(f"train.{name} {word!r} is not known.{nearest(word, known)}")
-
-
-def _words(declared: Any) -> tuple[str, ...]:
-    """Returns the words of a field that is a Literal or a tuple of Literals; none for another field."""
-    inner = next((part for part in get_args(declared) if get_args(part)), declared)
-    return tuple(word for word in get_args(inner) if isinstance(word, str))
-
-
-_WORDS = {name: _words(kind) for name, kind in get_type_hints(TrainSettings).items() if _words(kind)}
-
-
 def settings_from_table(table: Mapping[str, Any]) -> TrainSettings:
     """Returns settings from keys and values, such as a ``[train]`` table; missing keys have their defaults.
 
-    ``track`` may be one text, "tensorboard,wandb". Raises InputError that names an unknown key or word with the
-    nearest known one, or a value of the wrong type.
+    ``track`` may be one text, "tensorboard,wandb". Raises InputError that names unknown keys, with the nearest known
+    ones, and values of the wrong type.
     """
     values = dict(table)
-    for key in values:
-        if key not in TrainSettings.__struct_fields__:
-            hint = f" It is strategy.{key}." if key in Strategy.__struct_fields__ else ""
-            names = TrainSettings.__struct_fields__
-            raise InputError(f"train.{key} is not a setting.{hint or nearest(key, names)}")
-    for place, fault in figure_faults(values):
-        raise InputError(f"train.{place[0]} is {fault}")
+    for key in values.keys() - {*TrainSettings.__struct_fields__}:
+        if key in Strategy.__struct_fields__:
+            raise InputError(f"train.{key} is not a field. It is strategy.{key}.")
     if isinstance(values.get("track"), str):
         values["track"] = [word.strip() for word in values["track"].split(",") if word.strip()]
-    try:
-        return msgspec.convert(values, TrainSettings)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, InputError):
-            raise InputError(str(error.__cause__)) from None
-        for key in _WORDS.keys() & values.keys():
-            # msgspec's message for a wrong word names no other.
-            _require_words(key, values[key], _WORDS[key])
-        # "train.steps: expected `int`, got `str`." from a message with a path.
-        text, _, path = str(error).partition(" - at `$.")
-        raise InputError(f"train.{path.rstrip('`')}: {text[0].lower()}{text[1:]}.") from None
+    return convert_fields(values, TrainSettings, section="train")
 
 
 def program_options(settings: TrainSettings, strategy: Strategy, *, several_documents: bool) -> ProgramOptions:

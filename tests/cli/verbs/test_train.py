@@ -213,7 +213,7 @@ def test_a_bound_on_slots_was_a_setting_of_training_once():
     assert bound("train.capacity_factor=1.25", "strategy.capacity_factor=2.0") == 2.0
     assert bound("train.capacity_factor=0", "strategy.capacity_factor=2.0") == 2.0
     assert bound("assumptions.imbalance=2.0") is None
-    with pytest.raises(InputError, match=r"train.capacity_factor is not a setting. It is strategy.capacity_factor."):
+    with pytest.raises(InputError, match=r"train.capacity_factor is not a field. It is strategy.capacity_factor."):
         settings_from_table({"capacity_factor": 1.25})
 
 

@@ -149,7 +149,7 @@ def test_no_time(call, rates):
         (("--axes", "fsdp=4", "--weights", "int8"), "Take --step generate"),
         (("--axes", "fsdp=4", "--cache-dtype", "int8"), "Take --step generate"),
         (("--axes", "fsdp=4", "--cache-dtype", "int4"), "'int4' is not one of"),
-        (("--axes", "fsdp=4", "--set", "train.learning_rat=1"), "train.learning_rat is not a setting"),
+        (("--axes", "fsdp=4", "--set", "train.learning_rat=1"), "train.learning_rat is not a field"),
         (("--step", "prefill", "--axes", "fsdp=4", "--set", "train.seed=1"), "train.seed is a setting of training"),
         (("--axes", "fsdp=4", "--set", "strategy.remta=full"), "strategy.remta is not a field. Did you mean"),
         (("--axes", "fsdp=4", "--depth", "deep"), "'deep' is not one of"),
