@@ -13,11 +13,11 @@ from meshwright.accuracy.kernels import (
     PRIORS,
     fit_kernels,
     kernel_errors,
-    kernel_numbers,
     predicted_s,
     read_kernels,
 )
 from meshwright.core.errors import InputError
+from meshwright.spec.efficiency import KERNEL_NUMBERS, fitted_numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = ROOT / "benchmarks/data/kernels"
@@ -53,7 +53,7 @@ def test_one_shape_is_in_one_fold_on_all_chips(measured):
 
 
 def test_the_shipped_numbers_are_what_the_fit_finds(measured):
-    shipped = kernel_numbers().numbers
+    shipped = fitted_numbers(KERNEL_NUMBERS).numbers
     assert len(shipped) <= MOST_NUMBERS
     assert set(shipped) == set(PRIORS)
     assert fit_kernels(measured[0]) == pytest.approx(shipped, rel=0.02)
@@ -72,7 +72,7 @@ def test_the_page_has_the_table_of_this_command(measured):
     """Held-out medians as they stand in the page, to a point; each due row is marked by whether it reaches the goal."""
     lines = (ROOT / "docs/accuracy.md").read_text().partition("<!-- table: kernels -->")[2].partition("<!-- end -->")[0]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines.strip().splitlines()[2:]]
-    found = kernel_errors(measured[0], kernel_numbers().numbers)
+    found = kernel_errors(measured[0], fitted_numbers(KERNEL_NUMBERS).numbers)
     assert [row[:3] for row in cells] == [[one.operation, one.chip, str(one.rows)] for one in found]
     medians = np.array([float(row[3].rstrip("%")) for row in cells])
     assert medians == pytest.approx([100 * one.median for one in found], abs=1.0)

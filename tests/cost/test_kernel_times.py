@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from meshwright.accuracy.kernels import kernel_numbers
 from meshwright.core.errors import InputError
 from meshwright.cost.formulas.serving import experts_read
 from meshwright.cost.work import kernel_times
@@ -22,6 +21,7 @@ from meshwright.cost.work.kernel_times import (
     small_reduce_s,
 )
 from meshwright.spec.chip import chip
+from meshwright.spec.efficiency import KERNEL_NUMBERS, fitted_numbers
 
 NUMBERS = {
     "compute": 0.5, "narrow": 0.8, "start_s": 1e-5, "call_s": 2e-5, "power": 1.0, "half": 0.0, "head_half": 32.0,
@@ -280,7 +280,7 @@ def test_a_small_sum_takes_one_shot_or_two():
 def shipped(_datasheet, monkeypatch):
     """The rates of a chip as they are shipped, without the data sheet's bandwidths of the other tests."""
     monkeypatch.undo()
-    return lambda name: kernel_rates(chip(name), kernel_numbers().numbers)
+    return lambda name: kernel_rates(chip(name), fitted_numbers(KERNEL_NUMBERS).numbers)
 
 
 @pytest.mark.parametrize("name", ["a100-80gb", "h100", "h200", "b200", "gb300"])

@@ -15,13 +15,10 @@ from scipy.optimize import least_squares
 from meshwright.accuracy.cases import NUM_FOLDS
 from meshwright.core.errors import InputError
 from meshwright.core.files import read_text
-from meshwright.core.toml_file import load_toml
 from meshwright.cost.work import kernel_times as times
 from meshwright.cost.work.kernel_times import KernelRates, kernel_rates
 from meshwright.spec.chip import chip as find_chip
-from meshwright.spec.efficiency import KERNEL_NUMBERS, FittedNumbers
 
-FILE = KERNEL_NUMBERS
 MOST_NUMBERS = 28
 GOAL, GENERATION_GOAL, FEWEST_ROWS = 0.08, 0.10, 10
 """Median error that a chip and an operation should reach, and one of token generation, where it has at least so many
@@ -176,11 +173,6 @@ class KernelErrors(msgspec.Struct, frozen=True, kw_only=True):
     fitted: float
     goal: str
     source: str
-
-
-def kernel_numbers() -> FittedNumbers:
-    """Returns the numbers shipped with the package. Raises InputError with file:line for a broken file."""
-    return load_toml(FILE, FittedNumbers)
 
 
 def read_kernels(folder: Path) -> tuple[tuple[KernelGroup, ...], dict[str, int]]:

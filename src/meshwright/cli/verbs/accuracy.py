@@ -20,7 +20,7 @@ from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import dump_toml
 from meshwright.core.units import format_seconds
 from meshwright.report.answer import Answer, Piece, Table, TableColumns, as_markdown
-from meshwright.spec.efficiency import FittedNumbers, fitted_numbers
+from meshwright.spec.efficiency import KERNEL_NUMBERS, FittedNumbers, fitted_numbers
 from meshwright.spec.weights import has_frozen_matrices
 
 KERNELS = Path("benchmarks/data/kernels")
@@ -162,7 +162,7 @@ def _kernels(given: Given) -> Answer:
     groups, omitted = kernels.read_kernels(folder)
     num_rows = sum(len(group.measured_s) for group in groups)
     fitted = (
-        kernels.kernel_numbers()
+        fitted_numbers(KERNEL_NUMBERS)
         if not given.out
         else FittedNumbers(
             date=date.today().isoformat(),
