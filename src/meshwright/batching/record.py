@@ -1,9 +1,7 @@
 """What came of traffic: when requests got their tokens, what the steps were, and the figures that follow from both."""
 
 from array import array
-from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -230,24 +228,6 @@ class ServingRecord(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=Tr
         """Returns the sum of the slots in the pages of 1, ..., most tokens."""
         full_pages, rest_tokens = np.divmod(most, self.page_len)
         return self.page_len * (self.page_len * _sum_to(full_pages) + rest_tokens * (full_pages + 1))
-
-
-def token_record(
-    traffic: RequestTraffic,
-    token_s: Sequence[Sequence[float]],
-    *,
-    times: RequestTimes | None = None,
-    log: StepsLog | None = None,
-    page_len: int = 1,
-) -> ServingRecord:
-    """Returns the record of an engine from the seconds at which each request got its tokens; ``times`` and ``log`` have
-    what else is known, such as admissions and runs of steps."""
-    times, log = times or RequestTimes(len(traffic)), log or StepsLog(1)
-    for number, seconds in enumerate(token_s):
-        times.first_token_s[number], times.ended_s[number] = seconds[0], seconds[-1]
-        for before_s, at_s in pairwise(seconds):
-            log.add_gap(at_s - before_s, at_s, 1)
-    return ServingRecord(traffic=traffic, times=times, page_len=page_len, logs=(log,), spans=())
 
 
 def _sum_to(most: Ints) -> Ints:

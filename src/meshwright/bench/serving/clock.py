@@ -16,10 +16,11 @@ from scipy.optimize import nnls
 from meshwright.algebra.sizes import Number
 from meshwright.batching.clock import Clock
 from meshwright.batching.limits import SchedulerLimits
-from meshwright.batching.record import RequestTimes, ServingRecord, StepsLog, token_record
+from meshwright.batching.record import RequestTimes, ServingRecord, StepsLog
 from meshwright.batching.request import GenerationRequest
 from meshwright.batching.scheduler import Scheduler
 from meshwright.batching.traffic import RequestTraffic, traffic_of
+from meshwright.bench.serving.load import token_record
 from meshwright.serve.engine import Engine
 from meshwright.serve.request import TokenRequest
 

@@ -4,8 +4,9 @@ tokens come back. What it finds is a `ServingRecord`, as of a simulation, so tha
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from urllib.parse import urlsplit
 
 import httptools
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from meshwright.batching.record import ServingRecord, token_record
+from meshwright.batching.record import RequestTimes, ServingRecord, StepsLog
 from meshwright.batching.traffic import RequestTraffic
 from meshwright.core.errors import CannotRunError, InputError
 
@@ -236,3 +237,21 @@ def _measured(traffic: RequestTraffic, events_s: list[list[float]], failures: di
     answered_traffic = RequestTraffic(**{name: getattr(traffic, name)[answered_numbers] for name in traffic_fields})
     record = token_record(answered_traffic, [events_s[number] for number in answered_numbers])
     return MeasuredLoad(record=record, failures=tuple(failures.values()))
+
+
+def token_record(
+    traffic: RequestTraffic,
+    token_s: Sequence[Sequence[float]],
+    *,
+    times: RequestTimes | None = None,
+    log: StepsLog | None = None,
+    page_len: int = 1,
+) -> ServingRecord:
+    """Returns the record of an engine from the seconds at which each request got its tokens; ``times`` and ``log`` have
+    what else is known, such as admissions and runs of steps."""
+    times, log = times or RequestTimes(len(traffic)), log or StepsLog(1)
+    for number, seconds in enumerate(token_s):
+        times.first_token_s[number], times.ended_s[number] = seconds[0], seconds[-1]
+        for before_s, at_s in pairwise(seconds):
+            log.add_gap(at_s - before_s, at_s, 1)
+    return ServingRecord(traffic=traffic, times=times, page_len=page_len, logs=(log,), spans=())
