@@ -17,9 +17,9 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     """Details of a permute that sends blocks round a ring of n devices in n - 1 moves.
 
     With the ``ring`` "past" a block starts at its owner and visits every other device; with "home" it visits them
-    first, is added to by each, and ends at its owner. With a ``window`` of W positions it visits only the next ceil(W n
-    / T) devices, at most n - 1: no queries further on see it. With ``ways`` 2 the block is sent in two halves in
-    opposite directions. ``beside_products`` says that the products of a collective matmul run meanwhile.
+    first, is added to by each, and ends at its owner. With a ``window`` of W positions it visits only the next
+    ceil((W - 1) n / T) devices, at most n - 1: no queries further on see it. With ``ways`` 2 the block is sent in two
+    halves in opposite directions. ``beside_products`` says that the products of a collective matmul run meanwhile.
     """
 
     ring: Literal["past", "home"]
@@ -39,7 +39,7 @@ def num_moves(step: Step, sizes: OpSizes) -> Number:
     size = product(sizes.mesh[axis] for axis in step.axes)
     moves = size - 1
     if ring.window is not None:
-        moves = np.minimum(moves, np.ceil(ring.window * size / sizes.dims["T"]))
+        moves = np.minimum(moves, np.ceil((ring.window - 1) * size / sizes.dims["T"]))
     return moves
 
 

@@ -54,7 +54,7 @@ class KeyRing(Ring):
         """
         if "window" not in call.terms or "causal" not in call.terms or self.order.zigzag_ranks:
             return self.size - 1
-        return min(self.size - 1, -(-call.terms["window"][0] // length))
+        return min(self.size - 1, -(-(call.terms["window"][0] - 1) // length))
 
     def own(self, call: AttentionCall, length: int) -> AttentionCall:
         """Returns the call of a rank's queries on its own keys.
