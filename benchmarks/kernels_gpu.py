@@ -22,7 +22,8 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.steps import Step
 from meshwright.masks import mods
 from meshwright.nn.attention.flex import flex_attention
-from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
+from meshwright.nn.attention.pages import PagedPart, RaggedCall
+from meshwright.nn.attention.ragged import ragged_attention
 from meshwright.nn.experts.products import blocks_of, slot_product, slot_weight_gradient
 from meshwright.nn.experts.slots import Ragged
 from meshwright.nn.ops.einsum import contract_step

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
+from meshwright.nn.attention.pages import PagedPart, RaggedCall
+from meshwright.nn.attention.ragged import ragged_attention
 
 NUM_SEQS, HEADS, KV_HEADS, WIDTH, MEAN = 64, 16, 4, 64, 512
 PAGE_LENS = (16, 64, 128)

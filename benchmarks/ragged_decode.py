@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from ragged import side_by_side
 
-from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ragged_attention
+from meshwright.nn.attention.pages import PagedPart, RaggedCall
+from meshwright.nn.attention.ragged import ragged_attention
 from meshwright.nn.cache import LayerCache, write_slots
 
 LAYERS, HEADS, KV_HEADS, WIDTH, TABLE = 8, 6, 6, 64, 4096

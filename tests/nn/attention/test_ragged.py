@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.nn import cache
 from meshwright.nn.attention import ragged
-from meshwright.nn.attention.ragged import PagedPart, RaggedCall, SpreadSlots, ragged_attention
+from meshwright.nn.attention.pages import PagedPart, RaggedCall, SpreadSlots, page_tiles
+from meshwright.nn.attention.ragged import ragged_attention
 from meshwright.nn.cache import LayerCache, cache_layout, write_slots
 from meshwright.nn.quantisation import absmax_scale, quantise
 from meshwright.spec.cluster import parse_cluster
@@ -158,7 +159,7 @@ def test_a_rule_changes_scores_and_may_see_later_positions(platform):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(ragged, "_by_kernel", functools.partial(ragged._by_kernel, interpret=True))
+    monkeypatch.setattr(ragged, "attend_on_tpu", functools.partial(ragged.attend_on_tpu, interpret=True))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,7 @@ def test_tiles_are_those_that_queries_see(window, expected):
     for more in (0, 50):
         call, *_ = drawn(Case(DECODE, 16, {"window": window}))
         call = dataclasses.replace(call, pages=jnp.pad(call.pages, ((0, 0), (0, more))), platform="cuda")
-        assert int(ragged._tiles(call, 1, 8, 16).ends[-1]) == expected
+        assert int(page_tiles(call, 1, 8, 16).ends[-1]) == expected
 
 
 @pytest.mark.parametrize("heads_first", sampled([False, True], False))

@@ -12,7 +12,8 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.cached_attention import split_slots
 from meshwright.algebra.steps import Step
 from meshwright.masks.names import mask_named
-from meshwright.nn.attention.ragged import PagedPart, RaggedCall, ScoreRule, SpreadSlots, ragged_attention
+from meshwright.nn.attention.pages import PagedPart, RaggedCall, ScoreRule, SpreadSlots
+from meshwright.nn.attention.ragged import ragged_attention
 from meshwright.nn.cache import LayerCache
 from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context

@@ -5,7 +5,7 @@ from typing import Any
 from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
-from meshwright.nn.attention.ragged import PagedPart
+from meshwright.nn.attention.pages import PagedPart
 from meshwright.nn.cache import LayerCache
 from meshwright.nn.context import Context
 from meshwright.nn.ops.cached_attention import attention_of, ragged_call

@@ -10,7 +10,8 @@ from jaxtyping import Array
 from meshwright.algebra.generation.program import scale_name
 from meshwright.algebra.ops.past_latent_attention import chunk_rows
 from meshwright.algebra.steps import Step
-from meshwright.nn.attention.ragged import NOTHING_SEEN, PagedPart, SpreadSlots, ragged_attention
+from meshwright.nn.attention.pages import NOTHING_SEEN, PagedPart, SpreadSlots
+from meshwright.nn.attention.ragged import ragged_attention
 from meshwright.nn.cache import LayerCache
 from meshwright.nn.context import Context
 from meshwright.nn.contract import Turned

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from meshwright.algebra.steps import Step
-from meshwright.nn.attention.ragged import PagedPart, RaggedCall, SpreadSlots
+from meshwright.nn.attention.pages import PagedPart, RaggedCall, SpreadSlots
 from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context
 from meshwright.nn.ops.cached_attention import attention_of, own_rows

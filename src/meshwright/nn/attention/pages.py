@@ -1,0 +1,189 @@
+"""Queries, keys and values of attention on a cache in pages, and the list of tiles that a call is cut into.
+
+A tile is a block of queries of one sequence and a few of its pages.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from meshwright.nn.attention.platform import default_platform
+
+TILE_SLOTS, CPU_TILE_SLOTS = 128, (32, 128)
+"""Slots of a tile at least, where the page table has as many: pages are not split. On CPUs for blocks of one query and
+of several."""
+
+LN2, NO_PEAK = math.log(2.0), -(2.0**22)
+"""On CPUs largest scores are whole numbers, of powers of two, and at least this."""
+
+NOTHING_SEEN = NO_PEAK * LN2
+"""The largest score of a query that sees nothing, whose sum of exponentials is 1."""
+
+
+class PagedPart(NamedTuple):
+    """Part of the scores: queries of N heads, and pages of the keys' width that they are multiplied with.
+
+    Keys have K heads, N = K * G, in any dtype; with a ``scale`` each slot and head of them is multiplied by its own.
+    """
+
+    queries: Float[Array, "R N H"]
+    keys: Array
+    scale: Float[Array, "Pg Pl K"] | None = None
+
+
+class PagedValues(NamedTuple):
+    """Pages of values, and the scale of each slot and head."""
+
+    values: Float[Array, "Pg Pl K Hv"]
+    scale: Float[Array, "Pg Pl K"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedCall:
+    """Parameters of one attention on pages.
+
+    Sequence b has ``lengths[b]`` positions, p in slot p mod Pl of page ``pages[b, p // Pl]``. Its queries are the rows
+    ``first[b]`` to ``first[b] + counts[b] - 1`` and have its last positions. A query sees positions that are not later
+    and, with a window, fewer than ``window`` back. ``longest`` is at least the largest count. ``sinks`` are an
+    additional logit per head. Of pages that are ``spread`` over devices this one has some slots. If sequences have so
+    many positions in ``known``, all of their queries see these, and no others. A ``rule`` changes scores, and may
+    forbid some.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Float[Array, " N"] | None = None
+    first: Int[Array, " B"]
+    counts: Int[Array, " B"]
+    lengths: Int[Array, " B"]
+    pages: Int[Array, "B Bp"]
+    spread: "SpreadSlots | None" = None
+    rule: "ScoreRule | None" = None
+    known: Int[Array, " B"] | None = None
+    longest: int
+    platform: str = field(default_factory=default_platform)
+    heads_first: bool = False
+    """On CPUs, that pools are views of arrays [Pg, K, Pl, ...], as a CPU multiplies them without transposing."""
+
+
+ScoreRule = Callable[[Array, Array, Array, Array, Array], Array]
+"""Returns scores, minus infinity where a mask forbids, of scores, sequences, heads, queries' and keys' positions."""
+
+
+@dataclass(frozen=True)
+class SpreadSlots:
+    """The slots of every page that a device has: those from ``first`` on, of ``page_len`` on all devices."""
+
+    first: Int[Array, ""] | int
+    page_len: int
+
+
+RaggedRows = tuple[Array, ...]
+"""Of each row and head the result [R, N, Hv], and if asked for the largest score and the sum of exponentials."""
+
+
+class PageTiles(NamedTuple):
+    """The list of tiles: block i has tiles ``starts[i]`` to ``ends[i] - 1``, on chunks of pages from ``chunk[i]`` on,
+    and the rows of its sequence from ``row[i]`` on. The first blocks exist. Tiles have ``num_pages`` pages; a page has
+    ``page_len`` slots here and ``span`` on all devices."""
+
+    sequence: Int[Array, " M"]
+    row: Int[Array, " M"]
+    chunk: Int[Array, " M"]
+    starts: Int[Array, " M"]
+    ends: Int[Array, " M"]
+    exists: Bool[Array, " M"]
+    block: int
+    num_pages: int
+    page_len: int
+    span: int
+    call: RaggedCall
+
+    @property
+    def positions(self) -> int:
+        """Positions of a tile on all devices."""
+        return self.num_pages * self.span
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Positions of a tile's slots here, after that of the first of them."""
+        return (np.arange(self.num_pages)[:, None] * self.span + np.arange(self.page_len)).ravel()
+
+    def first_positions(self, index: Array) -> Array:
+        """Returns the positions [M] of the first slots here of chunks ``index`` of the pages of sequences."""
+        return index * self.positions + (self.call.spread.first if self.call.spread else 0)
+
+    def query_rows(self, blocks: Array) -> tuple[Array, Array]:
+        """Returns the rows [M, block] of queries of blocks, and which of them the sequences have."""
+        sequence = self.sequence[blocks]
+        row = self.row[blocks][:, None] + jnp.arange(self.block, dtype=jnp.int32)[None]
+        return self.call.first[sequence][:, None] + row, row < self.call.counts[sequence][:, None]
+
+    def by_head(self, array: Array) -> Array:
+        """Returns what the queries of blocks have, [M, K, block G, ...], as [M, block, N, ...]."""
+        blocks, kv_heads, _, *width = array.shape
+        moved = jnp.moveaxis(array.reshape(blocks, kv_heads, self.block, -1, *width), 2, 1)
+        return moved.reshape(blocks, self.block, -1, *width)
+
+    def written(self, blocks: Array, results: RaggedRows, out: RaggedRows) -> RaggedRows:
+        """Returns the rows ``out`` with the results of ``blocks``, [M, block, N, ...]."""
+        row, exists = self.query_rows(blocks)
+        # past the end, where a scatter drops it; -1 would count from the end
+        row = jnp.where(exists & self.exists[blocks][:, None], row, len(out[0]))
+        return tuple(old.at[row].set(new.astype(old.dtype), mode="drop") for old, new in zip(out, results, strict=True))
+
+
+def page_tiles(call: RaggedCall, block: int, num_rows: int, page_len: int) -> PageTiles:
+    """Lists the tiles of sequences with one query for a block of 1, and of those with several for others."""
+    num_seqs, pages_per_seq = call.pages.shape
+    min_slots = CPU_TILE_SLOTS[block > 1] if call.platform == "cpu" else TILE_SLOTS
+    num_pages = min(pages_per_seq, -(-min_slots // page_len))
+    span = call.spread.page_len if call.spread else page_len
+    tile_positions = num_pages * span
+    counts = jnp.where((call.counts == 1) == (block == 1), call.counts, 0)
+    block_ends = jnp.cumsum(-(-counts // block))
+    numbers = jnp.arange(num_rows // block + (min(num_seqs, num_rows) if block > 1 else 0), dtype=jnp.int32)
+    numbers = numbers[: num_seqs * (1 if block == 1 else -(-call.longest // block))]
+    exists = numbers < block_ends[-1]
+    sequence = jnp.minimum(jnp.searchsorted(block_ends, numbers, side="right").astype(jnp.int32), num_seqs - 1)
+    row = block * (numbers - (block_ends - (-(-counts // block)))[sequence])
+    length = call.lengths[sequence]
+    query = length - counts[sequence] + row
+    last_position = (jnp.minimum(query + block, length) if call.known is None else call.known[sequence]) - 1
+    first_seen = jnp.zeros_like(query) if call.window is None else jnp.maximum(query - call.window + 1, 0)
+    first_chunk, end_chunk = first_seen // tile_positions, last_position // tile_positions + 1
+    ends = jnp.cumsum(jnp.where(exists, end_chunk - first_chunk, 0))
+    starts = jnp.concatenate([jnp.zeros(1, ends.dtype), ends[:-1]])
+    return PageTiles(sequence, row, first_chunk, starts, ends, exists, block, num_pages, page_len, span, call)
+
+
+def has_heads_first(platform: str, pool: Array, kv_heads: int) -> bool:
+    """True if a pool has its heads before its slots in memory, or is of one head."""
+    return platform != "tpu" or pool.ndim == 3 or kv_heads < 4 // pool.dtype.itemsize
+
+
+def in_memory(platform: str, pool: Array) -> Array:
+    """Returns a pool with its dims as `nn.cache.cache_layout` has them in memory, and none for one head.
+
+    In any other order, and with a dim of 1, XLA copies the pool before a loop that reads it.
+    """
+    if pool.shape[2] == 1:
+        return pool[:, :, 0]
+    return jnp.swapaxes(pool, 1, 2) if has_heads_first(platform, pool, pool.shape[2]) else pool
+
+
+def ruled(rule: ScoreRule, scores: Array, sequence: Array, position: Array, slot: Array) -> Array:
+    """Returns scores [M, K, block G, C] by a rule; ``position`` [M, block] are those of queries, ``slot`` [M, C] of
+    keys."""
+    kv_heads, rows = scores.shape[1:3]
+    group = rows // position.shape[1]
+    head = np.arange(kv_heads)[:, None] * group + np.arange(rows)[None] % group
+    query = jnp.repeat(position, group, axis=1)[:, None, :, None]
+    heads = jnp.asarray(head)[None, :, :, None]
+    return rule(scores, sequence[:, None, None, None], heads, query, slot[:, None, None, :])
