@@ -29,7 +29,7 @@ from meshwright.masks.names import mask_named
 from meshwright.masks.table import block_table
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.attention.kernels import unrolled, xla
+from meshwright.nn.attention.kernels import xla
 from meshwright.nn.attention.tiles import Mod
 
 HEADS, WIDTH = 8, 64
@@ -116,13 +116,13 @@ def ours(variant: Variant, given: dict[str, jax.Array], repeats: int) -> tuple[f
 def dense(score: Mod | None, given: dict[str, jax.Array], repeats: int) -> tuple[float, float]:
     """Returns the seconds of our fastest dense attention with a score rule, over sizes of blocks."""
     found = []
-    kept = xla.ROWS, xla.LISTED, unrolled.LONGEST
+    kept = xla.ROWS, xla.LISTED, xla.LONGEST
     for size in SIZES:
         xla.ROWS, xla.LISTED = size
         for longest in (0, kept[2]) if size == SIZES[0] else (0,):
-            unrolled.LONGEST = longest
+            xla.LONGEST = longest
             found.append(ours(Variant(None, score), given, repeats))
-    xla.ROWS, xla.LISTED, unrolled.LONGEST = kept
+    xla.ROWS, xla.LISTED, xla.LONGEST = kept
     return min(x for x, _ in found), min(x for _, x in found)
 
 

@@ -19,7 +19,7 @@ from meshwright.masks.table import block_table
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
 from meshwright.nn.attention.flex import flex_attention
-from meshwright.nn.attention.kernels import unrolled, xla
+from meshwright.nn.attention.kernels import xla
 from meshwright.nn.attention.tiles import Mod
 from tests.nn.attention import rules
 from tests.nn.attention.rules import arrays, close, dense, expected, own_score, rule_of
@@ -30,7 +30,7 @@ SCALE = 0.3
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     monkeypatch.setattr(kernels, "TILE_ROWS", 16)
-    monkeypatch.setattr(unrolled, "WHOLE", 0)
+    monkeypatch.setattr(xla, "WHOLE", 0)
     monkeypatch.setattr(xla, "ROWS", 16)
     monkeypatch.setattr(xla, "LISTED", 8)
     monkeypatch.setattr(xla, "WIDE", 16)
@@ -62,7 +62,7 @@ def compare(mask, score, *, way="loops", sinks=False, T=50, S=None, **sizes):
     facts = {"scale": SCALE, "mask": made[0], "score": made[1], "sinks": extra, "learns": score is not None}
     call = AttentionCall(**facts, platform="other" if way == "together" else "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unrolled, "LONGEST", 0 if way == "loops" else unrolled.LONGEST)
+        patch.setattr(xla, "LONGEST", 0 if way == "loops" else xla.LONGEST)
         found = ours(call, given, traced=way != "tiles")
     wanted = expected(SCALE, *made, extra, given)
     names = ["o", "lse", "dq", "dk", "dv", *["dsinks"] * sinks, *(f"learnt {n}" for n in range(99))]

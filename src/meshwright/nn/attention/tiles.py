@@ -78,7 +78,7 @@ class TileRule(NamedTuple):
 
 class TileSizes(NamedTuple):
     """Queries and keys of a block, the indices of all queries and keys, the first head, and how many blocks of a list
-    are processed together; 0: all, each tile as operations of its own (`kernels.unrolled`)."""
+    are processed together; 0: all, each tile as operations of its own."""
 
     q_block: int
     kv_block: int

@@ -35,6 +35,9 @@ BackwardInputs = tuple[Any, ...]
 """Inputs of a backward pass besides queries, keys and values: cotangent of the result [B, T, N, Hv], the result, its
 log-sum-exp [B, T, N], and where that has a cotangent, this too."""
 
+Learned = dict[str, tuple[Array | None, ...]]
+"""Arrays that a score rule learns, or their cotangents, by the field of the rule; None in place of others."""
+
 LOWEST = -1e30
 """Initial maximum of a row; finite, because the difference of two infinities is NaN."""
 
@@ -77,7 +80,7 @@ def begin(q: Queries, width: int) -> RunningSoftmax:
 
 
 def attend(
-    before: RunningSoftmax | None,
+    before: RunningSoftmax,
     q: Queries,
     keys: Keys,
     scale: float,
@@ -86,8 +89,7 @@ def attend(
     *,
     is_masked: bool,
 ) -> RunningSoftmax:
-    """Adds a block of (keys, values) to the running softmax, or begins with it where there is none; without
-    ``is_masked`` every row sees every key."""
+    """Adds a block of (keys, values) to the running softmax; without ``is_masked`` every row sees every key."""
     scores = times(q, keys[0])
     if scale != 1.0:
         scores = scores * scale
@@ -96,10 +98,8 @@ def attend(
     if is_masked and rule.mask is not None:
         scores = jnp.where(rule.mask(tile), scores, -jnp.inf)
     # finite also where nothing is seen yet: exp(-inf - LOWEST) is 0, where exp(-inf + inf) is NaN
-    peak = jnp.maximum(LOWEST if before is None else before.peak, scores.max(-1))
+    peak = jnp.maximum(before.peak, scores.max(-1))
     p = jnp.exp(scores - peak[..., None])
-    if before is None:
-        return RunningSoftmax(peak, p.sum(-1), weighted_sums(p, keys[1]))
     fade = jnp.exp(before.peak - peak)
     return RunningSoftmax(
         peak, before.total * fade + p.sum(-1), before.mixed * fade[..., None] + weighted_sums(p, keys[1])
@@ -113,7 +113,7 @@ def finish(running: RunningSoftmax) -> tuple[MixedRows, PerRow]:
     return running.mixed / total[..., None], jnp.where(has_key, running.peak + jnp.log(total), -jnp.inf)
 
 
-def reads(held: TileRule | Tile) -> dict[str, Any]:
+def reads(held: TileRule | Tile) -> Learned:
     """Returns the floating-point arrays that a score rule learns, of a rule or a tile; None in place of others."""
     if not held.learns:
         return {}

@@ -1,23 +1,49 @@
-"""Attention by XLA on any platform, for every mask and score rule (`blocks`)."""
+"""Attention by XLA on any platform, for every mask and score rule.
 
-from typing import Any, Literal
+A CPU processes a few heads of a sequence after the other, so that blocks of scores stay in cache; other devices process
+all at once, over the blocks that any of them has. `blocks` has the passes of one head.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array
 
 from meshwright.masks.kernels import tile_rows
 from meshwright.masks.table import BlockLists
 from meshwright.nn.attention.call import AttentionCall, padded, prepared
-from meshwright.nn.attention.kernels import blocks, unrolled
-from meshwright.nn.attention.kernels.scores import AttentionResult, BackwardInputs, deltas, reads, safe
-from meshwright.nn.attention.tiles import TileRule, TileSizes
+from meshwright.nn.attention.kernels import blocks
+from meshwright.nn.attention.kernels.scores import (
+    AttentionResult,
+    BackwardInputs,
+    Learned,
+    QkvCotangents,
+    deltas,
+    reads,
+    safe,
+)
+from meshwright.nn.attention.tiles import Head, TileRule, TileSizes
 
 Side = Literal["queries", "keys"]
 
 ROWS, LISTED = 256, 128
 """On a CPU: the rows of a block (of queries, or of keys in the backward pass), and of the blocks that it lists."""
+
+LONGEST, DENSE, SPARSITY = 4096, 2048, 0.7
+"""Maximum positions of unrolled tiles; positions from which on blocks have to be at least so sparse for these, because
+scores leave the cache."""
+
+WHOLE = 512
+"""Positions up to which tiles are run whole, whatever a mask's arrays leave: XLA's threads do not share less."""
+
+HEADS_AT_ONCE = 4
+"""Most heads that a CPU processes together: XLA's threads share the elements of one operation, and run one operation
+after the other. The scores of more heads no longer fit in cache."""
 
 TOGETHER = {1: 1.54, 2: 3.01, 4: 4.0}
 """Listed blocks that a CPU processes together -> how long that takes, in quarters of the time of 4.
@@ -43,10 +69,10 @@ def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[T
     """Returns the rule, the lists of blocks and the sizes of a pass; blocks of ``over`` list those of the other."""
     lengths = q.shape[1], k.shape[1]
     bounds = None
-    if call.platform == "cpu" and max(lengths) <= unrolled.LONGEST:
+    if call.platform == "cpu" and max(lengths) <= LONGEST:
         sizes = min(lengths[0], int(tile_rows(lengths[0]))), min(lengths[1], int(tile_rows(lengths[1])))
         bounds = call.bounds(q.shape[0], q.shape[2], *sizes)
-        if bounds is not None and max(lengths) > unrolled.DENSE and bounds.sparsity() < unrolled.SPARSITY:
+        if bounds is not None and max(lengths) > DENSE and bounds.sparsity() < SPARSITY:
             bounds = None
     if bounds is None:
         max_sizes = (WIDE, WIDE)
@@ -58,15 +84,15 @@ def _prepared(call: AttentionCall, q: Array, k: Array, *, over: Side) -> tuple[T
     table = table if call.platform == "cpu" else table.reduced()
     lists = table.lists(over) if bounds is None else bounds.reduced().lists(over)
     is_varying = table.kinds.shape[:2] != (1, 1) or not isinstance(table.kinds, np.ndarray)
-    if bounds is not None and is_varying and max(lengths) > unrolled.WHOLE:
+    if bounds is not None and is_varying and max(lengths) > WHOLE:
         lists = lists._replace(exists=table.exists(over))
     num_together = 1
     if call.platform == "cpu":
-        num_together = _together(lists) if bounds is None else 0
+        num_together = _num_together(lists) if bounds is None else 0
     return rule, lists, TileSizes(*sizes, q_idx, kv_idx, call.first_head, num_together)
 
 
-def _together(lists: BlockLists) -> int:
+def _num_together(lists: BlockLists) -> int:
     """Returns how many blocks of a list are processed together: what takes least, or 4 where lists are not known."""
     max_blocks = lists.index.shape[-1]
     counts = [count for count in TOGETHER if count <= max_blocks]
@@ -75,37 +101,209 @@ def _together(lists: BlockLists) -> int:
     return min(counts, key=lambda count: float(np.ceil(lists.total / count).sum()) * TOGETHER[count])
 
 
+MOST_PARTS, MOST_TILES = 3, 12
+"""Parts in one iteration of a loop over unrolled tiles, and their tiles: a CPU's threads share these, and the scores of
+more no longer fit in cache."""
+
+
+class HeadPart(NamedTuple):
+    """A sequence and a few of its heads, from ``head`` on: what a CPU processes together."""
+
+    sequence: Array | int
+    head: Array | int
+    heads: int
+    group: int
+
+    def rows(self, x: Array, *, is_keys: bool = False) -> Array:
+        """Returns [1, T, heads, ...] of [B, T, N, ...], or [1, S, kv heads, ...] of [B, S, K, ...]."""
+        num_heads = max(1, self.heads // self.group) if is_keys else self.heads
+        return lax.dynamic_slice(x, self._start(x, is_keys), (1, x.shape[1], num_heads, *x.shape[3:]))
+
+    def put(self, x: Array, value: Array, *, is_keys: bool = False) -> Array:
+        """Writes what `rows` reads."""
+        return lax.dynamic_update_slice(x, value.astype(x.dtype), self._start(x, is_keys))
+
+    def _start(self, x: Array, is_keys: bool) -> tuple[Any, ...]:
+        return self.sequence, 0, self.head // self.group if is_keys else self.head, *[0] * (x.ndim - 3)
+
+    def own(self, x: Any) -> Any:
+        """Returns [1, 1 | heads, ...] of [B | 1, N | 1, ...]."""
+        if x.shape[:2] == (1, 1):
+            return x
+        sizes = 1, min(self.heads, x.shape[1]), *x.shape[2:]
+        return lax.dynamic_slice(jnp.asarray(x), self._own_start(x), sizes)
+
+    def added(self, x: Array, value: Array) -> Array:
+        """Adds to what `own` reads."""
+        return lax.dynamic_update_slice(x, self.own(x) + value, self._own_start(x))
+
+    def _own_start(self, x: Any) -> tuple[Any, ...]:
+        start = self.sequence if x.shape[0] > 1 else 0, self.head if x.shape[1] > 1 else 0
+        return *start, *[0] * (x.ndim - 2)
+
+    def lists(self, lists: BlockLists) -> BlockLists:
+        """Returns the lists of these heads."""
+        return jax.tree.map(self.own, lists)
+
+    def rule(self, rule: TileRule) -> TileRule:
+        """Returns the rule of these heads."""
+        return rule._replace(**{name: tuple(map(self.own, getattr(rule, name))) for name in _BY_HEAD})
+
+
+_BY_HEAD = "heads", "rows", "columns"
+_State = TypeVar("_State")
+_Cotangents = tuple[Array, Array, Array, Learned]
+
+
 def forward(call: AttentionCall, q: Array, k: Array, v: Array) -> AttentionResult:
-    """Returns the result and the log-sum-exp in float32."""
+    """Returns the result and the log-sum-exp in float32; zeros and minus infinity for a query that sees no key."""
     rule, lists, sizes = _prepared(call, q, k, over="queries")
-    rows, keys = padded(q, sizes.q_block, 1), [padded(x, sizes.kv_block, 1) for x in (k, v)]
-    in_parts = call.platform == "cpu"
-    o, lse = blocks.forward(rule, lists, sizes, call.scale, rows, *keys, in_parts=in_parts)
+    rows, *keys = padded(q, sizes.q_block, 1), *(padded(x, sizes.kv_block, 1) for x in (k, v))
+    run = partial(blocks.forward, sizes, call.scale)
+
+    def step(part: HeadPart, out: tuple[Array, Array]) -> tuple[Array, Array]:
+        part_keys = [part.rows(x, is_keys=True) for x in keys]
+        results = _together(run, part.rule(rule), part.lists(lists), (part.rows(rows),), part_keys, part)
+        o, lse = (part.put(x, _heads_back(y)) for x, y in zip(out, results, strict=True))
+        return o, lse
+
+    if call.platform == "cpu":
+        start = jnp.zeros((*rows.shape[:3], v.shape[-1]), q.dtype), jnp.zeros(rows.shape[:3], jnp.float32)
+        o, lse = _in_parts(rows, k, lists, sizes, step, start)
+    else:
+        o, lse = map(_heads_back, _together(run, rule, lists, (rows,), keys))
     return o[:, : q.shape[1]], lse[:, : q.shape[1]]
 
 
 def backward(call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
     """Returns (dq, dk, dv) and, where the call learns them, the cotangents of the score rule's arrays."""
-    dout, _, lse = given[:3]
-    in_parts = call.platform == "cpu"
+    score = call.score
+    if not call.learns or score is None:
+        return _cotangents(call, given, q, k, v)[0]
 
-    def cotangents(rule: TileRule, lists: BlockLists, sizes: TileSizes) -> tuple[Any, ...]:
-        rows = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), safe(lse), deltas(given))]
-        keys = [padded(x, sizes.kv_block, 1) for x in (k, v)]
-        results = blocks.backward(rule, lists, sizes, call.scale, rows, *keys, in_parts=in_parts)
-        dq, dk, dv, drule = results
-        return (dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]), drule
-
-    if not call.learns or call.score is None:
-        return cotangents(*_prepared(call, q, k, over="keys"))[0]
-    arrays = tuple(jnp.asarray(x) for x in call.score.arrays)
-
-    def read(arrays: tuple[Array, ...]) -> Any:
-        score = call.score._replace(arrays=arrays) if call.score else None
-        return reads(_prepared(call.with_score(score, learns=True), q, k, over="keys")[0])
+    def read(arrays: tuple[Array, ...]) -> Learned:
+        return reads(_prepared(call.with_score(score._replace(arrays=arrays), learns=True), q, k, over="keys")[0])
 
     # the kernel has cotangents of what was looked up before it, and JAX takes them on to these arrays
-    _, pull = jax.vjp(read, arrays)
-    dqkv, drule = cotangents(*_prepared(call, q, k, over="keys"))
+    _, pull = jax.vjp(read, tuple(jnp.asarray(x) for x in score.arrays))
+    dqkv, drule = _cotangents(call, given, q, k, v)
     (learned,) = pull(drule)
     return (*dqkv, *learned)
+
+
+def _cotangents(
+    call: AttentionCall, given: BackwardInputs, q: Array, k: Array, v: Array
+) -> tuple[QkvCotangents, Learned]:
+    """Returns (dq, dk, dv), and the cotangents of what the score rule reads."""
+    rule, lists, sizes = _prepared(call, q, k, over="keys")
+    dout, _, lse = given[:3]
+    rows = [padded(x, sizes.q_block, 1) for x in (q, dout.astype(q.dtype), safe(lse), deltas(given))]
+    keys = [padded(x, sizes.kv_block, 1) for x in (k, v)]
+
+    def run(head: Head, *arrays: Array) -> _Cotangents:
+        return blocks.backward(sizes, call.scale, head, arrays[:4], *arrays[4:])
+
+    def together(rule: TileRule, lists: BlockLists, *arrays: Any) -> _Cotangents:
+        dq, dk, dv, drule = _together(run, rule, lists, *arrays)
+        dk, dv = (_heads_back(x.sum(2, keepdims=True)) for x in (dk, dv))
+        return _heads_back(dq), dk, dv, {n: jax.tree.map(_sum_like, x, drule[n]) for n, x in reads(rule).items()}
+
+    def step(part: HeadPart, out: _Cotangents) -> _Cotangents:
+        part_keys = [part.rows(x, is_keys=True) for x in keys]
+        dq, *dkeys, drule = together(part.rule(rule), part.lists(lists), [part.rows(x) for x in rows], part_keys, part)
+        # only parts of one group add to the same key heads
+        if part.heads % part.group:
+            dkeys = [part.rows(x, is_keys=True) + y for x, y in zip(out[1:3], dkeys, strict=True)]
+        # Otherwise nothing is read that was written: XLA would copy the whole array in every iteration.
+        dk, dv = (part.put(x, y, is_keys=True) for x, y in zip(out[1:3], dkeys, strict=True))
+        adders = {name: part.added if name in _BY_HEAD else jnp.add for name in drule}
+        return part.put(out[0], dq), dk, dv, {n: jax.tree.map(adders[n], out[3][n], x) for n, x in drule.items()}
+
+    if call.platform == "cpu":
+        dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in keys)
+        start = jnp.zeros_like(rows[0]), dk, dv, jax.tree.map(jnp.zeros_like, reads(rule))
+        dq, dk, dv, drule = _in_parts(rows[0], k, lists, sizes, step, start)
+    else:
+        dq, dk, dv, drule = together(rule, lists, rows, keys)
+    return (dq[:, : q.shape[1]], dk.astype(k.dtype)[:, : k.shape[1]], dv.astype(v.dtype)[:, : v.shape[1]]), drule
+
+
+def _in_parts(
+    q: Array, k: Array, lists: BlockLists, sizes: TileSizes, step: Callable[[HeadPart, _State], _State], start: _State
+) -> _State:
+    """Runs ``step`` for all sequences and heads, `HEADS_AT_ONCE` together where their blocks are the same; where tiles
+    are unrolled, the heads that share a key head."""
+    batch, _, heads = q.shape[:3]
+    group = heads // k.shape[2]
+    is_by_head = any(x.shape[1] > 1 for x in jax.tree.leaves(lists))
+    limit = 1 if is_by_head else HEADS_AT_ONCE
+    # heads that share a key head, or all heads of some key heads
+    counts = [n for n in range(1, limit + 1) if group % n == 0 or (sizes.each and n % group == 0 and heads % n == 0)]
+    num_parts = heads // counts[-1]
+    max_parts = min(MOST_PARTS, max(1, MOST_TILES // lists.index.shape[2])) if not sizes.each else 1
+    unroll = next(n for n in range(max_parts, 0, -1) if num_parts % n == 0)
+
+    def sequence(b: Array | int, out: _State) -> _State:
+        def one(n: Array | int, out: _State) -> _State:
+            return step(HeadPart(b, n * counts[-1], counts[-1], group), out)
+
+        return one(0, out) if num_parts == 1 else lax.fori_loop(0, num_parts, one, out, unroll=unroll)
+
+    return sequence(0, start) if batch == 1 else lax.fori_loop(0, batch, sequence, start)
+
+
+def _together(
+    run: Callable[..., _State],
+    rule: TileRule,
+    lists: BlockLists,
+    rows: Sequence[Array],
+    keys: Sequence[Array],
+    part: HeadPart | None = None,
+) -> _State:
+    """Runs a pass on all heads at once, over the blocks of the first; its results get the dims [B, K, G]."""
+    batch, _, heads = rows[0].shape[:3]
+    kv_heads = keys[0].shape[2]
+    split = batch, kv_heads, heads // kv_heads
+    origin = (0, 0) if part is None else (part.sequence, part.head)
+
+    def by_head(x: Array) -> Array:
+        return jnp.broadcast_to(x, (batch, heads, *x.shape[2:])).reshape(*split, *x.shape[2:])
+
+    def heads_first(x: Array, *shape: int) -> Array:
+        return jnp.moveaxis(x.reshape(batch, x.shape[1], *shape, *x.shape[3:]), 1, 1 + len(shape))
+
+    values = {name: tuple(map(by_head, getattr(rule, name))) for name in _BY_HEAD}
+    places = by_head(origin[0] + jnp.arange(batch)[:, None]), by_head(origin[1] + jnp.arange(heads)[None])
+    one_list = jax.tree.map(lambda x: x[0, 0], lists)
+
+    def one(arrays: Any, places: Any, rows: Any, k: Array, v: Array) -> _State:
+        return run(Head(rule._replace(**arrays), one_list, places), *rows, k, v)
+
+    # first over a group, whose heads share keys and values: these get no dim and no copy
+    for axes, size in zip(((0, 0, 0, None, None), (0,) * 5, (0,) * 5), reversed(split), strict=True):
+        one = jax.vmap(one, axes) if size > 1 else _of_one(one, axes)
+    return one(values, places, [heads_first(x, *split[1:]) for x in rows], *(heads_first(x, kv_heads) for x in keys))
+
+
+def _of_one(function: Callable[..., Any], axes: tuple[int | None, ...]) -> Callable[..., Any]:
+    """Returns what `jax.vmap` would over dims of 1, without products of such dims, which XLA computes more slowly."""
+
+    def mapped(*given: Any) -> Any:
+        single = [x if axis is None else jax.tree.map(lambda y: y[0], x) for x, axis in zip(given, axes, strict=True)]
+        return jax.tree.map(lambda y: y[None], function(*single))
+
+    return mapped
+
+
+def _heads_back(x: Array) -> Array:
+    """Returns [B, T, N, ...] of [B, K, G, T, ...]."""
+    moved = jnp.moveaxis(x, 3, 1)
+    return moved.reshape(*moved.shape[:2], -1, *moved.shape[4:])
+
+
+def _sum_like(like: Array, more: Array) -> Array:
+    """Sums cotangents [B, K, G, ...] to the shape of [B | 1, N | 1, ...], or of a table."""
+    if like.ndim != more.ndim - 1 or like.shape[2:] != more.shape[3:]:
+        return more.sum((0, 1, 2))
+    more = more.reshape(more.shape[0], -1, *more.shape[3:])
+    return more.sum(tuple(axis for axis in (0, 1) if like.shape[axis] == 1), keepdims=True)
