@@ -1,7 +1,7 @@
 """Which kernel runs an attention, and a CPU's tiles: one rule for plans, which name and price it, and for programs."""
 
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ TILE_ROWS = 128
 """Rows of a tile of attention on a CPU, of up to 8 of these; twice as many in longer sequences."""
 
 
-def tile_rows(length: Any) -> Any:
+def tile_rows(length: int | np.ndarray) -> np.ndarray:
     """Returns the rows of a tile on a CPU, for one length or an array of lengths."""
     return TILE_ROWS * np.where(length <= 8 * TILE_ROWS, 1, 2)
 

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from meshwright.core.errors import InputError
-from meshwright.masks.ranges import namespace, take
+from meshwright.masks.ranges import AnyArray, Index, namespace, take
 
-Mask = Callable[[Any, Any, Any, Any], Any]
-Score = Callable[[Any, Any, Any, Any, Any], Any]
+Mask = Callable[[Index, Index, Index, Index], Index]
+Score = Callable[[Index, Index, Index, Index, Index], Index]
+Terms = dict[str, tuple[Any, ...]]
+"""Names of the catalogue, with their parameters."""
 
 
 def and_masks(*masks: Mask) -> Mask:
@@ -58,22 +60,22 @@ def local(radius: int) -> Mask:
     return lambda b, h, q_idx, kv_idx: abs(q_idx - kv_idx) <= radius
 
 
-def prefix_lm(prefix: Any) -> Mask:
+def prefix_lm(prefix: AnyArray) -> Mask:
     """Returns causal or in the prefix: the first ``prefix``[b] positions see each other."""
     return or_masks(causal(), lambda b, h, q_idx, kv_idx: kv_idx < take(prefix, b))
 
 
-def document(documents: Any) -> Mask:
+def document(documents: AnyArray) -> Mask:
     """Returns the mask of pairs in one document; ``documents`` are the numbers [B, T]."""
     return lambda b, h, q_idx, kv_idx: take(documents, b, q_idx) == take(documents, b, kv_idx)
 
 
-def jagged(lengths: Any) -> Mask:
+def jagged(lengths: AnyArray) -> Mask:
     """Returns the mask of the positions that a padded row has: the first ``lengths``[b] of queries and of keys."""
     return lambda b, h, q_idx, kv_idx: (q_idx < take(lengths, b)) & (kv_idx < take(lengths, b))
 
 
-def global_sliding(is_global: Any, radius: int) -> Mask:
+def global_sliding(is_global: AnyArray, radius: int) -> Mask:
     """Returns Longformer's mask: keys within ``radius``, all keys of global queries, global keys of all queries;
     ``is_global`` is [B, T], not 0 where a token is global. Source: Beltagy et al., Longformer (2020)."""
     everywhere = or_masks(
@@ -83,14 +85,14 @@ def global_sliding(is_global: Any, radius: int) -> Mask:
     return or_masks(local(radius), everywhere)
 
 
-def tree(enter: Any, leave: Any) -> Mask:
+def tree(enter: AnyArray, leave: AnyArray) -> Mask:
     """Returns the mask of ancestors and the token itself; ``enter`` and ``leave`` [B, T] are those of `tree_walk`."""
     return lambda b, h, q_idx, kv_idx: (
         (take(enter, b, kv_idx) <= take(enter, b, q_idx)) & (take(enter, b, q_idx) < take(leave, b, kv_idx))
     )
 
 
-def graph(distances: Any, reach: int) -> Mask:
+def graph(distances: AnyArray, reach: int) -> Mask:
     """Returns the mask of nodes at most ``reach`` edges away; ``distances`` are [B, T, T]."""
     return lambda b, h, q_idx, kv_idx: take(distances, b, q_idx, kv_idx) <= reach
 
@@ -104,7 +106,7 @@ def neighbourhood(length: int, kernel: int) -> Mask:
     """
     _check_kernel(kernel, length)
 
-    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def mask(b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
         is_near = abs(_inside(q_idx, length, kernel) - kv_idx) <= kernel // 2
         return is_near & (q_idx < length) & (kv_idx < length)
 
@@ -122,14 +124,14 @@ def neighbourhood_2d(width: int, height: int, kernel: int, tile: int = 0) -> Mas
     if tile and (width % tile or height % tile):
         raise InputError(f"tile={tile} does not divide a canvas of {width} x {height}. Use a common divisor, or 0.")
 
-    def places(index: Any) -> tuple[Any, Any]:
+    def places(index: Index) -> tuple[Index, Index]:
         if not tile:
             return index // width, index % width
         tile_number, in_tile = index // (tile * tile), index % (tile * tile)
         row_tiles = width // tile
         return (tile_number // row_tiles) * tile + in_tile // tile, (tile_number % row_tiles) * tile + in_tile % tile
 
-    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def mask(b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
         (row, column), (other_row, other_column) = places(q_idx), places(kv_idx)
         is_near = abs(_inside(row, height, kernel) - other_row) <= kernel // 2
         is_near &= abs(_inside(column, width, kernel) - other_column) <= kernel // 2
@@ -143,20 +145,20 @@ def _check_kernel(kernel: int, length: int) -> None:
         raise InputError(f"kernel={kernel} must be odd and at most {length}: as many keys on both sides of a query.")
 
 
-def _inside(index: Any, length: int, kernel: int) -> Any:
+def _inside(index: Index, length: int, kernel: int) -> Index:
     """Returns the centre of the window around an index, moved so that the window lies inside."""
     xp = namespace(index)
     return xp.minimum(xp.maximum(index, kernel // 2), length - 1 - kernel // 2)
 
 
-def shared_prefix(documents: Any, starts: Any, prefix_of: Any) -> Mask:
+def shared_prefix(documents: AnyArray, starts: AnyArray, prefix_of: AnyArray) -> Mask:
     """Returns the mask of continuations that share a prompt, which is stored once.
 
     Causal within a document, and all of the document that is its prefix: ``documents`` [B, T] are the document of each
     token, ``starts`` [B, M + 1] where documents start, ``prefix_of`` [B, M] the prefix of each document.
     """
 
-    def mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def mask(b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
         own_document = take(documents, b, q_idx)
         prefix = take(prefix_of, b, own_document)
         prefix_start, prefix_end = take(starts, b, prefix), take(starts, b, prefix + 1)
@@ -166,7 +168,7 @@ def shared_prefix(documents: Any, starts: Any, prefix_of: Any) -> Mask:
     return mask
 
 
-def transfusion(spans: Any) -> Mask:
+def transfusion(spans: AnyArray) -> Mask:
     """Returns causal, or in the same image; ``spans`` [B, T] are the number of a token's image, 0 for text.
 
     Source: Zhou et al., Transfusion (2024).
@@ -175,11 +177,11 @@ def transfusion(spans: Any) -> Mask:
     return or_masks(causal(), and_masks(same_image, lambda b, h, q_idx, kv_idx: take(spans, b, q_idx) > 0))
 
 
-def paged(mask: Mask, owner: Any, page_len: int) -> Mask:
+def paged(mask: Mask, owner: AnyArray, page_len: int) -> Mask:
     """Returns a mask of positions as one of slots: ``owner`` [B, pages] is the page of a sequence that a page of the
     pool holds, negative where it holds none of it."""
 
-    def slots(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def slots(b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
         page = take(owner, b, kv_idx // page_len)
         return (page >= 0) & mask(b, h, q_idx, page * page_len + kv_idx % page_len)
 
@@ -191,7 +193,7 @@ def relative(slope: float = 1.0) -> Score:
     return lambda score, b, h, q_idx, kv_idx: score + slope * (q_idx - kv_idx)
 
 
-def alibi(slopes: Any) -> Score:
+def alibi(slopes: AnyArray) -> Score:
     """Returns scores minus ``slopes``[h] times the distance. Source: Press et al., ALiBi (2021)."""
     return lambda score, b, h, q_idx, kv_idx: score + take(slopes, h) * (kv_idx - q_idx)
 
@@ -201,12 +203,12 @@ def softcap(cap: float) -> Score:
     return lambda score, b, h, q_idx, kv_idx: cap * namespace(score).tanh(score / cap)
 
 
-def head_bias(bias: Any) -> Score:
+def head_bias(bias: AnyArray) -> Score:
     """Returns scores plus a number for each head."""
     return lambda score, b, h, q_idx, kv_idx: score + take(bias, h)
 
 
-def graph_bias(table: Any, distances: Any) -> Score:
+def graph_bias(table: AnyArray, distances: AnyArray) -> Score:
     """Returns scores plus ``table``[h, distance]; ``distances`` are [B, T, T] in edges.
 
     Source: Ying et al., Do Transformers Really Perform Badly for Graph Representation? (2021), spatial encoding.
@@ -214,13 +216,13 @@ def graph_bias(table: Any, distances: Any) -> Score:
     return lambda score, b, h, q_idx, kv_idx: score + take(table, h, take(distances, b, q_idx, kv_idx))
 
 
-def edge_bias(table: Any, kinds: Any, counts: Any) -> Score:
+def edge_bias(table: AnyArray, kinds: AnyArray, counts: AnyArray) -> Score:
     """Returns scores plus the mean over the path of ``table``[h, step, kind of edge], Graphormer's edge encoding.
 
     ``kinds`` [B, T, T, steps] are the kinds of the edges on the shortest path, ``counts`` [B, T, T] how many there are.
     """
 
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def score_mod(score: Index, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
         xp, num_edges = namespace(score), take(counts, b, q_idx, kv_idx)
         for step in range(kinds.shape[-1]):
             bias = take(table, h, step, take(kinds, b, q_idx, kv_idx, step)) / xp.maximum(num_edges, 1)
@@ -230,7 +232,7 @@ def edge_bias(table: Any, kinds: Any, counts: Any) -> Score:
     return score_mod
 
 
-def distance_bias(table: Any, *, far: int, causal: bool, first: Any = 0) -> Score:
+def distance_bias(table: AnyArray, *, far: int, causal: bool, first: Index = 0) -> Score:
     """Returns scores plus ``table``[bucket of the distance, h - first], T5's bias.
 
     Half of the buckets are for small distances, one each, the others for wider ranges up to ``far``; unless ``causal``,
@@ -239,7 +241,7 @@ def distance_bias(table: Any, *, far: int, causal: bool, first: Any = 0) -> Scor
     Source: Raffel et al., Exploring the Limits of Transfer Learning (2019), section 2.1, as published with the weights.
     """
 
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    def score_mod(score: Index, b: Index, h: Index, q_idx: Index, kv_idx: Index) -> Index:
         xp, num_buckets = namespace(score), table.shape[0]
         distance = q_idx - kv_idx
         start = 0

@@ -13,19 +13,21 @@ import numpy as np
 
 from meshwright.core.errors import InputError, nearest
 from meshwright.masks import mods
+from meshwright.masks.mods import Mask, Score, Terms
+from meshwright.masks.ranges import AnyArray
 from meshwright.masks.user import is_users, load_user
 
 
 class NamedMask(NamedTuple):
     """A mask or a score rule of the catalogue: its function, the arrays that it reads, by name, and what it is."""
 
-    make: Callable[..., Any]
+    make: Callable[..., Mask | Score]
     data: tuple[str, ...]
     parameters: tuple[str, ...]
     summary: str
 
 
-def _entry(make: Callable[..., Any], data: str = "", parameters: str = "", summary: str = "") -> NamedMask:
+def _entry(make: Callable[..., Mask | Score], data: str = "", parameters: str = "", summary: str = "") -> NamedMask:
     return NamedMask(make, tuple(data.split()), tuple(parameters.split()), summary)
 
 
@@ -70,7 +72,7 @@ class Rule(NamedTuple):
 
     data: tuple[str, ...]
     make: Callable[..., Any]
-    terms: dict[str, tuple[Any, ...]]
+    terms: Terms
     page_len: int = 0
 
 
@@ -95,7 +97,9 @@ def score_named(text: str) -> Rule:
     return _rule(text, SCORES, "a score rule", {ast.Add: mods.then})
 
 
-def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping[Any, Callable[..., Any]]) -> Rule:
+def _rule(
+    text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping[type[ast.operator], Callable[..., Any]]
+) -> Rule:
     try:
         tree = ast.parse(text.strip().replace(":", ","), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -103,10 +107,10 @@ def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping
     if sum(isinstance(node, ast.BinOp) for node in ast.walk(tree)) >= MOST_TERMS:
         raise InputError(f"{what} {text!r} has more than {MOST_TERMS} names. Use fewer, or a function of your own.")
     data: dict[str, None] = {}
-    terms: dict[str, tuple[Any, ...]] = {}
+    terms: Terms = {}
     repeated: set[str] = set()
 
-    def made(node: ast.AST) -> Callable[[Mapping[str, Any]], Any]:
+    def made(node: ast.AST) -> Callable[[Mapping[str, AnyArray]], Any]:
         if isinstance(node, ast.BinOp) and type(node.op) in joins:
             left, right, join = made(node.left), made(node.right), joins[type(node.op)]
             return lambda arrays: join(left(arrays), right(arrays))
@@ -126,7 +130,7 @@ def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping
     return Rule(names, lambda *arrays: build(dict(zip(names, arrays, strict=True))), terms, page_len)
 
 
-def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask]) -> tuple[str, dict[str, Any]]:
+def _term(node: ast.AST, text: str, what: str, entries: Mapping[str, NamedMask]) -> tuple[str, dict[str, int | float]]:
     """Returns the name and the parameters of one term."""
     head, args, keywords = (node.func, node.args, node.keywords) if isinstance(node, ast.Call) else (node, [], [])
     if not isinstance(head, ast.Name):

@@ -9,13 +9,20 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
+
+AnyArray = Any
+"""An array of NumPy or of JAX, which this half of the package does not import."""
+
+Index = Any
+"""What masks compute on: a number, an array of NumPy or JAX, or `Ranges`."""
 
 
 class NoRangesError(Exception):
     """A function uses an operation that has no rule for ranges; its points have to be evaluated."""
 
 
-def namespace(*values: Any) -> Any:
+def namespace(*values: object) -> Any:
     """Returns the array API of the first value that has one: of ranges, of NumPy or of JAX."""
     return next((x.__array_namespace__() for x in values if hasattr(x, "__array_namespace__")), np)
 
@@ -29,40 +36,40 @@ class Ranges:
 
     __array_ufunc__ = None
 
-    def __init__(self, low: Any, high: Any, points: Any = None) -> None:
+    def __init__(self, low: AnyArray, high: AnyArray, points: AnyArray | None = None) -> None:
         self.low, self.high, self.points = low, high, points
 
     @classmethod
-    def of(cls, points: Any) -> "Ranges":
+    def of(cls, points: AnyArray) -> "Ranges":
         """Returns the ranges of values whose last dim is the index within a block."""
         xp = namespace(points)
         reduce = (xp.all, xp.any) if points.dtype == bool else (xp.min, xp.max)
         return cls(reduce[0](points, axis=-1), reduce[1](points, axis=-1), points)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The element type."""
         return self.low.dtype
 
-    def astype(self, dtype: Any) -> "Ranges":
+    def astype(self, dtype: DTypeLike) -> "Ranges":
         """Returns values of another type, to which conversion keeps the order: a float or a wide integer."""
         kind = np.dtype(dtype)
         if dtype != self.dtype and (kind.kind not in "fi" or kind.itemsize < 4):
             raise NoRangesError(f"conversion to {kind} has no rule.")
         return _mapped(lambda x: x.astype(dtype), self)
 
-    def __array_namespace__(self, **_: Any) -> Any:
+    def __array_namespace__(self, **_: object) -> "type[Functions]":
         return Functions
 
-    def __add__(self, other: Any) -> "Ranges":
+    def __add__(self, other: Index) -> "Ranges":
         return _combined(lambda x, y: x + y, self, other)
 
     __radd__ = __add__
 
-    def __sub__(self, other: Any) -> "Ranges":
+    def __sub__(self, other: Index) -> "Ranges":
         return self + -_ranges(other)
 
-    def __rsub__(self, other: Any) -> "Ranges":
+    def __rsub__(self, other: Index) -> "Ranges":
         return _ranges(other) + -self
 
     def __neg__(self) -> "Ranges":
@@ -70,7 +77,7 @@ class Ranges:
             raise NoRangesError("unsigned numbers wrap around.")
         return Ranges(-self.high, -self.low, None if self.points is None else -self.points)
 
-    def __mul__(self, other: Any) -> "Ranges":
+    def __mul__(self, other: Index) -> "Ranges":
         left, right = self, _ranges(other)
         products = [x * y for x in (left.low, left.high) for y in (right.low, right.high)]
         xp = namespace(*products)
@@ -81,13 +88,13 @@ class Ranges:
 
     __rmul__ = __mul__
 
-    def __floordiv__(self, other: Any) -> "Ranges":
+    def __floordiv__(self, other: Index) -> "Ranges":
         return _mapped(lambda x: x // _positive(other), self)
 
-    def __truediv__(self, other: Any) -> "Ranges":
+    def __truediv__(self, other: Index) -> "Ranges":
         return _mapped(lambda x: x / _positive(other), self)
 
-    def __mod__(self, other: Any) -> "Ranges":
+    def __mod__(self, other: Index) -> "Ranges":
         divisor = _positive(other)
         if self.points is not None:
             return Ranges.of(self.points % divisor)
@@ -103,17 +110,17 @@ class Ranges:
         points = None if self.points is None else xp.abs(self.points)
         return Ranges(xp.where(crosses, 0, xp.minimum(low, high)), xp.maximum(low, high), points)
 
-    def __le__(self, other: Any) -> "Ranges":
+    def __le__(self, other: Index) -> "Ranges":
         operand = _ranges(other)
         return Ranges(self.high <= operand.low, self.low <= operand.high, _points(lambda x, y: x <= y, self, operand))
 
-    def __lt__(self, other: Any) -> "Ranges":
+    def __lt__(self, other: Index) -> "Ranges":
         return ~(_ranges(other) <= self)
 
-    def __ge__(self, other: Any) -> "Ranges":
+    def __ge__(self, other: Index) -> "Ranges":
         return _ranges(other) <= self
 
-    def __gt__(self, other: Any) -> "Ranges":
+    def __gt__(self, other: Index) -> "Ranges":
         return _ranges(other) < self
 
     def __eq__(self, other: object) -> "Ranges":  # type: ignore[override]
@@ -131,12 +138,12 @@ class Ranges:
         _boolean(self)
         return Ranges(~self.high, ~self.low, None if self.points is None else ~self.points)
 
-    def __and__(self, other: Any) -> "Ranges":
+    def __and__(self, other: Index) -> "Ranges":
         return _combined(lambda x, y: x & y, _boolean(self), _boolean(_ranges(other)))
 
     __rand__ = __and__
 
-    def __or__(self, other: Any) -> "Ranges":
+    def __or__(self, other: Index) -> "Ranges":
         return _combined(lambda x, y: x | y, _boolean(self), _boolean(_ranges(other)))
 
     __ror__ = __or__
@@ -154,17 +161,17 @@ class Functions:
     """The functions of the array API that have a rule for ranges."""
 
     @staticmethod
-    def minimum(one: Any, two: Any) -> Ranges:
+    def minimum(one: Index, two: Index) -> Ranges:
         """Returns the smaller values."""
         return _combined(lambda x, y: namespace(x, y).minimum(x, y), one, two)
 
     @staticmethod
-    def maximum(one: Any, two: Any) -> Ranges:
+    def maximum(one: Index, two: Index) -> Ranges:
         """Returns the larger values."""
         return _combined(lambda x, y: namespace(x, y).maximum(x, y), one, two)
 
 
-def take(array: Any, *index: Any) -> Any:
+def take(array: AnyArray, *index: Index) -> Index:
     """Returns ``array[index]``, for indices or for ranges that keep their points."""
     ranged = [x for x in index if isinstance(x, Ranges)]
     if not ranged:
@@ -176,26 +183,26 @@ def take(array: Any, *index: Any) -> Any:
     return Ranges.of(array[points])
 
 
-def _ranges(value: Any) -> Ranges:
+def _ranges(value: Index) -> Ranges:
     if isinstance(value, Ranges):
         return value
     array = value if hasattr(value, "dtype") else np.asarray(value)
     return Ranges(array, array)
 
 
-def _mapped(function: Callable[[Any], Any], value: Ranges) -> Ranges:
+def _mapped(function: Callable[[AnyArray], AnyArray], value: Ranges) -> Ranges:
     """Applies a function that keeps the order."""
     points = None if value.points is None else function(value.points)
     return Ranges(function(value.low), function(value.high), points)
 
 
-def _combined(function: Callable[[Any, Any], Any], one: Any, two: Any) -> Ranges:
+def _combined(function: Callable[[AnyArray, AnyArray], AnyArray], one: Index, two: Index) -> Ranges:
     """Applies a function that rises with both of its arguments."""
     one, two = _ranges(one), _ranges(two)
     return Ranges(function(one.low, two.low), function(one.high, two.high), _points(function, one, two))
 
 
-def _points(function: Callable[[Any, Any], Any], one: Ranges, two: Ranges) -> Any:
+def _points(function: Callable[[AnyArray, AnyArray], AnyArray], one: Ranges, two: Ranges) -> AnyArray | None:
     """Returns the values within blocks, where one operand is a plain number; None where they are not known."""
     with_points = [x for x in (one, two) if x.points is not None]
     if len(with_points) != 1:
@@ -206,7 +213,7 @@ def _points(function: Callable[[Any, Any], Any], one: Ranges, two: Ranges) -> An
     return function(*(x.low if x.points is None else x.points for x in (one, two)))
 
 
-def _positive(value: Any) -> Any:
+def _positive(value: Index) -> Index:
     if isinstance(value, Ranges) or np.ndim(value) or not value > 0:
         raise NoRangesError("division has a rule for positive numbers alone.")
     return value

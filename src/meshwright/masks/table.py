@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.core.errors import InputError
 from meshwright.masks.mods import Mask, noop
-from meshwright.masks.ranges import NoRangesError, Ranges, namespace
+from meshwright.masks.ranges import AnyArray, Index, NoRangesError, Ranges, namespace
 
 NOTHING, PARTIAL, FULL = 0, 1, 2
 """How much of a block a mask leaves."""
@@ -34,10 +34,10 @@ class BlockLists(NamedTuple):
     of ``index``, says which do.
     """
 
-    partial: Any
-    total: Any
-    index: Any
-    exists: Any = None
+    partial: AnyArray
+    total: AnyArray
+    index: AnyArray
+    exists: AnyArray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class BlockTable:
     last block of each may be shorter, of keys it is partial then. ``mask`` is what it was made of.
     """
 
-    kinds: Any
+    kinds: AnyArray
     q_block: int
     kv_block: int
     q_len: int
@@ -72,7 +72,7 @@ class BlockTable:
         rank = xp.where(kinds == PARTIAL, 0, xp.where(kinds == FULL, 1, 2))
         return BlockLists(partial, total, xp.argsort(rank, axis=-1, stable=True).astype(np.int32))
 
-    def exists(self, over: Literal["queries", "keys"] = "queries") -> Any:
+    def exists(self, over: Literal["queries", "keys"] = "queries") -> AnyArray:
         """Returns which blocks exist, the blocks of queries, or of keys, as rows."""
         present = self.kinds != NOTHING
         return present if over == "queries" else namespace(present).matrix_transpose(present)
@@ -119,7 +119,7 @@ def _lengths(length: int, block: int) -> np.ndarray:
     return np.minimum(block, length - np.arange(0, length, block))
 
 
-def _resized(kinds: Any, axis: int, block: int, wanted: int) -> Any:
+def _resized(kinds: AnyArray, axis: int, block: int, wanted: int) -> AnyArray:
     """Returns kinds for other blocks along an axis: smaller ones are as the block they are in, larger ones full or
     empty where all of theirs are."""
     if block == wanted:
@@ -145,8 +145,8 @@ def block_table(
     batch: int = 1,
     heads: int = 1,
     block: int | tuple[int, int] = 128,
-    q_idx: Any = None,
-    kv_idx: Any = None,
+    q_idx: AnyArray | None = None,
+    kv_idx: AnyArray | None = None,
     exact: bool = True,
 ) -> BlockTable:
     """Returns the kinds of blocks of a mask; ``block`` are the queries and keys of one.
@@ -195,14 +195,14 @@ def block_table(
     return BlockTable(kinds=kinds.astype(np.int8), **sizes, mask=mask)
 
 
-def in_blocks(index: Any, block: int) -> Any:
+def in_blocks(index: AnyArray, block: int) -> AnyArray:
     """Returns indices [T] as [blocks, block]; the last index fills the last block."""
     xp = namespace(index)
     missing = -index.shape[0] % block
     return xp.concat([index, xp.broadcast_to(index[-1:], (missing,))]).reshape(-1, block)
 
 
-def _by_ranges(mask: Mask, b: Any, h: Any, rows: Any, columns: Any) -> Any:
+def _by_ranges(mask: Mask, b: AnyArray, h: AnyArray, rows: AnyArray, columns: AnyArray) -> AnyArray:
     xp = namespace(rows)
     seen = mask(b, h, Ranges.of(rows[None, None, :, None]), Ranges.of(columns[None, None, None]))
     if not isinstance(seen, Ranges):
@@ -212,7 +212,7 @@ def _by_ranges(mask: Mask, b: Any, h: Any, rows: Any, columns: Any) -> Any:
     return xp.broadcast_to(kinds, (*kinds.shape[:2], len(rows), len(columns)))
 
 
-def _by_points(mask: Mask, b: Any, h: Any, rows: Any, columns: Any, kinds: Any) -> Any:
+def _by_points(mask: Mask, b: AnyArray, h: AnyArray, rows: AnyArray, columns: AnyArray, kinds: AnyArray) -> AnyArray:
     """Returns the kinds of blocks, those that are partial by ranges evaluated pair by pair; all where None."""
     xp = namespace(rows)
     if kinds is None:
@@ -226,7 +226,7 @@ def _by_points(mask: Mask, b: Any, h: Any, rows: Any, columns: Any, kinds: Any) 
     return xp.asarray(kinds)
 
 
-def _booleans(found: Any) -> Any:
+def _booleans(found: Index) -> AnyArray:
     """Returns what a mask gave; raises InputError unless it is Boolean."""
     found = np.full((1,) * 4, found) if isinstance(found, bool | np.bool_) else found
     dtype = getattr(found, "dtype", type(found).__name__)
@@ -235,7 +235,9 @@ def _booleans(found: Any) -> Any:
     return found
 
 
-def _partial_pairs(mask: Mask, rows: Any, columns: Any, kinds: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _partial_pairs(
+    mask: Mask, rows: AnyArray, columns: AnyArray, kinds: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields (indices in ``kinds``, pairs) of partial blocks, many at once."""
     xp, partial = namespace(rows), np.argwhere(kinds == PARTIAL)
     chunk = max(1, POINTS_AT_ONCE // (rows.shape[1] * columns.shape[1]))

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwright.core.errors import InputError, nearest
 from meshwright.masks.mods import Mask
-from meshwright.masks.ranges import Ranges
+from meshwright.masks.ranges import Index, Ranges
 from meshwright.masks.table import CountedTable, counted_table
 
 
@@ -86,7 +86,7 @@ def checked(mask: Mask, spec: str) -> Mask:
     """Returns a mask of NumPy's arrays that raises InputError unless ``mask`` returns Booleans that broadcast to the
     shape of its indices."""
 
-    def of(*at: Any) -> Any:
+    def of(*at: Index) -> Index:
         seen = mask(*at)
         if any(isinstance(x, Ranges) for x in (*at, seen)):
             return seen

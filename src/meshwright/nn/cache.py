@@ -1,7 +1,6 @@
 """Cache of keys and values in pages, of Pl slots each: their order in memory, writes in place, reads."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +74,7 @@ def cache_layout(platform: str, dims: tuple[str, ...], shape: tuple[int, ...], d
     return Layout(dim_order, tiling=((rows, LANES), (per_word, 1)) if per_word > 1 else ((rows, LANES),))
 
 
-def stored(values: Array, dtype: Any) -> Array:
+def stored(values: Array, dtype: jnp.dtype) -> Array:
     """Returns values in the dtype of a cache, or as its bits; beyond the range of 8-bit floats they are its ends, not
     NaN."""
     bits_dtype = dtype if dtype in FLOATS else None
@@ -87,7 +86,7 @@ def stored(values: Array, dtype: Any) -> Array:
     return values if bits_dtype is None else lax.bitcast_convert_type(values, bits_dtype)
 
 
-def _by_head(index: tuple[Any, ...], values: Array, dtype: Any) -> tuple[Any, ...]:
+def _by_head(index: tuple[Array, ...], values: Array, dtype: jnp.dtype) -> tuple[Array, ...]:
     """Returns the index of slots for values[R, ...], with heads where they are outside of slots on a TPU, as
     `cache_layout` says: written one by one, else XLA copies the whole array."""
     limit = LANES // 2 if values.ndim == 2 else 4 // dtype.itemsize
@@ -111,6 +110,6 @@ def write_slots(
     # past the last page of a layer is past the last of all, not the next layer's first
     page = jnp.minimum(page, num_pages)
     index_by_head = _by_head((page, slot), values, cache.stack.dtype)
-    index: tuple[Any, ...] = (page, slice(None), slot) if cache.heads_first else index_by_head
+    index: tuple[Array | slice, ...] = (page, slice(None), slot) if cache.heads_first else index_by_head
     index = index if cache.layer is None else (cache.layer, *index)
     return replace(cache, stack=cache.stack.at[index].set(stored(values, cache.stack.dtype), mode="drop"))

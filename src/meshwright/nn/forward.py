@@ -47,11 +47,11 @@ def run_stack(
     """
     blocks = {steps.block.name: steps for steps in context.derived.blocks}
 
-    def row(weight: Any, index: Any) -> Array:
+    def row(weight: Array | tuple[Array, ...], index: Array | int) -> Array:
         is_split = isinstance(weight, tuple)
         return weight[index] if is_split else lax.dynamic_index_in_dim(weight, index, keepdims=False)
 
-    def iteration(span: Span, carry: tuple[Array, _State], number: Any) -> tuple[Any, None]:
+    def iteration(span: Span, carry: tuple[Array, _State], number: Array | int) -> tuple[tuple[Array, _State], None]:
         stream, state = carry
         for position, kind in enumerate(span.pattern):
             index = span.row(position, number)

@@ -2,12 +2,15 @@
 one order, whatever else is computed."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
+
+_Values = TypeVar("_Values")
 
 
 def never(arrays: Iterable[Array]) -> Array:
@@ -18,7 +21,7 @@ def never(arrays: Iterable[Array]) -> Array:
     return jnp.isnan(total) & jnp.isinf(total)
 
 
-def after(values: Any, arrays: Iterable[Array]) -> Any:
+def after(values: _Values, arrays: Iterable[Array]) -> _Values:
     """Returns the same values, from which nothing is computed before the arrays exist."""
     false = never(arrays)
     return jax.tree.map(lambda value: jnp.where(false, jnp.zeros_like(value), value), values)
@@ -36,6 +39,6 @@ def sum_of_halves(x: Array) -> Array:
     return x
 
 
-def zeros_after(shape: tuple[int, ...], dtype: Any, array: Array) -> Array:
+def zeros_after(shape: tuple[int, ...], dtype: DTypeLike, array: Array) -> Array:
     """Returns zeros that are made once the array exists: constant ones are made early, and held through all layers."""
     return jnp.full(shape, never([array]), dtype)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from meshwright.algebra.generation.program import WeightDtype, quantised_weights
@@ -92,7 +93,7 @@ def quantise_params(model: Model, params: Mapping[str, Array], quantised: Quanti
     return arrays
 
 
-def dequantise_params(params: Params, quantised: Quantised, dtype: Any) -> Params:
+def dequantise_params(params: Params, quantised: Quantised, dtype: DTypeLike) -> Params:
     """Inverts `quantise_params` but for rounding: returns no scales, and the quantised weights in ``dtype``."""
     arrays = dict(params)
     for name, (weight, scale) in quantised.items():

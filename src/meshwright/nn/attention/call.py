@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int
 
 from meshwright.masks import mods
 from meshwright.masks.kernels import AttentionCase
-from meshwright.masks.mods import Mask
+from meshwright.masks.mods import Mask, Terms
 from meshwright.masks.ranges import NoRangesError
 from meshwright.masks.table import FULL, NOTHING, PARTIAL, BlockTable, block_table, in_blocks
 from meshwright.nn.attention.platform import compute_capability, default_platform
-from meshwright.nn.attention.tiles import Mod, Tile, TileRule, tile_rule
+from meshwright.nn.attention.tiles import DynamicInt, Mod, Tile, TileRule, tile_rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class AttentionCall:
     mask: Mod | None = None
     score: Mod | None = None
     sinks: Float[Array, " N"] | None = None
-    q_idx: Int[Any, " T"] | None = None
-    kv_idx: Int[Any, " S"] | None = None
-    first_head: Array | int = 0
+    q_idx: Int[Array | np.ndarray, " T"] | None = None
+    kv_idx: Int[Array | np.ndarray, " S"] | None = None
+    first_head: DynamicInt = 0
     learns: bool = False
     table: BlockTable | None = None
     platform: str = field(default_factory=default_platform)
@@ -52,7 +52,7 @@ class AttentionCall:
         return replace(self, q_idx=q_idx, kv_idx=kv_idx)
 
     @property
-    def terms(self) -> dict[str, tuple[Any, ...]]:
+    def terms(self) -> Terms:
         """The catalogue's masks that together are this one, with their parameters; {"": ()} for another mask."""
         return {} if self.mask is None else self.mask.terms or {"": ()}
 
@@ -81,7 +81,7 @@ class AttentionCall:
         return q.shape[1] == k.shape[1] and all(are_in_order)
 
     @property
-    def _first(self) -> Any:
+    def _first(self) -> DynamicInt:
         """The first head, 0 where the mask reads no heads."""
         return 0 if self.terms.keys() <= _WITHOUT_DATA.keys() else self.first_head
 
@@ -143,7 +143,7 @@ class AttentionCall:
 _WITHOUT_DATA: dict[str, Callable[..., Mask]] = {"causal": mods.causal, "window": mods.window, "local": mods.local}
 
 
-def _all_of(terms: dict[str, tuple[Any, ...]]) -> Mask:
+def _all_of(terms: Terms) -> Mask:
     return mods.and_masks(*(_WITHOUT_DATA[name](*values) for name, values in terms.items()))
 
 

@@ -85,7 +85,7 @@ class Fused:
         return rows, columns
 
 
-def _lists(table: BlockTable, over: Any) -> BlockLists:
+def _lists(table: BlockTable, over: xla.Side) -> BlockLists:
     return BlockLists(*map(jnp.asarray, table.lists(over)[:3]))
 
 

@@ -8,29 +8,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.extend.core import ClosedJaxpr
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from meshwright.core.errors import InputError, first_line
 from meshwright.masks.mods import Mask, Score
-from meshwright.masks.ranges import NoRangesError, Ranges
+from meshwright.masks.ranges import Index, NoRangesError, Ranges
 from meshwright.masks.table import BlockTable
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.choice import attention, attention_backward
-from meshwright.nn.attention.kernels.scores import HeadValues
+from meshwright.nn.attention.kernels.scores import AttentionResult, HeadValues
 from meshwright.nn.attention.platform import default_platform
 from meshwright.nn.attention.tiles import Mod
 
+_Arrays = tuple[Array, ...]
+
 
 def flex_attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     score_mod: Score | None = None,
     mask_mod: Mask | None = None,
     *,
     block_table: BlockTable | None = None,
     scale: float | None = None,
-    sinks: Any = None,
+    sinks: ArrayLike | None = None,
     return_lse: bool = False,
     kernel: str = "",
 ) -> HeadValues | tuple[HeadValues, Float[Array, "B T N"]]:
@@ -95,7 +99,7 @@ def _check_table(table: BlockTable, mask_mod: Mask | None, q: Array, k: Array) -
         )
 
 
-def _floats(name: str, value: Any) -> Array:
+def _floats(name: str, value: object) -> Array:
     """Returns an argument as an array; raises InputError unless it is one of floating-point numbers."""
     if not hasattr(value, "dtype"):
         raise InputError(f"{name} is no array ({type(value).__name__}). Give one of floating-point numbers.")
@@ -104,10 +108,10 @@ def _floats(name: str, value: Any) -> Array:
     return jnp.asarray(value)
 
 
-def _spread(mod: Callable[..., Any]) -> Callable[..., Any]:
+def _spread(mod: Callable[..., Index]) -> Callable[..., Index]:
     """Returns a function of all pairs from one that gives them a single value."""
 
-    def function(*at: Any) -> Any:
+    def function(*at: Index) -> Index:
         if any(isinstance(x, Ranges) for x in at):
             raise NoRangesError("the function does not read its indices.")
         value = mod(*at)
@@ -117,10 +121,10 @@ def _spread(mod: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _hoisted(mod: Callable[..., Any], *, has_score: bool) -> Mod:
+def _hoisted(mod: Callable[..., Index], *, has_score: bool) -> Mod:
     """Returns a function of indices with the arrays that it captures as arguments."""
 
-    def traced(*at: Any) -> Any:
+    def traced(*at: Index) -> ClosedJaxpr:
         return jax.make_jaxpr(mod)(*at)
 
     index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (), (2, 1), (1, 2))]
@@ -142,8 +146,8 @@ def _hoisted(mod: Callable[..., Any], *, has_score: bool) -> Mod:
     consts = first_jaxpr.consts
     const_numbers = [number for number, x in enumerate(consts) if isinstance(x, jax.Array)]
 
-    def make(*given: Any) -> Callable[..., Any]:
-        def function(*at: Any) -> Any:
+    def make(*given: Array) -> Callable[..., Index]:
+        def function(*at: Index) -> Index:
             if any(isinstance(x, Ranges) for x in at):
                 if given:
                     raise NoRangesError("the function captures arrays.")
@@ -165,22 +169,24 @@ jax.tree_util.register_dataclass(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flex(call: AttentionCall, qkv: Any, sinks: Any, mask: Any, score: Any) -> Any:
+def _flex(call: AttentionCall, qkv: _Arrays, sinks: Array | None, mask: _Arrays, score: _Arrays) -> AttentionResult:
     return attention(_with(call, sinks, mask, score), *qkv)
 
 
-def _with(call: AttentionCall, sinks: Any, mask: Any, score: Any) -> AttentionCall:
+def _with(call: AttentionCall, sinks: Array | None, mask: _Arrays, score: _Arrays) -> AttentionCall:
     rules = [mod and mod._replace(arrays=arrays) for mod, arrays in ((call.mask, mask), (call.score, score))]
     return replace(call, sinks=sinks, mask=rules[0], score=rules[1])
 
 
-def _flex_forward(call: AttentionCall, *given: Any) -> Any:
+def _flex_forward(call: AttentionCall, *given: CustomVJPPrimal) -> tuple[AttentionResult, tuple[Any, ...]]:
     qkv, sinks, mask, score = jax.tree.map(lambda x: x.value, given, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
     o, lse = attention(_with(call, sinks, mask, score), *qkv)
     return (o, lse), (qkv, sinks, mask, score, o, lse)
 
 
-def _flex_backward(call: AttentionCall, held: Any, cotangents: Any) -> Any:
+def _flex_backward(
+    call: AttentionCall, held: tuple[Any, ...], cotangents: tuple[Array | SymbolicZero, Array | SymbolicZero]
+) -> tuple[Any, ...]:
     qkv, sinks, mask, score, o, lse = held
     dout, dlse = cotangents
     dout = jnp.zeros_like(o) if isinstance(dout, SymbolicZero) else dout

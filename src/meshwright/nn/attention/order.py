@@ -1,7 +1,6 @@
 """Which positions of a sequence a device has: a part in order, or two parts of a zigzag."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,7 @@ class SequenceOrder:
 
     zigzag_ranks: int = 0
 
-    def index(self, axes: tuple[str, ...], length: int) -> Any:
+    def index(self, axes: tuple[str, ...], length: int) -> Array | np.ndarray | None:
         """Returns the positions of this device's ``length`` rows, [T], where ``axes`` split them; known while tracing,
         or None if these are 0, 1, 2 and so on, where no axes do."""
         if not axes:

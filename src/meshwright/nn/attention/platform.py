@@ -6,12 +6,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jax
 
 _traced_for: ContextVar[str] = ContextVar("traced_for", default="")
-_device: ContextVar[Any] = ContextVar("device", default=None)
+_device: ContextVar[jax.Device | None] = ContextVar("device", default=None)
 
 
 def default_platform() -> str:
@@ -19,7 +18,7 @@ def default_platform() -> str:
     return _traced_for.get() or platform_of(jax.devices()[0])
 
 
-def default_device() -> Any:
+def default_device() -> jax.Device:
     """Returns a device that a program is traced for, which may be absent; JAX's first one where only its platform is
     known."""
     return _device.get() or jax.devices()[0]
@@ -50,7 +49,7 @@ def platform_of(device: jax.Device) -> str:
 
 
 @contextmanager
-def traced_for(platform: str, device: Any = None) -> Iterator[None]:
+def traced_for(platform: str, device: jax.Device | None = None) -> Iterator[None]:
     """Traces programs for a platform, and a device of it, other than the one that JAX runs on."""
     tokens = _traced_for.set(platform), _device.set(device)
     try:

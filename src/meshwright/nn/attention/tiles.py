@@ -6,15 +6,27 @@ an array that is computed before the kernel runs; what is left is elementwise ar
 looked up by queries and keys together.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jaxtyping import Array, Float, Int
 
+from meshwright.masks.mods import Terms
+from meshwright.masks.ranges import AnyArray, Index
 from meshwright.masks.table import BlockLists as BlockLists
+
+DynamicInt = Array | int
+"""A whole number, which may be known only when the program runs."""
+
+Place = tuple[DynamicInt, DynamicInt]
+"""A sequence and a head."""
+
+_Node = int | Literal
+"""A result of a traced rule, by its number, or a constant."""
+_Origin = tuple[JaxprEqn, int, tuple[Any, ...]]
 
 
 class Mod(NamedTuple):
@@ -23,12 +35,12 @@ class Mod(NamedTuple):
     ``terms`` are the catalogue's masks, name to parameters, that all have to allow a pair, where it is made of these.
     """
 
-    make: Callable[..., Callable[..., Any]]
-    arrays: tuple[Any, ...] = ()
-    terms: dict[str, tuple[Any, ...]] = {}  # noqa: RUF012
+    make: Callable[..., Callable[..., Index]]
+    arrays: tuple[AnyArray, ...] = ()
+    terms: Terms = {}  # noqa: RUF012
 
-    def __call__(self, *at: Any) -> Any:
-        return self.make(*self.arrays)(*at)
+    def __call__(self, *index: Index) -> Index:
+        return self.make(*self.arrays)(*index)
 
 
 class Tile(NamedTuple):
@@ -45,7 +57,7 @@ class Tile(NamedTuple):
     rows: tuple[Array, ...] = ()
     columns: tuple[Array, ...] = ()
     tables: tuple[Array, ...] = ()
-    place: tuple[Any, Any] = (0, 0)
+    place: Place = (0, 0)
     learns: bool = False
 
 
@@ -84,7 +96,7 @@ class TileSizes(NamedTuple):
     kv_block: int
     q_idx: Array
     kv_idx: Array
-    first_head: Any = 0
+    first_head: DynamicInt = 0
     each: int = 1
 
 
@@ -93,7 +105,7 @@ class Head(NamedTuple):
 
     rule: TileRule
     lists: BlockLists
-    place: tuple[Any, Any]
+    place: Place
 
     def tile(
         self, sizes: TileSizes, rows: Callable[..., Array], columns: Callable[..., Array], *, turned: bool
@@ -128,19 +140,19 @@ class _Graph:
     That is "a" (arrays), "b", "h", "q", "k" and "s" (scores).
     """
 
-    def __init__(self, function: Callable[..., Any], args: Sequence[Any], names: Sequence[str]) -> None:
-        self.made_by: list[tuple[Any, int, tuple[Any, ...]] | None] = []
+    def __init__(self, function: Callable[..., Index], args: Sequence[object], names: Sequence[str]) -> None:
+        self.made_by: list[_Origin | None] = []
         self.deps: list[frozenset[str]] = []
         self.heavy: list[bool] = []
         self.avals: list[Any] = []
-        self.consts: dict[int, Any] = {}
+        self.consts: dict[int, AnyArray] = {}
         closed = jax.make_jaxpr(function)(*args)
         self.jaxpr, self.debug_info = closed.jaxpr, closed.jaxpr.debug_info.with_unknown_names()
         self.leaves = [self._leaf(x, {name}) for x, name in zip(closed.in_avals, names, strict=True)]
         consts = [self._constant(value) for value in closed.consts]
         self.out = self._run(closed.jaxpr, consts, self.leaves)[0]
 
-    def _add(self, made_by: Any, deps: Any, aval: Any, *, heavy: bool) -> int:
+    def _add(self, made_by: _Origin | None, deps: Iterable[str], aval: Any, *, heavy: bool) -> int:
         self.made_by.append(made_by)
         self.deps.append(frozenset(deps))
         self.heavy.append(heavy)
@@ -150,12 +162,12 @@ class _Graph:
     def _leaf(self, aval: Any, deps: set[str]) -> int:
         return self._add(None, deps, aval, heavy="a" in deps)
 
-    def _constant(self, value: Any) -> int:
+    def _constant(self, value: AnyArray) -> int:
         number = self._leaf(jax.typeof(value), {"a"} if jnp.ndim(value) else set())
         self.consts[number] = value
         return number
 
-    def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def _run(self, jaxpr: Jaxpr, consts: Sequence[int], args: Sequence[_Node]) -> list[_Node]:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         for eqn in jaxpr.eqns:
             inputs = tuple(var if isinstance(var, Literal) else env[var] for var in eqn.invars)
@@ -212,7 +224,7 @@ class _Graph:
                 nodes.append(later)
         return nodes
 
-    def evaluate(self, wanted: Any, env: dict[int, Any]) -> Any:
+    def evaluate(self, wanted: _Node, env: dict[int, Any]) -> Array:
         """Returns the value of a node, given those of others in ``env``."""
         if not isinstance(wanted, int):
             return wanted.val
@@ -248,7 +260,7 @@ class _Part:
         score = [jax.ShapeDtypeStruct(shape, jnp.float32)] if self.has_score else []
         arrays, num_arrays = [jax.typeof(jnp.asarray(x)) for x in self.mod.arrays], len(self.mod.arrays)
 
-        def function(*given: Any) -> Any:
+        def function(*given: Array) -> Index:
             return self.mod.make(*given[:num_arrays])(*given[num_arrays:])
 
         names = ["a"] * num_arrays + ["s"] * self.has_score + ["b", "h", "q", "k"]
@@ -263,7 +275,9 @@ class _Part:
         for number, (side, apart) in enumerate(zip(self.sides, self.apart, strict=True)):
             graph, (q, k) = graphs[side], index[side]
 
-            def value(b: Array, h: Array, graph: Any = graph, q: Any = q, k: Any = k, number: int = number) -> Array:
+            def value(
+                b: Array, h: Array, graph: _Graph = graph, q: Array = q, k: Array = k, number: int = number
+            ) -> Array:
                 # scores are not read here
                 args = [*arrays, *[None] * self.has_score, b, h, q[:, None], k[None]]
                 result = graph.evaluate(graph.parts()[0][number], dict(zip(graph.leaves, args, strict=True)))
@@ -279,9 +293,9 @@ class _Part:
         """Returns the function on a tile, given what was computed before."""
         graph = self._graph(jnp.shape(tile.query), jnp.shape(tile.key))
         tables = dict(zip(self.tables, tile.tables, strict=True))
-        args = [tables.get(number) for number in range(len(self.mod.arrays))]
-        args += [*([] if score is None else [score]), *tile.place, tile.query, tile.key]
-        env = dict(zip(graph.leaves, args, strict=True))
+        captured = [tables.get(number) for number in range(len(self.mod.arrays))]
+        args = *captured, *([] if score is None else [score]), *tile.place, tile.query, tile.key
+        env: dict[int, Any] = dict(zip(graph.leaves, args, strict=True))
         for node, value in zip(graph.parts()[0], values, strict=True):
             value = value != 0 if graph.avals[node].dtype == bool else value
             if jnp.size(value) == graph.avals[node].size:
@@ -306,7 +320,7 @@ def tile_rule(
     places = jnp.arange(batch, dtype=jnp.int32), first_head + jnp.arange(heads, dtype=jnp.int32)
     values_by_side: dict[str, list[Array]] = {"": [], "q": [], "k": []}
     tables: list[Array] = []
-    functions: list[Any] = [None, None]
+    functions: list[Callable[..., Array] | None] = [None, None]
     for index, mod in enumerate((mask, score)):
         if mod is None:
             continue

@@ -8,7 +8,6 @@ same counts.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -30,10 +29,11 @@ def routed(slots: Ragged, axes: tuple[str, ...], *, together: tuple[str, ...]) -
     return replace(slots, route=Delivery(counts, zero, fullest.astype(jnp.int32), slots.rows.shape[0]))
 
 
-def in_further_round(value: Any, taken: Array) -> Any:
+def in_further_round(value: Array | Ragged, taken: Array) -> Array | Ragged:
     """Returns the same value; rows on a route are exchanged in a round after ``taken`` rows of each device."""
-    route = value.route if isinstance(value, Ragged) else None
-    return replace(value, route=replace(route, taken=taken, further=True)) if route else value
+    if not isinstance(value, Ragged) or not value.route:
+        return value
+    return replace(value, route=replace(value.route, taken=taken, further=True))
 
 
 def move_packed(step: Step, slots: Ragged) -> Ragged:

@@ -1,7 +1,7 @@
 """The chat templates of a tokenizer's folder, rendered as transformers does it, in Jinja's sandbox."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from itertools import product
@@ -164,7 +164,7 @@ def _with_other_arguments(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _other_form(arguments: Any) -> Any:
+def _other_form(arguments: object) -> object:
     """Returns the object of arguments that are JSON, and the JSON of an object; other arguments as they are."""
     with suppress(TypeError, ValueError, RecursionError):
         if not isinstance(arguments, str):
@@ -217,7 +217,7 @@ class _Generation(Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
-    def _marked(self, caller: Any) -> str:
+    def _marked(self, caller: Callable[[], str]) -> str:
         return f"{BEGIN}{caller()}{END}"
 
 

@@ -7,7 +7,7 @@ block is in flight during a product; with more than `MAX_WRITTEN_OUT` iterations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,7 +25,7 @@ from meshwright.nn.ops.quantised_einsum import quantised_einsum
 MAX_WRITTEN_OUT = 16
 """Maximum number of iterations for which the permutes are unrolled."""
 
-_Carry = Any
+_Carry = TypeVar("_Carry")
 
 
 class Factor(NamedTuple):
@@ -150,7 +150,7 @@ def block_length(products: Sequence[BlockedProduct], size: int) -> int:
     return length // size
 
 
-def _repeat(first: int, end: int, step: Callable[[Any, _Carry], _Carry], state: _Carry) -> _Carry:
+def _repeat(first: int, end: int, step: Callable[[Array | int, _Carry], _Carry], state: _Carry) -> _Carry:
     """Applies ``step`` to the numbers from ``first`` up to ``end``, unrolled if they are few."""
     if end - first > MAX_WRITTEN_OUT:
         return lax.fori_loop(first, end, step, state)

@@ -1,9 +1,8 @@
 """Embedding lookup in the part of a table that a device holds, and the gradient of the table."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from meshwright.algebra.steps import Step
@@ -14,7 +13,7 @@ from meshwright.nn.order import zeros_after
 from meshwright.spec.model import Model
 
 
-def embed_scale(model: Model, dtype: Any) -> float:
+def embed_scale(model: Model, dtype: DTypeLike) -> float:
     """Returns sqrt(D) rounded to the dtype of the weights, as in training (gemma); else the model's multiplier."""
     return float(np.asarray(model.d_model**0.5, dtype)) if model.embed_scale else model.embed_multiplier
 

@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from meshwright.nn.ops.linear_cross_entropy import (
 )
 
 VocabularyTable = Float[Array, "D V"]
+_Carry = TypeVar("_Carry")
+_Result = TypeVar("_Result")
 
 
 def chunk_length(batch: int, length: int) -> int:
@@ -37,7 +39,9 @@ def chunk_length(batch: int, length: int) -> int:
     return math.ceil(length / chunks)
 
 
-def _over_chunks(one: Callable[[Any, Any], tuple[Any, Any]], start: Any, *arrays: Array) -> tuple[Any, Any]:
+def _over_chunks(
+    one: Callable[[_Carry, Any], tuple[_Carry, _Result]], start: _Carry, *arrays: Array
+) -> tuple[_Carry, _Result]:
     """Scans ``one`` over chunks of the arrays and concatenates its results.
 
     The last chunk is padded with zeros, its labels with -1, which add nothing.

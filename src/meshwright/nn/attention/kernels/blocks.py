@@ -28,22 +28,21 @@ from meshwright.nn.attention.kernels.scores import (
     transposed,
     weighted_sums,
 )
-from meshwright.nn.attention.tiles import Head, Tile, TileRule, TileSizes
+from meshwright.nn.attention.tiles import DynamicInt, Head, Tile, TileRule, TileSizes
 
 _State = TypeVar("_State")
 _Carry = TypeVar("_Carry")
-_Number = Array | int
 
 
 class TogetherBlocks(NamedTuple):
     """Blocks that are processed together, by their numbers, and which of them are real; None: all are."""
 
-    numbers: Sequence[_Number]
+    numbers: Sequence[DynamicInt]
     real: Array | None = None
 
-    def spans(self, size: int) -> list[tuple[_Number, int]]:
+    def spans(self, size: int) -> list[tuple[DynamicInt, int]]:
         """Returns the starts and lengths of these blocks in an array; neighbours that are known are one span."""
-        spans: list[tuple[_Number, int]] = []
+        spans: list[tuple[DynamicInt, int]] = []
         for number in self.numbers:
             if spans and isinstance(number, int) and sum(spans[-1]) == number * size:
                 spans[-1] = spans[-1][0], spans[-1][1] + size
@@ -61,13 +60,13 @@ def _taken(x: Array, blocks: TogetherBlocks, size: int, axis: int = -1) -> Array
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
-def _slice(x: Array, start: _Number, length: int, axis: int) -> Array:
+def _slice(x: Array, start: DynamicInt, length: int, axis: int) -> Array:
     if isinstance(start, int):
         return lax.slice_in_dim(x, start, start + length, axis=axis)
     return lax.dynamic_slice_in_dim(x, start, length, axis=axis)
 
 
-def _one(number: _Number) -> TogetherBlocks:
+def _one(number: DynamicInt) -> TogetherBlocks:
     return TogetherBlocks((number,))
 
 
@@ -93,7 +92,7 @@ def _within(rule: TileRule, blocks: TogetherBlocks, size: int) -> TileRule:
     return rule._replace(mask=lambda tile: real if inner is None else real & inner(tile))
 
 
-def _put(x: Array, value: Array, start: _Number, axis: int) -> Array:
+def _put(x: Array, value: Array, start: DynamicInt, axis: int) -> Array:
     if x.shape[axis] == value.shape[axis]:
         return value
     return lax.dynamic_update_slice_in_dim(x, value, start, axis=axis)
@@ -110,7 +109,7 @@ def _added(x: Array, value: Array, blocks: TogetherBlocks, size: int) -> Array:
 
 
 def _over(
-    lists: BlockLists, each: int, row: _Number, step: Callable[[TogetherBlocks, _State, bool], _State], start: _State
+    lists: BlockLists, each: int, row: DynamicInt, step: Callable[[TogetherBlocks, _State, bool], _State], start: _State
 ) -> _State:
     """Runs ``step(blocks, carry, is_masked)`` over the blocks of a row, ``each`` together.
 
@@ -162,7 +161,7 @@ def _fewest(exists: Array | None, row: int, blocks: list[int], run: Callable[[li
 def _rows(
     sizes: TileSizes,
     block: int,
-    body: Callable[[_Number, _Carry], tuple[_Carry, tuple[Array, ...]]],
+    body: Callable[[DynamicInt, _Carry], tuple[_Carry, tuple[Array, ...]]],
     start: _Carry,
     outs: tuple[Array, ...],
 ) -> tuple[_Carry, tuple[Array, ...]]:
@@ -170,7 +169,7 @@ def _rows(
     ``outs``."""
     count = len(outs[0]) // block
 
-    def step(row: _Number, state: tuple[_Carry, tuple[Array, ...]]) -> tuple[_Carry, tuple[Array, ...]]:
+    def step(row: DynamicInt, state: tuple[_Carry, tuple[Array, ...]]) -> tuple[_Carry, tuple[Array, ...]]:
         carry, values = body(row, state[0])
         return carry, tuple(_put(x, y, row * block, 0) for x, y in zip(state[1], values, strict=True))
 
@@ -187,7 +186,7 @@ def forward(sizes: TileSizes, scale: float, head: Head, q: Array, k: Array, v: A
     """Returns the result [T, Hv] and the log-sum-exp [T] in float32 of one head; zeros and minus infinity for a query
     that sees no key."""
 
-    def one(i: _Number, carry: None) -> tuple[None, tuple[Array, Array]]:
+    def one(i: DynamicInt, carry: None) -> tuple[None, tuple[Array, Array]]:
         queries, rest_scale = scaled(_taken(q, _one(i), sizes.q_block, 0), scale)
 
         def step(blocks: TogetherBlocks, running: RunningSoftmax, is_masked: bool) -> RunningSoftmax:
@@ -216,7 +215,7 @@ def backward(
     # Without it scores would read these at the stride of the heads, which XLA does not vectorise.
     by_row = lax.optimization_barrier(tuple(rows[2:]))
 
-    def one(j: _Number, carry: tuple[Array, Learned]) -> tuple[tuple[Array, Learned], tuple[Array, Array]]:
+    def one(j: DynamicInt, carry: tuple[Array, Learned]) -> tuple[tuple[Array, Learned], tuple[Array, Array]]:
         keys = _taken(k, _one(j), sizes.kv_block, 0), _taken(v, _one(j), sizes.kv_block, 0)
         columns_j = _taken(columns, _one(j), sizes.kv_block)
 

@@ -7,7 +7,7 @@ columns through shared memory. Rows are queries, except in the kernel for the gr
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from meshwright.nn.attention.kernels.scores import LOWEST
-from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
+from meshwright.nn.attention.tiles import BlockLists, DynamicInt, Tile, TileRule
 
 BLOCKS = 128, 128
 """Queries and keys of a block: the fastest on an H200 (benchmarks/results/flex_gpu-2026-11-27.txt)."""
@@ -27,12 +27,15 @@ WARPGROUPS = 2
 
 _LOG2E = math.log2(math.e)
 
+_Ref = Any  # Pallas has no public type of its references
+_Carry = TypeVar("_Carry")
+
 
 class _Step(NamedTuple):
     """One tile of columns in shared memory, as a warpgroup sees it."""
 
-    tiles: tuple[Any, ...]
-    vectors: tuple[Any, ...]
+    tiles: tuple[_Ref, ...]
+    vectors: tuple[_Ref, ...]
     seen: Callable[[Tile], Array] | None
     tile: Callable[[], Tile]
     wait: Callable[[int], None]
@@ -45,28 +48,28 @@ class _Step(NamedTuple):
 class _Program(NamedTuple):
     """Rows of one warpgroup in shared memory."""
 
-    at: Any
+    at: tuple[object, ...]
     """Index of the rows in an array [B, L, N, ...]."""
-    vector_at: Any
+    vector_at: tuple[object, ...]
     """Index of the rows in an array [B, N, L]."""
-    held: tuple[Any, ...]
-    vectors: tuple[Any, ...]
+    held: tuple[_Ref, ...]
+    vectors: tuple[_Ref, ...]
     loop: Callable[[Callable[[_Step, Any], Any], Any], Any]
     """Runs a body over the tiles of all blocks that exist."""
-    warpgroup: Any
-    turns: Any
+    warpgroup: Array
+    turns: _Ref
     """Barrier at which the warpgroups pass the tensor cores to each other."""
 
 
 class _Arrays(NamedTuple):
     """Operands along rows or along columns: tiles of [B, L, heads, H], vectors of [B | 1, N | 1, L]."""
 
-    tiles: tuple[Any, ...]
-    own: tuple[Any, ...] = ()
-    of_rule: tuple[Any, ...] = ()
+    tiles: tuple[Array, ...]
+    own: tuple[Array, ...] = ()
+    of_rule: tuple[Array, ...] = ()
 
     @property
-    def vectors(self) -> tuple[Any, ...]:
+    def vectors(self) -> tuple[Array, ...]:
         return self.own + self.of_rule
 
 
@@ -82,7 +85,7 @@ def forward(
     """
     (B, T, N, H), rule = q.shape, rule.widened()
 
-    def compute(program: _Program, o_ref: Any, lse_ref: Any) -> None:
+    def compute(program: _Program, o_ref: _Ref, lse_ref: _Ref) -> None:
         (q_s,), (lse_s,) = program.held, program.vectors[:1]
 
         # while one warpgroup has the tensor cores, the other one computes exponentials
@@ -90,7 +93,7 @@ def forward(
             plgpu.barrier_arrive(program.turns)
             plgpu.barrier_wait(program.turns)
 
-        def body(step: _Step, carry: Any) -> Any:
+        def body(step: _Step, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             acc, peak, total = carry
             k_s, v_s = step.tiles
             scores = _product(q_s, k_s, interpret, take_turn)
@@ -164,7 +167,7 @@ def backward(
     # exp2 of a score less this is 0 in rows that see no key
     tops = jnp.swapaxes(jnp.where(jnp.isneginf(lse), -LOWEST, lse * _LOG2E), 1, 2)
 
-    def probabilities(step: _Step, raw: Array, tops_ref: Any, dim: int) -> tuple[Array, Callable[[Array], Array]]:
+    def probabilities(step: _Step, raw: Array, tops_ref: _Ref, dim: int) -> tuple[Array, Callable[[Array], Array]]:
         """The probabilities of a tile, and what turns a cotangent of scores into one of scaled products."""
         scores, factor, pull = raw, scale * _LOG2E, lambda x: x
         if rule.score:
@@ -176,7 +179,7 @@ def backward(
         p = jnp.exp2(scores * factor - _across(tops_ref, raw.shape, dim, interpret))
         return (jnp.where(step.seen(step.tile()), p, 0.0) if step.seen else p), pull
 
-    def compute_dq(program: _Program, dq_ref: Any) -> None:
+    def compute_dq(program: _Program, dq_ref: _Ref) -> None:
         (q_s, dout_s), (tops_s, delta_s) = program.held, program.vectors[:2]
 
         def body(step: _Step, dq: Array) -> Array:
@@ -195,10 +198,10 @@ def backward(
         dq = program.loop(body, _laid(jnp.zeros(q_s.shape), interpret))
         _write(program, [(dq * scale, q_s, dq_ref)])
 
-    def compute_dkv(program: _Program, dk_ref: Any, dv_ref: Any) -> None:
+    def compute_dkv(program: _Program, dk_ref: _Ref, dv_ref: _Ref) -> None:
         k_s, v_s = program.held
 
-        def body(step: _Step, carry: Any) -> Any:
+        def body(step: _Step, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             dk, dv = carry
             (q_s, dout_s), (tops_s, delta_s) = step.tiles, step.vectors[:2]
             raw = _product(k_s, q_s, interpret)
@@ -243,8 +246,9 @@ def _lower_sums_of_cotangents() -> None:
 
 def _sweep(
     rule: TileRule, lists: BlockLists, sizes: tuple[int, int, int], rows: _Arrays, columns: _Arrays,
-    compute: Callable[..., None], out: Sequence[Any], stages: int, interpret: bool, *, by_query: bool = True,
-) -> Any:  # fmt: skip
+    compute: Callable[..., None], out: Sequence[jax.ShapeDtypeStruct], stages: int, interpret: bool,
+    *, by_query: bool = True,
+) -> tuple[Array, ...]:  # fmt: skip
     """Runs a kernel over (batch, head, block of rows); ``sizes`` are rows and columns of a block, columns of a tile.
 
     Blocks of one head run side by side, so that they share its tiles in the cache; the last queries, which a causal
@@ -258,7 +262,9 @@ def _sweep(
     grid = B, N, L // block
     query_dim = 0 if by_query else 1
 
-    def kernel(row_refs: Any, column_refs: Any, heads: Any, list_refs: Any, *rest: Any) -> None:
+    def kernel(
+        row_refs: _Arrays, column_refs: _Arrays, heads: tuple[_Ref, ...], list_refs: tuple[_Ref, ...], *rest: Any
+    ) -> None:
         *outs, scratch = rest
         held, held_vectors, passing, passing_vectors, arrived, filled, freed, turns = scratch
         b, n, i = (lax.axis_index(name) for name in ("batch", "head", "block"))
@@ -269,12 +275,12 @@ def _sweep(
         num_steps = total[...] * num_tiles
         slot_of = lambda step: lax.rem(step, jnp.int32(stages))  # noqa: E731
 
-        def start_of(step: Any) -> Any:
+        def start_of(step: DynamicInt) -> Array:
             if num_tiles == 1:
                 return index[step] * width
             return index[lax.div(step, jnp.int32(num_tiles))] * width + lax.rem(step, jnp.int32(num_tiles)) * tile
 
-        def tile_at(ref: Any, start: Any, size: int) -> Any:
+        def tile_at(ref: _Ref, start: DynamicInt, size: int) -> _Ref:
             head = n if ref.shape[2] == N else lax.div(n, jnp.int32(N // ref.shape[2]))
             return ref.at[b, pl.ds(start, size), head]
 
@@ -292,8 +298,8 @@ def _sweep(
             plgpu.barrier_wait(barrier)
             scalars = tuple(_of(ref, b, n)[...] for ref in heads)
 
-            def loop(body: Callable[[_Step, Any], Any], carry: Any) -> Any:
-                def run(number: Any, carry: Any, *, masked: bool) -> Any:
+            def loop(body: Callable[[_Step, _Carry], _Carry], carry: _Carry) -> _Carry:
+                def run(number: Array, carry: _Carry, *, masked: bool) -> _Carry:
                     slot = slot_of(number)
                     vectors = tuple(x.at[slot] for x in passing_vectors)
 
@@ -321,7 +327,7 @@ def _sweep(
                     return body(step, carry)
 
                 pl.when(num_steps > 0)(lambda: plgpu.barrier_wait(filled[0].at[0]))
-                num_masked: Any = 0
+                num_masked: DynamicInt = 0
                 if rule.mask:
                     num_masked = num_partial[...] * num_tiles
                     carry = lax.fori_loop(0, num_masked, partial(run, masked=True), carry)
@@ -335,7 +341,7 @@ def _sweep(
             plgpu.set_max_registers(40, action="decrease")
 
             @pl.loop(0, num_steps)
-            def _(number: Any) -> None:
+            def _(number: Array) -> None:
                 slot, start = slot_of(number), start_of(number)
                 for j, (ref, into) in enumerate(zip(column_refs.tiles, passing, strict=True)):
                     pl.when(number >= stages)(partial(plgpu.barrier_wait, freed[j].at[slot]))
@@ -346,11 +352,11 @@ def _sweep(
                             plgpu.copy_gmem_to_smem(part, place.at[slot], filled[0].at[slot])
 
             @pl.loop(jnp.maximum(num_steps - stages, 0), num_steps)
-            def _(number: Any) -> None:
+            def _(number: Array) -> None:
                 for barrier in freed:
                     plgpu.barrier_wait(barrier.at[slot_of(number)])
 
-    def entry(*refs: Any) -> None:
+    def entry(*refs: _Ref) -> None:
         pl.run_scoped(lambda *scratch: kernel(*refs, scratch), *scratch, collective_axes="warpgroup")
 
     # as the tensor cores read shared memory: 8 rows of 128 bytes, swizzled, of numbers of 2 bytes
@@ -384,7 +390,7 @@ def _sweep(
     return run(rows, columns, rule.heads, tuple(lists[:3]))
 
 
-def _write(program: _Program, results: Sequence[tuple[Array, Any, Any]]) -> None:
+def _write(program: _Program, results: Sequence[tuple[Array, _Ref, _Ref]]) -> None:
     """Writes accumulators to global memory through the places of the rows that they have replaced."""
     for value, place, _ in results:
         place[...] = value.astype(place.dtype)
@@ -394,13 +400,13 @@ def _write(program: _Program, results: Sequence[tuple[Array, Any, Any]]) -> None
     plgpu.wait_smem_to_gmem(0)
 
 
-def _product(lhs: Any, rhs: Any, interpret: bool, meanwhile: Callable[[], object] = lambda: None) -> Array:
+def _product(lhs: _Ref, rhs: _Ref, interpret: bool, meanwhile: Callable[[], object] = lambda: None) -> Array:
     """lhs rhs' in float32; ``meanwhile`` runs while the tensor cores do."""
     if interpret:  # the interpreter knows neither transposed references nor accumulators that start with a value
         meanwhile()
         return jnp.dot(lhs[...], rhs[...].T, preferred_element_type=jnp.float32)
 
-    def multiply(ref: Any) -> Array:
+    def multiply(ref: _Ref) -> Array:
         plgpu.wgmma(ref, lhs, rhs.transpose((1, 0)))
         meanwhile()
         return ref[...]
@@ -408,20 +414,20 @@ def _product(lhs: Any, rhs: Any, interpret: bool, meanwhile: Callable[[], object
     return pl.run_scoped(multiply, plgpu.ACC((lhs.shape[0], rhs.shape[0]), jnp.float32))
 
 
-def _added(acc: Array, lhs: Array, rhs: Any, interpret: bool, meanwhile: Callable[[], object] = lambda: None) -> Array:
+def _added(acc: Array, lhs: Array, rhs: _Ref, interpret: bool, meanwhile: Callable[[], object] = lambda: None) -> Array:
     """acc + lhs rhs; ``meanwhile`` runs while the tensor cores do."""
     if interpret:
         meanwhile()
         return acc + jnp.dot(lhs, rhs[...], preferred_element_type=jnp.float32)
 
-    def multiply(ref: Any) -> None:
+    def multiply(ref: _Ref) -> None:
         plgpu.wgmma(ref, lhs, rhs)
         meanwhile()
 
     return pl.run_state(multiply)(plgpu.ACC.init(acc))
 
 
-def _of(ref: Any, b: Any, n: Any) -> Any:
+def _of(ref: _Ref, b: DynamicInt, n: DynamicInt) -> _Ref:
     """The part of an array [B | 1, N | 1, ...] for one sequence and head."""
     return ref.at[b if ref.shape[0] > 1 else 0, n if ref.shape[1] > 1 else 0]
 
@@ -433,6 +439,6 @@ def _laid(x: Array, interpret: bool, dim: int = 0) -> Array:
     return x if interpret else plgpu.layout_cast(x, layout)
 
 
-def _across(ref: Any, shape: tuple[int, ...], dim: int, interpret: bool) -> Array:
+def _across(ref: _Ref, shape: tuple[int, ...], dim: int, interpret: bool) -> Array:
     """Loads a vector along a dim of a tile and repeats it over the other one."""
     return lax.broadcast_in_dim(_laid(ref[...], interpret, dim), shape, [dim])

@@ -26,7 +26,7 @@ from meshwright.nn.attention.kernels.scores import (
     safe,
 )
 from meshwright.nn.attention.platform import default_device, default_platform
-from meshwright.nn.attention.tiles import BlockLists, Tile, TileRule
+from meshwright.nn.attention.tiles import BlockLists, DynamicInt, Tile, TileRule
 
 BLOCKS = 512, 512
 """Queries and keys of a block: both passes then fit in the cores of all TPUs in bf16 and float32, to heads of 256."""
@@ -43,7 +43,7 @@ _COLUMN_SHIFT, _ROW_SHIFT = 4, 17
 _NO_STEP = np.iinfo(np.int32).max
 _LOG2_E = float(np.log2(np.e))
 
-_Refs = Sequence[Any]
+_Refs = Sequence[Any]  # Pallas has no public type of its references
 
 
 def fits(lists: BlockLists) -> bool:
@@ -95,8 +95,8 @@ def _run(
     resident: Sequence[jax.ShapeDtypeStruct] = (),
     sums: Sequence[tuple[int, float]],
     name: str,
-    interpret: Any,
-) -> Any:
+    interpret: bool,
+) -> list[Array]:
     """Runs ``add(tile, mask, arrays, sums, resident, block of keys)`` on every tile of a block of queries, and
     ``finish(outs, sums)`` after its last.
 
@@ -113,18 +113,20 @@ def _run(
     values = [x[:, :, None] for x in (*rule.rows, *row_values, *rule.columns)]
     num_rows, scalars = len(rule.rows) + len(row_values), rule.heads
 
-    def lead(x: Any, b: Any, h: Any) -> tuple[Any, Any]:
+    def lead(x: Array | jax.ShapeDtypeStruct, b: DynamicInt, h: DynamicInt) -> tuple[DynamicInt, DynamicInt]:
         return (b if x.shape[0] > 1 else 0), (h if x.shape[1] > 1 else 0)
 
-    def locate(b: Any, kv_head: Any, member: Any, step: Any, words: Any) -> tuple[Any, tuple[Any, Any], Any]:
+    def locate(
+        b: Array, kv_head: Array, member: Array, step: Array, words: Array
+    ) -> tuple[Array, tuple[Array, Array], tuple[Array, Array]]:
         """Returns the word of a step, its heads and its blocks, each of queries and of keys."""
         head = kv_head * group + member
         word = words[(*lead(words, b, head), step)]
         column = (word >> _COLUMN_SHIFT) & ((1 << _ROW_SHIFT - _COLUMN_SHIFT) - 1)
         return word, (head, kv_head), (word >> _ROW_SHIFT, column)
 
-    def spec(x: Any, side: int, *, is_value: bool) -> pl.BlockSpec:
-        def index(*args: Any) -> Any:
+    def spec(x: Array | jax.ShapeDtypeStruct, side: int, *, is_value: bool) -> pl.BlockSpec:
+        def index(*args: Array) -> tuple[DynamicInt, ...]:
             _, heads, numbers = locate(*args[:5])
             lead_index = lead(x, args[0], heads[0 if is_value else side])
             return (*lead_index, 0, numbers[side]) if is_value else (*lead_index, numbers[side], 0)
@@ -132,7 +134,7 @@ def _run(
         size = blocks[side]
         return pl.BlockSpec((None, None, 1, size) if is_value else (None, None, size, x.shape[-1]), index)
 
-    def kernel(words: Any, *refs: Any) -> None:
+    def kernel(words: Array, *refs: Any) -> None:
         counts = (len(scalars), len(queries) + len(keys), len(values), len(outs), len(resident), len(sums), num_rows)
         ends = np.cumsum(counts)
         scalar_refs, array_refs, value_refs, out_refs, resident_refs, sum_refs, wide_refs = (
@@ -210,7 +212,9 @@ def _product(a: Array, b: Array, dims: tuple[int, int]) -> Array:
     return lax.dot_general(a, b, (((dims[0],), (dims[1],)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _scores(rule: TileRule, tile: Tile, q: Array, k: Array, scale: float) -> tuple[Array, Callable[[Array], Any]]:
+def _scores(
+    rule: TileRule, tile: Tile, q: Array, k: Array, scale: float
+) -> tuple[Array, Callable[[Array], tuple[Array, ...]]]:
     """Returns the scores times log2(e), since the chip has exponentials of base 2, and the transposed derivative."""
     products, score = _product(q, k, (1, 1)), rule.score
     if score is None:
@@ -232,7 +236,7 @@ def forward(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
     *,
-    interpret: Any = False,
+    interpret: bool = False,
 ) -> AttentionResult:
     """Returns the result [B, T, N, Hv] and the log-sum-exp [B, T, N] in float32.
 
@@ -292,7 +296,7 @@ def backward(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K Hv"],
     *,
-    interpret: Any = False,
+    interpret: bool = False,
 ) -> QkvCotangents:
     """Returns (dq, dk, dv) for (dout, o, lse) of `forward`; ``by_key`` is not read.
 

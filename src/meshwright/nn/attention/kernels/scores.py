@@ -31,7 +31,7 @@ AttentionResult = tuple[HeadValues, Float[Array, "B T N"]]
 """The weighted values of each query, and the log-sum-exp of its scores in float32."""
 QkvCotangents = tuple[HeadQueries, HeadKeys, KeyValues]
 """Cotangents of queries, keys and values."""
-BackwardInputs = tuple[Any, ...]
+BackwardInputs = tuple[Array, ...]
 """Inputs of a backward pass besides queries, keys and values: cotangent of the result [B, T, N, Hv], the result, its
 log-sum-exp [B, T, N], and where that has a cotangent, this too."""
 
@@ -123,7 +123,7 @@ def reads(held: TileRule | Tile) -> Learned:
 
 def score_cotangents(
     rows: Sequence[Array], keys: Keys, scale: float, rule: TileRule, tile: Tile, *, is_masked: bool
-) -> tuple[Float[Array, "*lead S R"], Float[Array, "*lead S R"], Any]:
+) -> tuple[Float[Array, "*lead S R"], Float[Array, "*lead S R"], Learned]:
     """Returns weights P = exp(s - lse), cotangents of scores P (dP - delta) times the slope of the score rule, and the
     cotangents of what that rule reads. Keys are rows of all, and of ``tile``.
 
@@ -144,7 +144,7 @@ def score_cotangents(
     return (p, ds, {}) if pull is None else (p, *pull(ds))
 
 
-def _with_reads(score: Callable[..., Array], tile: Tile, found: Array, learned: Any) -> Array:
+def _with_reads(score: Callable[..., Array], tile: Tile, found: Array, learned: Learned) -> Array:
     """Returns scores by a rule, from the arrays that it learns."""
 
     arrays: dict[str, Any] = {

@@ -27,7 +27,7 @@ from meshwright.nn.attention.kernels.scores import (
     reads,
     safe,
 )
-from meshwright.nn.attention.tiles import Head, TileRule, TileSizes
+from meshwright.nn.attention.tiles import DynamicInt, Head, TileRule, TileSizes
 
 Side = Literal["queries", "keys"]
 
@@ -109,8 +109,8 @@ more no longer fit in cache."""
 class HeadPart(NamedTuple):
     """A sequence and a few of its heads, from ``head`` on: what a CPU processes together."""
 
-    sequence: Array | int
-    head: Array | int
+    sequence: DynamicInt
+    head: DynamicInt
     heads: int
     group: int
 
@@ -123,10 +123,10 @@ class HeadPart(NamedTuple):
         """Writes what `rows` reads."""
         return lax.dynamic_update_slice(x, value.astype(x.dtype), self._start(x, is_keys))
 
-    def _start(self, x: Array, is_keys: bool) -> tuple[Any, ...]:
+    def _start(self, x: Array, is_keys: bool) -> tuple[DynamicInt, ...]:
         return self.sequence, 0, self.head // self.group if is_keys else self.head, *[0] * (x.ndim - 3)
 
-    def own(self, x: Any) -> Any:
+    def own(self, x: Array) -> Array:
         """Returns [1, 1 | heads, ...] of [B | 1, N | 1, ...]."""
         if x.shape[:2] == (1, 1):
             return x
@@ -137,7 +137,7 @@ class HeadPart(NamedTuple):
         """Adds to what `own` reads."""
         return lax.dynamic_update_slice(x, self.own(x) + value, self._own_start(x))
 
-    def _own_start(self, x: Any) -> tuple[Any, ...]:
+    def _own_start(self, x: Array) -> tuple[DynamicInt, ...]:
         start = self.sequence if x.shape[0] > 1 else 0, self.head if x.shape[1] > 1 else 0
         return *start, *[0] * (x.ndim - 2)
 
@@ -147,7 +147,8 @@ class HeadPart(NamedTuple):
 
     def rule(self, rule: TileRule) -> TileRule:
         """Returns the rule of these heads."""
-        return rule._replace(**{name: tuple(map(self.own, getattr(rule, name))) for name in _BY_HEAD})
+        heads, rows, columns = (tuple(map(self.own, getattr(rule, name))) for name in _BY_HEAD)
+        return rule._replace(heads=heads, rows=rows, columns=columns)
 
 
 _BY_HEAD = "heads", "rows", "columns"
@@ -243,8 +244,8 @@ def _in_parts(
     max_parts = min(MOST_PARTS, max(1, MOST_TILES // lists.index.shape[2])) if not sizes.each else 1
     unroll = next(n for n in range(max_parts, 0, -1) if num_parts % n == 0)
 
-    def sequence(b: Array | int, out: _State) -> _State:
-        def one(n: Array | int, out: _State) -> _State:
+    def sequence(b: DynamicInt, out: _State) -> _State:
+        def one(n: DynamicInt, out: _State) -> _State:
             return step(HeadPart(b, n * counts[-1], counts[-1], group), out)
 
         return one(0, out) if num_parts == 1 else lax.fori_loop(0, num_parts, one, out, unroll=unroll)
