@@ -128,7 +128,7 @@ class Case(NamedTuple):
     def both(self, q: jax.Array, k: jax.Array, v: jax.Array, dout: jax.Array) -> tuple[jax.Array, ...]:
         o, lse = self.forward(q, k, v)
         return mosaic_gpu.backward(
-            self.variant.rule, self.by_query, self.by_key, self.blocks, q.shape[-1] ** -0.5, (dout, o, lse), q, k, v,
+            self.variant.rule, (self.by_query, self.by_key), self.blocks, q.shape[-1] ** -0.5, (dout, o, lse), q, k, v,
             tiles=self.tiles, interpret=self.interpret,
         )  # fmt: skip
 

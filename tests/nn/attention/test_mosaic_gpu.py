@@ -105,7 +105,7 @@ def test_kernels_give_attention_of_a_rule(name, missing):
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=HOPPER)):
         o, lse = mosaic_gpu.forward(rule, by_query, BLOCKS, SCALE, q, k, v, interpret=True)
         grads = mosaic_gpu.backward(
-            rule, by_query, by_key, BLOCKS, SCALE, (dout, o, lse), q, k, v, interpret=True
+            rule, (by_query, by_key), BLOCKS, SCALE, (dout, o, lse), q, k, v, interpret=True
         )  # fmt: skip
     want = reference(RULES[name], seen, q, k, v, dout)
     np.testing.assert_allclose(lse, want[1], atol=1e-4)
@@ -125,7 +125,7 @@ def test_kernels_compile_for_hopper():
 
     def run(by_query, by_key, q, k, v, dout):
         o, lse = mosaic_gpu.forward(rule, by_query, BLOCKS, SCALE, q, k, v)
-        return mosaic_gpu.backward(rule, by_query, by_key, BLOCKS, SCALE, (dout, o, lse), q, k, v)
+        return mosaic_gpu.backward(rule, (by_query, by_key), BLOCKS, SCALE, (dout, o, lse), q, k, v)
 
     given = jax.tree.map(spec, (by_query, by_key, *arrays()))
     lowered = jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",))

@@ -68,7 +68,7 @@ def run(rule, scale, arrays, by_query, by_key, q, k, v, dout):
     rule = rule._replace(**arrays)
     o, lse = pallas_tpu.forward(rule, by_query, BLOCKS, scale, q, k, v, interpret=True)
     given = (dout, o, lse)
-    return o, lse, *pallas_tpu.backward(rule, by_query, by_key, BLOCKS, scale, given, q, k, v, interpret=True)
+    return o, lse, *pallas_tpu.backward(rule, (by_query, by_key), BLOCKS, scale, given, q, k, v, interpret=True)
 
 
 def check(rule, sizes, *, score=lambda s: s, slope=np.ones_like, kinds=None, dtype=np.float32, error=1e-5):

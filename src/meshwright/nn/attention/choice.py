@@ -67,7 +67,7 @@ class Fused:
         arrays = padded(q, blocks[0], 1), *(padded(x, blocks[1], 1) for x in (k, v))
         lists = _lists(table, "queries"), _lists(table, "keys")
         inputs = dout.astype(q.dtype), o.astype(q.dtype), lse
-        dq, dk, dv = self.kernel.backward(rule, *lists, blocks, call.scale, inputs, *arrays, **options)
+        dq, dk, dv = self.kernel.backward(rule, lists, blocks, call.scale, inputs, *arrays, **options)
         return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : v.shape[1]]
 
     def _prepared(self, call: AttentionCall, q: Array, k: Array) -> tuple[TileRule, BlockTable, tuple[int, int]]:

@@ -148,12 +148,13 @@ def forward(
 
 
 def backward(
-    rule: TileRule, by_query: BlockLists, by_key: BlockLists, blocks: tuple[int, int], scale: float,
+    rule: TileRule, lists: tuple[BlockLists, BlockLists], blocks: tuple[int, int], scale: float,
     given: tuple[Array, Array, Array],
     q: Float[Array, "B T N H"], k: Float[Array, "B S K H"], v: Float[Array, "B S K H"],
     *, tiles: tuple[int, int] = (64, 64), stages: int = 2, interpret: bool = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:  # fmt: skip
-    """Returns (dq, dk, dv) from ``given``: the cotangent of the result, the result and the log-sum-exp.
+    """Returns (dq, dk, dv) from ``given``: the cotangent of the result, the result and the log-sum-exp. ``lists`` are
+    those of blocks of queries, and of keys.
 
     A block has a multiple of 128 queries and of 128 keys; H is at most 128, as dk and dv fill the registers. One kernel
     recomputes the scores for dq, another one for dk and dv: no sum depends on the order of programs. ``tiles`` are the
@@ -223,9 +224,9 @@ def backward(
     keys = _Arrays((k, v), (), rule.columns)
     struct_like = lambda x: jax.ShapeDtypeStruct((*x.shape[:2], N, H), x.dtype)  # noqa: E731
     run = partial(_sweep, rule, stages=stages, interpret=interpret)
-    (dq,) = run(by_query, (*blocks, min(tiles[1], blocks[1])), queries, keys, compute_dq, (struct_like(q),))
+    (dq,) = run(lists[0], (*blocks, min(tiles[1], blocks[1])), queries, keys, compute_dq, (struct_like(q),))
     sizes = *blocks[::-1], min(tiles[0], blocks[0])
-    dk, dv = run(by_key, sizes, keys, queries, compute_dkv, (struct_like(k), struct_like(v)), by_query=False)
+    dk, dv = run(lists[1], sizes, keys, queries, compute_dkv, (struct_like(k), struct_like(v)), by_query=False)
     if N != K:
         # without atomics every head of a group writes cotangents of its own, which XLA adds
         dk, dv = (

@@ -287,8 +287,7 @@ def forward(
 
 def backward(
     rule: TileRule,
-    by_query: BlockLists,
-    by_key: BlockLists,
+    lists: tuple[BlockLists, BlockLists],
     blocks: tuple[int, int],
     scale: float,
     given: BackwardInputs,
@@ -298,7 +297,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> QkvCotangents:
-    """Returns (dq, dk, dv) for (dout, o, lse) of `forward`; ``by_key`` is not read.
+    """Returns (dq, dk, dv) for (dout, o, lse) of `forward`; of ``lists`` those of blocks of queries are read.
 
     Where dk and dv of one head do not fit on a core, a kernel runs for each span of keys.
     """
@@ -334,7 +333,7 @@ def backward(
         parts.append(
             _run(
                 rule,
-                _steps(by_query, key_blocks),
+                _steps(lists[0], key_blocks),
                 blocks,
                 (queries, keys),
                 row_values=values,
