@@ -171,15 +171,8 @@ def derived(mesh, window):
     ]
 
 
-@pytest.mark.parametrize(
-    ("dealt", "sizes", "window", "hops"),
-    # the first query of a rank sees one key fewer of earlier ranks than the window has
-    [
-        ("zigzag", (4,), None, 3),
-        ("in order", (4,), 17, 1),
-        pytest.param("in order", (8,), 10, 2, marks=pytest.mark.slow),
-    ],
-)
+# of a window of 17 the first query of a rank of 8 sees 16 keys of earlier ranks
+@pytest.mark.parametrize(("dealt", "sizes", "window", "hops"), [("zigzag", (4,), None, 3), ("in order", (8,), 17, 2)])
 def test_the_compiled_ring_has_the_derived_permutes(dealt, sizes, window, hops):
     mesh = mesh_of(sizes)
     given = rules.arrays(T=LENGTH, N=2, K=1, H=4, Hv=3)
@@ -194,8 +187,7 @@ def test_the_compiled_ring_has_the_derived_permutes(dealt, sizes, window, hops):
         permutes = [c for c in found if c.kind == "permute"]
         assert not any(c.in_conditional for c in found)
         counts.append(sum(c.trips * c.num_arrays for c in permutes))
-    assert counts == derived(mesh, window)
-    assert counts[0] == 2 * hops
+    assert (counts, counts[0]) == (derived(mesh, window), 2 * hops)
 
 
 @pytest.mark.parametrize("divergent", [False, True])
