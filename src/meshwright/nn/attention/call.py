@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -99,7 +98,8 @@ class AttentionCall:
         if self.is_known:
             return self.blocks(batch, heads, q_block, kv_block)
         terms = {name: values for name, values in self.terms.items() if name in _WITHOUT_DATA}
-        bound_call = replace(self, mask=Mod(partial(_all_of, terms), (), terms), table=None)
+        mask = mods.and_masks(*(_WITHOUT_DATA[name](*values) for name, values in terms.items()))
+        bound_call = replace(self, mask=Mod(lambda: mask, (), terms), table=None)
         if not terms or not bound_call.is_known:
             return None
         table = bound_call.blocks(1, 1, q_block, kv_block)
@@ -141,10 +141,6 @@ class AttentionCall:
 
 
 _WITHOUT_DATA: dict[str, Callable[..., Mask]] = {"causal": mods.causal, "window": mods.window, "local": mods.local}
-
-
-def _all_of(terms: Terms) -> Mask:
-    return mods.and_masks(*(_WITHOUT_DATA[name](*values) for name, values in terms.items()))
 
 
 def _by_points(

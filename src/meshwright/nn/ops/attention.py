@@ -1,20 +1,21 @@
 """Runs attention steps, with settings from the model, the details and the arrays."""
 
 from functools import partial
-from typing import Any
 
+import numpy as np
 from jaxtyping import Array
 
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.attention import AttentionArrays, positions_of
 from meshwright.algebra.steps import Step
 from meshwright.masks import mods
-from meshwright.masks.names import Rule, mask_named, score_named
+from meshwright.masks.names import mask_named, score_named
+from meshwright.masks.ranges import AnyArray
 from meshwright.nn.attention import choice
 from meshwright.nn.attention.call import AttentionCall
 from meshwright.nn.attention.order import SequenceOrder
 from meshwright.nn.attention.ring import KeyRing, ring_attention, ring_attention_backward
-from meshwright.nn.attention.tiles import Mod
+from meshwright.nn.attention.tiles import DynamicInt, Mod
 from meshwright.nn.collectives import first_index
 from meshwright.nn.context import Context
 
@@ -35,7 +36,7 @@ def _call(context: Context, step: Step, arrays: AttentionArrays) -> AttentionCal
     """Returns the parameters of an attention step: its mask and its scores, and which rows and heads a device has."""
     sharded, details = AttentionArrays.of(step), step.details
 
-    def index(array: ShardedArray, value: Array) -> Any:
+    def index(array: ShardedArray, value: Array) -> Array | np.ndarray | None:
         dim = positions_of(array)
         # an encoder's positions stay in order
         order = context.order if dim == "T" else SequenceOrder()
@@ -64,15 +65,15 @@ def _mask(context: Context, step: Step, data: tuple[Array, ...]) -> Mod:
     arrays = tuple(x if x.ndim == 1 else context.order.restored(x) for x in data)
     if len(arrays) > len(rule.data):
         terms["document"] = ()
-    return Mod(partial(_joined, rule, window), arrays, terms if rule.terms else {})
-
-
-def _joined(rule: Rule, window: int | None, *arrays: Array) -> mods.Mask:
     num_data, windows = len(rule.data), [] if window is None else [mods.window(window)]
-    return mods.and_masks(rule.make(*arrays[:num_data]), *windows, *map(mods.document, arrays[num_data:]))
+
+    def make(*arrays: Array) -> mods.Mask:
+        return mods.and_masks(rule.make(*arrays[:num_data]), *windows, *map(mods.document, arrays[num_data:]))
+
+    return Mod(make, arrays, terms if rule.terms else {})
 
 
-def _distance_bias(step: Step, table: Any, first_head: Any) -> Mod:
+def _distance_bias(step: Step, table: AnyArray, first_head: DynamicInt) -> Mod:
     """Returns T5's bias, of which a device has the columns of its heads."""
     far, causal = step.details.distance, not step.details.sees_all
     return Mod(lambda held: mods.distance_bias(held, far=far, causal=causal, first=first_head), (table,))
@@ -85,11 +86,8 @@ def score_of(context: Context, step: Step) -> Mod | None:
         return None if cap is None else Mod(partial(mods.softcap, cap), (), {"softcap": (cap,)})
     rule = score_named(step.details.score)
     array_of = {"slopes": mods.alibi_slopes(context.model.num_heads)}
-    return Mod(partial(_scored, rule, cap), tuple(array_of[name] for name in rule.data), {"": ()})
-
-
-def _scored(rule: Rule, cap: float | None, *arrays: Array) -> mods.Score:
-    return mods.then(rule.make(*arrays), *([] if cap is None else [mods.softcap(cap)]))
+    caps, arrays = [] if cap is None else [mods.softcap(cap)], tuple(array_of[name] for name in rule.data)
+    return Mod(lambda *arrays: mods.then(rule.make(*arrays), *caps), arrays, {"": ()})
 
 
 STEPS = {"attention": attention, "attention_backward": partial(attention, backward=True)}
