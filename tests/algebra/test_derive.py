@@ -267,7 +267,7 @@ def test_zero_gathers_the_updated_shards():
     derived = feed_forward({"X": 4}, {"grad": {"D": ("X",)}, "optimizer": {"D": ("X",)}})
     assert [str(s) for s in derived.update if s.result.name == "Win"] == [
         "Win[D_X, F] = Slice_X(Win[D, F])",
-        "Win[D_X, F] = adamw(dWin[D_X, F], Win[D_X, F])",
+        "Win[D_X, F] = adamw(dWin[D_X, F], Win[D_X, F], Win.mu.state[D_X, F], Win.nu.state[D_X, F])",
         "Win[D, F] = AllGather_X(Win[D_X, F])",
     ]
 
@@ -276,8 +276,8 @@ def test_a_sharded_optimizer_follows_the_weights_without_communication():
     derived = feed_forward(*FSDP[:2])
     assert [str(s) for s in derived.update] == [
         "grad_norm[] = AllReduce_X(grad_norm[]{U_X})",
-        "Win[D_X, F] = adamw(dWin[D_X, F], Win[D_X, F])",
-        "Wout[F, D_X] = adamw(dWout[F, D_X], Wout[F, D_X])",
+        "Win[D_X, F] = adamw(dWin[D_X, F], Win[D_X, F], Win.mu.state[D_X, F], Win.nu.state[D_X, F])",
+        "Wout[F, D_X] = adamw(dWout[F, D_X], Wout[F, D_X], Wout.mu.state[F, D_X], Wout.nu.state[F, D_X])",
     ]
 
 

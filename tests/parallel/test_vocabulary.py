@@ -11,7 +11,6 @@ from meshwright.nn.ops.linear_cross_entropy import logits_backward, logits_stati
 from meshwright.parallel.train_step import State, TrainStep
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import held_dims
-from meshwright.train.optimizers.sharded import WeightLayout
 from meshwright.train.optimizers.table import make_optimizer
 from meshwright.train.settings import TrainSettings
 from tests.parallel.cases import assert_equal, first_params, keep_gradients, run, strategy_of
@@ -76,7 +75,7 @@ def test_the_state_of_every_mesh_has_one_form(optimizer):
     """Filled up with zeros, which stay zero over steps, and cut off in what a checkpoint has."""
     strategy = strategy_of({"tensor": 2, "fsdp": 2})
     settings = TrainSettings(optimizer=optimizer)
-    step = TrainStep(TIED, strategy, optimizer=make_optimizer(TIED, settings, strategy.state, layout=None))
+    step = TrainStep(TIED, strategy, optimizer=make_optimizer(TIED, settings, strategy.state))
     state, _ = step.step(step.init(0), given(TIED))
     assert state.params["embed"].shape[0] == TIED.vocab_size + 1
     assert not np.asarray(state.params["embed"])[TIED.vocab_size :].any()
@@ -100,12 +99,7 @@ def test_adafactor_means_leave_padding_out(model):
 
     def after_two(axes):
         strategy, settings = strategy_of(axes), TrainSettings(optimizer="adafactor", warmup_steps=0, learning_rate=0.1)
-        step: TrainStep
-
-        def layout():
-            return WeightLayout(step.mesh, step.declared.weights, {"V": model.vocab_size})
-
-        step = TrainStep(model, strategy, optimizer=make_optimizer(model, settings, strategy.state, layout=layout))
+        step = TrainStep(model, strategy, optimizer=make_optimizer(model, settings, strategy.state))
         state = step.init(0)
         for _ in range(2):
             state, metrics = step.step(state, given(model))

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import msgspec
 import pytest
 
@@ -9,9 +10,11 @@ from meshwright.algebra.transformer import layer_dims
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.hlo.collectives import collectives
+from meshwright.nn.interpreter import run_update
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import OPTIMIZERS, Job
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
+from meshwright.train.optimizers import derived
 from meshwright.train.settings import TrainSettings
 from meshwright.train.step import make_step
 from tests.nn import families
@@ -68,6 +71,16 @@ def test_priced_steps_are_executed_steps(family, strategy, optimizer):
         *step.declared.ends,
         *step.declared.boundary,
     ]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_update_runs_the_derived_steps(optimizer, monkeypatch):
+    step, ran = executed(MODEL, strategy_of(STRATEGIES["ZeRO-1"]), optimizer), []
+    monkeypatch.setattr(derived, "run_update", lambda *given: ran.extend(given[1]) or run_update(*given))
+    arrays = step.param_shapes, step.state_shapes.opt_state, step.param_shapes
+    jax.eval_shape(lambda *arrays: step.optimizer.update(*arrays, step.update_layout), *arrays)
+    own = [s for s in step.declared.update if s.result.name.split(".")[0] in step.shards]
+    assert sorted(map(str, ran)) == sorted(str(s) for s in own if not (s.only_moves and s.result.name in step.shards))
 
 
 MESHES = ({"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8})

@@ -88,11 +88,10 @@ class Updated(msgspec.Struct, frozen=True, kw_only=True):
 class OpKind(msgspec.Struct, frozen=True, kw_only=True):
     """One op kind: its rules forward and backward, and the local steps that they or a rewrite make, by name.
 
-    An optimizer has ``update``, the steps for one weight, and ``moments``, its state for one layer of the weight.
+    An optimizer has ``update``, the steps for one weight, which read and replace running means ``WEIGHT.KIND.state``.
     """
 
     forward: OpRule = no_rule
     backward: OpRule = no_rule
     update: Callable[[Updated], tuple[Step, ...]] | None = None
-    moments: Callable[[Updated], tuple[ShardedArray, ...]] | None = None
     steps: dict[str, StepKind]

@@ -1,9 +1,11 @@
 """The context of local steps: what they need besides their arrays."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from meshwright.algebra.derived import Derived
@@ -12,6 +14,37 @@ from meshwright.algebra.notation import ShardedArray
 from meshwright.nn.attention.order import IN_ORDER, SequenceOrder
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import held_dims
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateContext:
+    """What the steps that update weights need besides their arrays.
+
+    ``number`` is that of this update, from 1. ``rate`` multiplies the change of a weight and, if the weight is among
+    ``decayed``, the ``weight_decay``. ``beta1``, ``beta2`` and ``momentum`` are decays of running means. ``sizes`` are
+    of dims that devices hold padded with zeros. Properties are computed once for all weights: XLA rounds copies of them
+    in other ways.
+    """
+
+    number: Array
+    rate: Array
+    weight_decay: float
+    decayed: Collection[str]
+    beta1: float
+    beta2: float
+    epsilon: float
+    momentum: float
+    sizes: Mapping[str, int]
+
+    @cached_property
+    def corrections(self) -> tuple[Array, Array]:
+        """The shares of the gradients so far in running means that began at zero, by ``beta1`` and by ``beta2``."""
+        return 1 - self.beta1**self.number, 1 - self.beta2**self.number
+
+    @cached_property
+    def growing_decay(self) -> Array:
+        """The decay 1 - t^-0.8 of running means at update t. Source: Shazeer and Stern, Adafactor (2018)."""
+        return 1 - self.number.astype(jnp.float32) ** -0.8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,12 @@
 """Runs derived steps, forward and backward, on one device's blocks."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import msgspec
 from jaxtyping import Array
 
 from meshwright.algebra.kinds import nothing
@@ -18,13 +17,15 @@ from meshwright.algebra.rewrites.rings import Round
 from meshwright.algebra.steps import Step
 from meshwright.core.labels import FURTHER_ROUNDS
 from meshwright.nn.collectives import communicate
-from meshwright.nn.context import Context
+from meshwright.nn.context import Context, UpdateContext
 from meshwright.nn.contract import Turned
 from meshwright.nn.experts.exchange import in_further_round, move_packed
 from meshwright.nn.experts.slots import Ragged
 from meshwright.nn.ops import local_steps
 
 Environment = dict[ShardedArray, Any]
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def run(context: Context, steps: Iterable[Step], env: Environment, *, until: str = "") -> Environment:
@@ -135,22 +136,24 @@ def _needed(
     return rerun_steps, missing
 
 
-def run_update(steps: Iterable[Step], env: Environment, sizes: Mapping[str, int] | None = None) -> Environment:
-    """Runs the steps of an optimizer and returns ``env`` with their results; ``sizes`` are of dims that are padded.
+def run_update(
+    context: UpdateContext | None, steps: Iterable[Step], env: Mapping[Key, Array], key: Callable[[ShardedArray], Key]
+) -> dict[Key, Array]:
+    """Runs steps outside the passes and returns ``env`` with their results under the ``key`` of each array.
 
+    By its name a step gets the newest array of a name: that of all layers, where elementwise steps are those of one.
     Collectives and products have labels of their own; elementwise steps share one.
     """
-    env = dict(env)
+    values = dict(env)
     for step in steps:
-        label = msgspec.structs.replace(step.label, block="update", phase="update")
         is_labelled = step.is_collective or kind_of(step).flops is nothing
-        with nullcontext() if is_labelled else jax.named_scope(str(label)):
-            results = _results(sizes or {}, step, [env[a] for a in step.inputs])
-        env |= zip((step.result, *step.more), results, strict=True)
-    return env
+        with nullcontext() if is_labelled else jax.named_scope(str(step.label)):
+            results = _results(context, step, [values[key(array)] for array in step.inputs])
+        values |= zip(map(key, step.results), results, strict=True)
+    return values
 
 
-def _results(context: Context | Mapping[str, int], step: Step, inputs: list[Array]) -> tuple[Array, ...]:
+def _results(context: Context | UpdateContext | None, step: Step, inputs: list[Array]) -> tuple[Array, ...]:
     """Runs one step. A round of a ring returns its block unchanged: attention itself sends it on."""
     if isinstance(step.details, Round):
         return (inputs[0],)

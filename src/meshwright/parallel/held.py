@@ -5,15 +5,22 @@ stream: both stay zero (`spec.strategy.held_dims`, `parallel.pipeline.stages`).
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from meshwright.nn.weights import Params
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
+
+Tree = Any
+"""Arrays, or what describes them, in nested containers that `jax.tree` maps over."""
+
+OfWeight = TypeVar("OfWeight")
+"""What a table has for each weight: an array, its shape or its sharding."""
 
 
 def without_split(shapes: Shapes, held: Shapes, specs: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
@@ -42,17 +49,18 @@ def resized(params: Params, before: Shapes, after: Shapes, specs: Mapping[str, P
     return params | changed
 
 
-def _resized(array: Any, before: tuple[int, ...], after: tuple[int, ...], spec: PartitionSpec) -> Any:
+def _resized(array: Array, before: tuple[int, ...], after: tuple[int, ...], spec: PartitionSpec) -> Array:
     dims = zip(array.shape, before, after, strict=True)
     # an optimizer's mean over a dim has size 1 in that dim, and keeps it
     shape = tuple(new if size == old else size for size, old, new in dims)
 
-    def resize(array: Any) -> Any:
+    def resize(array: Array) -> Array:
         cut = array[tuple(slice(0, size) for size in shape)]
         return jnp.pad(cut, [(0, size - old) for size, old in zip(shape, cut.shape, strict=True)])
 
-    if not isinstance(getattr(array, "sharding", None), NamedSharding) or isinstance(array, jax.core.Tracer):
+    sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or isinstance(array, jax.core.Tracer):
         return resize(array)
-    held = (*array.sharding.spec, *[None] * array.ndim)
+    held = (*sharding.spec, *[None] * array.ndim)
     new_axes = (part if new == old else axis for part, axis, new, old in zip(held, spec, after, before, strict=False))
-    return jax.jit(resize, out_shardings=NamedSharding(array.sharding.mesh, PartitionSpec(*new_axes)))(array)
+    return jax.jit(resize, out_shardings=NamedSharding(sharding.mesh, PartitionSpec(*new_axes)))(array)

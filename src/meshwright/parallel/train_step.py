@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from meshwright.algebra.derive import derive
@@ -18,7 +19,7 @@ from meshwright.algebra.layers import PLAIN, ProgramOptions, mask_data
 from meshwright.algebra.notation import ShardedArray, check
 from meshwright.algebra.program import LOSSES
 from meshwright.algebra.rewrites.repeated_heads import strategy_of_heads
-from meshwright.algebra.steps import Step
+from meshwright.algebra.rewrites.split_backward import weight_updates
 from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import checked
@@ -33,9 +34,9 @@ from meshwright.nn.quantisation import quantise_params, quantised_base
 from meshwright.nn.weights import Params, init_params, param_shapes
 from meshwright.parallel.blocks import Inputs, apply_collectives, moved_in_pieces
 from meshwright.parallel.gradients import Losses, microbatch_loss, once_per_step, squared_norm, step_gradients
-from meshwright.parallel.held import resized, without_split
+from meshwright.parallel.held import OfWeight, Tree, resized, without_split
 from meshwright.parallel.mesh import compiler_options, lower, named_sharding, partition_spec, shardings, strategy_mesh
-from meshwright.parallel.optimizer import Optimizer, plain_optimizer
+from meshwright.parallel.optimizer import Optimizer, UpdateLayout, plain_optimizer
 from meshwright.parallel.passes import Passes
 from meshwright.parallel.pipeline.stages import Pipeline, strategy_schedule
 from meshwright.parallel.second_labels import second_labels
@@ -57,8 +58,8 @@ StepGradients = tuple[Losses, Params, Array, FromCounts]
 class State(NamedTuple):
     """Weights (`Params`) and the optimizer's state, or their shardings."""
 
-    params: Any
-    opt_state: Any
+    params: Tree
+    opt_state: Tree
 
 
 class Metrics(NamedTuple):
@@ -70,9 +71,9 @@ class Metrics(NamedTuple):
     ``mtp_loss``, the mean loss per counted label of its layer for the token after the next.
     """
 
-    loss: Any
-    grad_norm: Any
-    extras: Any
+    loss: Array
+    grad_norm: Array
+    extras: dict[str, Array]
 
 
 class TrainStep:
@@ -144,11 +145,11 @@ class TrainStep:
         names = (name for name in weight_variables(self.model) if name in arrays)
         return {name: partition_spec(arrays[name], stacked=name in self.stacked, layers=layers_axis) for name in names}
 
-    def trained(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def trained(self, params: Mapping[str, OfWeight]) -> dict[str, OfWeight]:
         """Returns the entries of ``params`` that belong to weights that training updates."""
         return {name: value for name, value in params.items() if name in self.shards}
 
-    def saved(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def saved(self, params: Mapping[str, OfWeight]) -> dict[str, OfWeight]:
         """Returns the weights that a checkpoint holds: all, or the trained ones where others never change."""
         return self.trained(params) if has_frozen_matrices(self.model) else dict(params)
 
@@ -161,6 +162,12 @@ class TrainStep:
     def shard_specs(self) -> dict[str, PartitionSpec]:
         """Shardings of the optimizer's state, and of the gradients given to it."""
         return self._specs(self.shards)
+
+    @property
+    def update_layout(self) -> UpdateLayout:
+        """The derived steps that update the shards of the weights."""
+        steps = {name: parts.update for name, parts in weight_updates(self.declared).items()}
+        return UpdateLayout(steps, self.mesh, self.shard_specs)
 
     @cached_property
     def batch_specs(self) -> dict[str, PartitionSpec]:
@@ -234,7 +241,7 @@ class TrainStep:
         is_ring = self.strategy.context_attention == "ring" and self.strategy.mesh.get("context", 1) > 1
         return is_ring and not self.model.sliding_layers
 
-    def place(self, batch: Mapping[str, Any]) -> Batch:
+    def place(self, batch: Mapping[str, ArrayLike]) -> Batch:
         """Puts a global batch on the devices in `token_order`; adds what is missing beside tokens and labels."""
         arrays = {n: np.asarray(a) for n, a in batch.items()}
         shape = arrays["tokens"].shape
@@ -298,11 +305,11 @@ class TrainStep:
         shapes = self.canonical[0].params
         return resized(ordered, self.param_shapes, shapes, without_split(shapes, self.param_shapes, self.param_specs))
 
-    def init_optimizer(self, params: Params) -> Any:
+    def init_optimizer(self, params: Params) -> Tree:
         """Returns the initial state of the optimizer for these weights."""
         return jax.jit(self.optimizer.init, out_shardings=self.state_shardings.opt_state)(self.trained(params))
 
-    def step(self, state: State, batch: Mapping[str, Any]) -> tuple[State, Metrics]:
+    def step(self, state: State, batch: Mapping[str, ArrayLike]) -> tuple[State, Metrics]:
         """Returns the state after one step on a global batch, and its metrics; consumes the given state."""
         return self.compile(state, self.placed(batch))
 
@@ -319,11 +326,10 @@ class TrainStep:
 
     def lower(self, batch_seqs: int, seq_len: int, *, platform: str = "") -> jax.stages.Lowered:
         """Lowers the step for a batch size without data; on an abstract mesh for ``platform``."""
-        return lower(
-            self.compile, self.mesh, self.state_shapes, self.batch_shapes(batch_seqs, seq_len), platform=platform
-        )
+        shapes = self.state_shapes, self.batch_shapes(batch_seqs, seq_len)
+        return lower(self.compile, self.mesh, *shapes, platform=platform)
 
-    def gradients(self, params: Params, batch: Mapping[str, Any]) -> tuple[Array, Params]:
+    def gradients(self, params: Params, batch: Mapping[str, ArrayLike]) -> tuple[Array, Params]:
         """Returns the mean loss of a global batch and its gradients, sharded for the optimizer (no update)."""
         losses, gradients = jax.jit(lambda p, b: self._gradients(p, b)[:2])(params, self.placed(batch))
         return losses["loss"], gradients
@@ -348,7 +354,7 @@ class TrainStep:
 
     # -- the step ----------------------------------------------------------------------------------
 
-    def _mapped(self, body: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def _mapped(self, body: Callable[..., Tree], in_specs: Tree, out_specs: Tree) -> Callable[..., Tree]:
         return jax.shard_map(body, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     @cached_property
@@ -424,7 +430,7 @@ class TrainStep:
         extras = (self.pipeline.counted(extras) if self.pipeline else extras) | losses
         return State(params, opt_state), Metrics(loss, norm, extras)
 
-    def _updated(self, grads: Params, opt_state: Any, shards: Params, finite: Array) -> tuple[Params, Any]:
+    def _updated(self, grads: Params, opt_state: Tree, shards: Params, finite: Array) -> tuple[Params, Tree]:
         """Runs the optimizer's update, with its state in host memory where the strategy offloads it.
 
         Nothing changes unless ``finite``: clipping would spread one bad gradient to every weight, and nobody could
@@ -433,7 +439,7 @@ class TrainStep:
         is_offloaded = "optimizer" in self.strategy.offload
         old_state = jax.device_put(opt_state, jax.memory.Space.Device) if is_offloaded else opt_state
         with jax.named_scope(OPTIMIZER):
-            updated = self.optimizer.update(grads, old_state, shards)
+            updated = self.optimizer.update(grads, old_state, shards, self.update_layout)
             shards, opt_state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), updated, (shards, old_state))
             if default_platform() == "cpu" and self.form == "shard_map":
                 # else CPUs compute new weights from copies of the old moments, to write the new ones into these
@@ -444,17 +450,10 @@ class TrainStep:
 
     def _moved(self, params: Params, *, into: Params | None = None) -> Params:
         """Reshards weights as the optimizer's state before its update, or back ``into`` the old ones after it."""
-        specs, is_before = self.trained(self.param_specs), into is None
+        specs = self.trained(self.param_specs)
         if specs == self.shard_specs or self.form == "gspmd":
             return params
-        moves: dict[str, list[Step]] = {name: [] for name in params}
-        updated_names: set[str] = set()
-        for step in self.declared.update:
-            name = step.result.name
-            if not step.only_moves:
-                updated_names.add(name)  # its further moves bring the new weight back
-            elif name in moves and (name not in updated_names) == is_before:
-                moves[name].append(step)
+        moves = {n: steps.before if into is None else steps.after for n, steps in weight_updates(self.declared).items()}
         if into is None:
 
             def body(params: Params) -> Params:

@@ -9,7 +9,6 @@ from meshwright.parallel.train_step import TrainStep
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Form, Strategy
-from meshwright.train.optimizers.sharded import WeightLayout
 from meshwright.train.optimizers.table import make_optimizer
 from meshwright.train.settings import TrainSettings, program_options
 
@@ -31,21 +30,15 @@ def make_step(
     form: Form = "shard_map",
 ) -> TrainStep:
     """Returns the training step for these settings; the devices of ``mesh`` need not exist."""
-
-    def layout() -> WeightLayout:
-        # Called when the step is traced; here it does not exist yet.
-        return WeightLayout(step.mesh, step.declared.weights, {"V": model.vocab_size})
-
-    step = TrainStep(
+    return TrainStep(
         model,
         strategy,
-        optimizer=make_optimizer(model, settings, strategy.state, layout=layout),
+        optimizer=make_optimizer(model, settings, strategy.state),
         max_grad_norm=settings.max_grad_norm,
         options=program_options(settings, strategy, several_documents=several_documents),
         form=form,
         mesh=mesh,
     )
-    return step
 
 
 def require_divides(step: TrainStep, job: Job) -> None:

@@ -1,6 +1,8 @@
 import re
 from collections import Counter
 from functools import partial
+from operator import attrgetter
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +12,21 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshwright.algebra.derive import derive
 from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
-from meshwright.algebra.transformer import weight_variables
+from meshwright.algebra.ops import op_kind
+from meshwright.algebra.transformer import transformer, weight_variables
 from meshwright.core.errors import InputError
+from meshwright.nn.interpreter import run_update
 from meshwright.nn.ops.muon import newton_schulz
 from meshwright.parallel.mesh import device_mesh
-from meshwright.spec.strategy import STATE_BYTES
-from meshwright.train.optimizers.sharded import WeightLayout, on_one_device, orthogonal
+from meshwright.parallel.optimizer import UpdateLayout, plain_optimizer
+from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.train.optimizers.table import (
     average_decay,
     averaged,
-    from_optax,
+    in_state,
     make_optimizer,
     start_average,
     update_average,
@@ -157,7 +162,7 @@ def test_muon_is_optaxs_on_the_matrices_of_layers_and_the_rest_is_adamw():
         consistent_rms=0.2,
         muon_weight_dimension_numbers={name: numbers.get(name) for name in NAMES},
     )
-    of_muon, _ = run(from_optax(theirs))
+    of_muon, _ = run(in_state(plain_optimizer(theirs)))
     of_adamw, _ = run(make_optimizer(ROUTED, settings(**STEADY)))
     close(run(make_optimizer(ROUTED, given))[0], {n: (of_muon if n in inside else of_adamw)[n] for n in NAMES})
 
@@ -206,26 +211,26 @@ def specs_of(axes):
     }
 
 
-def weights_of(axes):
-    """The same as the optimizers have them."""
-    found = {}
-    for name, one in on_one_device(ROUTED).weights.items():
-        split = {dim: (a,) if (a := AXES.get(dim)) in axes else () for dim in one.shard.dims}
-        found[name] = msgspec.structs.replace(one, shard=one.shard.resharded(split))
-    return found
+def layout_of(kind):
+    """Everything as the optimizers have it on the mesh."""
+    steps = {}
+    for name, one in derive(transformer(ROUTED), Strategy(mesh={})).weights.items():
+        split = {dim: (a,) if (a := AXES.get(dim)) in MESH else () for dim in one.shard.dims}
+        steps[name] = op_kind(kind).update(msgspec.structs.replace(one, shard=one.shard.resharded(split)))
+    return UpdateLayout(steps, device_mesh(MESH), specs_of(MESH))
 
 
 class OnMesh:
     """The update of one optimizer on eight devices, everything split alike and donated."""
 
-    def __init__(self, optimizer, dtype):
+    def __init__(self, optimizer, dtype, layout):
         self.optimizer, self.dtype, specs = optimizer, dtype, specs_of(MESH)
         shapes = jax.eval_shape(partial(first_weights, dtype))
         mesh = device_mesh(MESH)
         here = partial(jax.tree.map, partial(NamedSharding, mesh), is_leaf=lambda s: isinstance(s, PartitionSpec))
         self.of_params, self.of_state = here(specs), here(optimizer.specs(shapes, specs))
         update = jax.jit(
-            optimizer.update,
+            lambda *arrays: optimizer.update(*arrays, layout),
             in_shardings=(self.of_params, self.of_state, self.of_params),
             out_shardings=(self.of_params, self.of_state),
             donate_argnums=(1, 2),
@@ -262,12 +267,9 @@ def collectives(compiled):
 )
 def test_a_mesh_gives_the_numbers_of_one_device_in_one_donated_program(kind, state, allowed):
     dtype = jnp.float32 if state == "fp32" else jnp.bfloat16
-    given, layout = (
-        settings(optimizer=kind, rounding="stochastic"),
-        partial(WeightLayout, device_mesh(MESH), weights_of(MESH)),
-    )
-    mesh = OnMesh(make_optimizer(ROUTED, given, state, layout=layout), dtype)
-    found, expected = mesh.run()[0], run(make_optimizer(ROUTED, given, state), dtype=dtype)[0]
+    optimizer = make_optimizer(ROUTED, settings(optimizer=kind, rounding="stochastic"), state)
+    mesh = OnMesh(optimizer, dtype, layout_of(kind))
+    found, expected = mesh.run()[0], run(optimizer, dtype=dtype)[0]
     close(found, expected)
     header = mesh.compiled.as_text().splitlines()[0]
     assert len(re.findall(r"(?:may|must)-alias", header)) == mesh.num_donated
@@ -281,9 +283,16 @@ def test_dealing_out_whole_matrices_takes_two_all_to_alls_for_each_split_dim():
     weight, here = Updated(shard=shard, inputs=("N", "H"), layers="L"), NamedSharding(mesh, spec)
     whole = msgspec.structs.replace(weight, shard=shard.resharded({"N": (), "D": ()}))
     values = jnp.asarray(np.random.default_rng(0).standard_normal((5, 2, 3, 8)), jnp.float32)
-    at = WeightLayout(mesh, {"wo": weight})
-    function = jax.jit(lambda x: orthogonal(x, weight, at), in_shardings=here, out_shardings=here)
-    close({"x": function(values)}, {"x": orthogonal(values, whole, WeightLayout(None, {}))})
+    context = SimpleNamespace(number=jnp.int32(1), rate=-1.0, weight_decay=0.0, momentum=0.9)
+
+    def updated(weight, grad):
+        """The change alone."""
+        arrays = {"wo": jnp.zeros_like(grad), "dwo": grad, "wo.momentum.state": jnp.zeros_like(grad)}
+        return run_update(context, op_kind("muon").update(weight), arrays, attrgetter("name"))["wo"]
+
+    body = jax.shard_map(lambda x: updated(weight, x), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    function = jax.jit(body, in_shardings=here, out_shardings=here)
+    close({"x": function(values)}, {"x": updated(whole, values)})
     assert collectives(function.lower(values).compile()) == {"all-to-all": 4}
 
 
@@ -298,7 +307,7 @@ def test_the_state_lies_as_the_weights_do():
     assert factored.columns["wq"] == PartitionSpec(None, None, "tensor", None)
     assert factored.whole["attn_norm"] == specs["attn_norm"]
     # What optax's own form keeps is of another rank: it lies whole everywhere.
-    theirs = from_optax(optax.adafactor(1e-2, min_dim_size_to_factor=1)).specs(shapes, specs)
+    theirs = in_state(plain_optimizer(optax.adafactor(1e-2, min_dim_size_to_factor=1))).specs(shapes, specs)
     assert theirs.inner[0].v_row["wq"] == PartitionSpec()
 
 
@@ -341,14 +350,14 @@ def test_a_master_copy_is_what_float32_gives_and_the_weights_are_nearest_to_it()
 
 def test_an_optimizer_says_as_which_op_its_update_runs():
     assert [make_optimizer(ROUTED, settings(optimizer=kind)).kind for kind in KINDS] == list(KINDS)
-    assert from_optax(optax.sgd(1e-4)).kind == "adamw", "elementwise, without communication"
-    assert from_optax(optax.lion(1e-4), kind="lion").kind == "lion"
+    assert in_state(plain_optimizer(optax.sgd(1e-4))).kind == "adamw", "elementwise, without communication"
+    assert in_state(plain_optimizer(optax.lion(1e-4), "lion")).kind == "lion"
 
 
 @pytest.mark.parametrize(("rounding", "moved"), [("nearest", 0.0), ("stochastic", -0.01)])
 def test_updates_below_a_step_of_two_bytes_survive_on_average(rounding, moved):
     """100 updates of 1e-4 on weights of 1, where neighbours lie 2^-8 below and 2^-7 above."""
-    optimizer = from_optax(optax.sgd(1e-4), state="bf16-adam", rounding=rounding, seed=5)
+    optimizer = in_state(plain_optimizer(optax.sgd(1e-4)), state="bf16-adam", rounding=rounding, seed=5)
     params = {"w": jnp.ones((4096,), jnp.bfloat16)}
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for _ in range(100):
@@ -359,7 +368,7 @@ def test_updates_below_a_step_of_two_bytes_survive_on_average(rounding, moved):
 
 def test_random_bits_differ_between_updates_and_seeds():
     def after(seed, steps):
-        optimizer = from_optax(optax.sgd(1e-3), state="bf16-adam", rounding="stochastic", seed=seed)
+        optimizer = in_state(plain_optimizer(optax.sgd(1e-3)), state="bf16-adam", rounding="stochastic", seed=seed)
         params, update = {"w": jnp.ones((512,), jnp.bfloat16)}, jax.jit(optimizer.update)
         state, found = optimizer.init(params), []
         for _ in range(steps):
@@ -379,7 +388,7 @@ def test_random_bits_differ_between_updates_and_seeds():
 @pytest.mark.parametrize("state", ["fp32", "bf16-adam", "bf16-master"])
 def test_the_average_is_of_the_weights_that_were_trained(state):
     dtype = jnp.float32 if state == "fp32" else jnp.bfloat16
-    optimizer = from_optax(optax.sgd(0.3), state=state, average=0.5)
+    optimizer = in_state(plain_optimizer(optax.sgd(0.3)), state=state, average=0.5)
     params = first_weights(dtype)
     # Donated: the mean must not be in the buffers of the weights.
     kept, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update, donate_argnums=(1, 2))

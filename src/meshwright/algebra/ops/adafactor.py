@@ -41,11 +41,7 @@ def update(weight: Updated) -> tuple[Step, ...]:
         steps.extend(reshard(part, part.replace(unreduced=())))
         return part.replace(unreduced=())
 
-    def named(array: ShardedArray, suffix: str) -> ShardedArray:
-        return array.replace(name=f"{array.name}.{suffix}")
-
     gradient, values = stacked(weight, f"d{name}").replace(dtype=""), stacked(weight, name).replace(dtype="")
-    decay = ShardedArray("decay", (), (), dtype="fp32")
     counted_dims = tuple(dim for dim in (weight.layers, *weight.batch) if dim)
     scaled = stacked(weight, f"{name}.scaled")
     squares, weights = (_mean(scaled, f"{name}.{part}", counted_dims) for part in ("squares", "weights"))
@@ -54,13 +50,13 @@ def update(weight: Updated) -> tuple[Step, ...]:
         columns = _mean(scaled, f"{name}.columns", (*counted_dims, *outputs(weight)))
         run("adafactor_sums", (gradient,), rows, columns)
         sums = (summed(rows), summed(columns))
-        old_moments, new_moments = (tuple(named(array, when) for array in sums) for when in ("before", "after"))
+        moments = tuple(array.replace(name=f"{array.name}.state") for array in sums)
         level = _mean(sums[0], f"{name}.level", counted_dims)
-        run("adafactor_moments", (*sums, *old_moments, decay), level, *new_moments)
-        run("adafactor_scale", (gradient, *new_moments, summed(level)), scaled, squares)
+        run("adafactor_moments", (*sums, *moments), level, *moments)
+        run("adafactor_scale", (gradient, *moments, summed(level)), scaled, squares)
     else:
-        old_moment, new_moment = (stacked(weight, f"{name}.whole.{when}") for when in ("before", "after"))
-        run("adafactor_vector", (gradient, old_moment, decay), scaled, squares, new_moment)
+        moment = stacked(weight, f"{name}.whole.state")
+        run("adafactor_vector", (gradient, moment), scaled, squares, moment)
     run("adafactor_weights", (values,), weights)
     change = stacked(weight, f"{name}.update")
     run("adafactor", (scaled, summed(squares), summed(weights)), change)
@@ -73,14 +69,6 @@ def _mean(array: ShardedArray, name: str, dims: Iterable[str]) -> ShardedArray:
     remaining = [dim for dim in array.dims if dim in tuple(dims)]
     averaged_axes = tuple(axis for dim in array.dims if dim not in remaining for axis in array.axes_of(dim))
     return ShardedArray(name, tuple(remaining), tuple(array.axes_of(dim) for dim in remaining), averaged_axes, "fp32")
-
-
-def moments(weight: Updated) -> tuple[ShardedArray, ...]:
-    """Returns the second moments of one layer: rows and columns of a matrix, or all entries of a vector."""
-    shard = weight.shard
-    if not weight.inputs:
-        return (shard,)
-    return tuple(_mean(shard, shard.name, (*weight.batch, *dims)) for dims in (weight.inputs, outputs(weight)))
 
 
 def gradient_stream(step: Step, sizes: OpSizes, *, reads: int = 1) -> Number:
@@ -110,6 +98,5 @@ COUNTS: dict[str, CountRule] = {
 }
 OP = OpKind(
     update=update,
-    moments=moments,
     steps={name: StepKind(hbm_bytes=rule, group="optimizer") for name, rule in COUNTS.items()},
 )

@@ -9,16 +9,17 @@ from meshwright.algebra.steps import Step
 from meshwright.spec.strategy import STATE_BYTES
 
 
-def elementwise_update(op: str, weight: Updated) -> tuple[Step, ...]:
-    """Returns the step of an optimizer that works on each entry by itself."""
+def elementwise_update(op: str, kinds: tuple[str, ...], weight: Updated) -> tuple[Step, ...]:
+    """Returns the step of an optimizer that works on each entry by itself, and keeps a running mean of each kind."""
     shard = weight.shard
-    return (Step(op=op, inputs=(shard.replace(name=f"d{shard.name}"), shard), result=shard),)
+    means = tuple(shard.replace(name=f"{shard.name}.{kind}.state", dtype="fp32") for kind in kinds)
+    return (Step(op=op, inputs=(shard.replace(name=f"d{shard.name}"), shard, *means), result=shard, more=means),)
 
 
-def update_bytes(step: Step, sizes: OpSizes, *, num_moments: int) -> Number:
+def update_bytes(step: Step, sizes: OpSizes) -> Number:
     """Counts two reads of the gradient (norm and use), and weights, moments and master copy, read and written."""
-    gradient, weight = step.inputs
-    element_bytes = sizes.width + master_bytes(sizes.state) + num_moments * moment_bytes(sizes.state)
+    gradient, weight, *moments = step.inputs
+    element_bytes = sizes.width + master_bytes(sizes.state) + len(moments) * moment_bytes(sizes.state)
     return 2 * gradient_bytes(gradient, sizes) + 2 * sizes.elements(weight) * element_bytes
 
 
@@ -27,14 +28,13 @@ def gradient_bytes(gradient: ShardedArray, sizes: OpSizes) -> Number:
     return sizes.elements(gradient) * STATE_BYTES[sizes.state]["gradients"]
 
 
-def elementwise_optimizer(name: str, *, num_moments: int) -> OpKind:
-    """Returns the kind of an elementwise optimizer that keeps ``num_moments`` running means."""
-    hbm_bytes = partial(update_bytes, num_moments=num_moments)
+def elementwise_optimizer(name: str, *kinds: str) -> OpKind:
+    """Returns the kind of an elementwise optimizer that keeps running means of these kinds."""
     return OpKind(
-        update=partial(elementwise_update, name),
-        moments=lambda weight: (weight.shard,) * num_moments,
-        steps={name: StepKind(hbm_bytes=hbm_bytes, group="optimizer")},
+        update=partial(elementwise_update, name, kinds),
+        steps={name: StepKind(hbm_bytes=update_bytes, group="optimizer")},
     )
 
 
-OP = elementwise_optimizer("adamw", num_moments=2)
+MEANS = ("mu", "nu")
+OP = elementwise_optimizer("adamw", *MEANS)

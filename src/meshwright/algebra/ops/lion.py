@@ -2,4 +2,4 @@
 
 from meshwright.algebra.ops.adamw import elementwise_optimizer
 
-OP = elementwise_optimizer("lion", num_moments=1)
+OP = elementwise_optimizer("lion", "mu")

@@ -54,7 +54,7 @@ def update(weight: Updated) -> tuple[Step, ...]:
     Returns AdamW's for any other weight.
     """
     if not orthogonalises(weight):
-        return adamw.elementwise_update("adamw", weight)
+        return adamw.elementwise_update("adamw", adamw.MEANS, weight)
     shard, name = weight.shard, weight.shard.name
     gradient = stacked(weight, f"d{name}").replace(dtype="")
     mixed = _joined(weight, f"{name}.momentum")
@@ -63,16 +63,15 @@ def update(weight: Updated) -> tuple[Step, ...]:
     details = Dealt(over=count_dim, among=mixed.axes_of(count_dim), axes=axes, num_inputs=len(weight.inputs))
     gathered = mixed.resharded({**dict.fromkeys(matrix_dims, ()), count_dim: (*mixed.axes_of(count_dim), *axes)})
     update_name, change = f"{name}.update", shard.replace(name=f"{name}.update", dtype="fp32")
-    dealt_steps = (
+    momentum = stacked(weight, f"{name}.momentum.state")
+    steps = (
+        Step(op="muon_momentum", inputs=(gradient, momentum), result=mixed, more=(momentum,)),
         *reshard(mixed, gathered),
         Step(op="muon", inputs=(gathered,), result=gathered.replace(name=update_name)),
         *reshard(gathered.replace(name=update_name), mixed.replace(name=update_name)),
-    )
-    return (
-        Step(op="muon_momentum", inputs=(gradient,), result=mixed),
-        *(msgspec.structs.replace(step, details=details) for step in dealt_steps),
         Step(op="muon_apply", inputs=(change, shard), result=shard),
     )
+    return tuple(msgspec.structs.replace(step, details=details) for step in steps)
 
 
 def _joined(weight: Updated, name: str) -> ShardedArray:
@@ -82,11 +81,6 @@ def _joined(weight: Updated, name: str) -> ShardedArray:
     axes = tuple(axis for dim in counted for axis in array.axes_of(dim))
     dims = [dim for dim in array.dims if dim not in counted]
     return ShardedArray(name, ("".join(counted), *dims), (axes, *(array.axes_of(dim) for dim in dims)), dtype="fp32")
-
-
-def moments(weight: Updated) -> tuple[ShardedArray, ...]:
-    """Returns the momentum, or AdamW's two moments where AdamW updates the weight."""
-    return (weight.shard,) * (1 if orthogonalises(weight) else 2)
 
 
 # -- counts -----------------------------------------------------------------------------------------------
@@ -116,7 +110,6 @@ def hbm_bytes(step: Step, sizes: OpSizes) -> Number:
 
 OP = OpKind(
     update=update,
-    moments=moments,
     steps={
         # two reads of the gradient (for its norm and its use), the momentum read and written, their mix written
         "muon_momentum": StepKind(

@@ -1,8 +1,15 @@
-"""Gradients of weights: as a microbatch leaves them, their sums once per step, and backward passes in two parts."""
+"""Gradients of weights: as a microbatch leaves them, their sums once per step, and backward passes in two parts.
+
+And what the update does with each weight.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from meshwright.algebra.derived import BlockSteps, Derived
+from meshwright.algebra.kinds import Updated
 from meshwright.algebra.notation import ShardedArray
 from meshwright.algebra.ops.dispatch import is_at_experts, rounds_begin_with
 from meshwright.algebra.ops.route import ROUTING
@@ -32,6 +39,37 @@ def step_steps(derived: Derived) -> dict[str, tuple[Step, ...]]:
         name = step.result.name.removeprefix("d")
         steps[name] = (*steps.get(name, ()), step)
     return steps
+
+
+class WeightUpdate(NamedTuple):
+    """The steps that reshard a weight as the optimizer's state, those that update it, and those that bring it back."""
+
+    before: list[Step]
+    update: list[Step]
+    after: list[Step]
+
+
+def weight_updates(derived: Derived) -> dict[str, WeightUpdate]:
+    """Maps each weight to its steps of the update."""
+    updates = {name: WeightUpdate([], [], []) for name in derived.weights}
+    for step in derived.update:
+        name, _, part = step.result.name.partition(".")  # the name alone is the weight itself
+        if name in updates:  # else the sum of a loss or of the norm
+            before, update, after = updates[name]
+            is_move = step.only_moves and not part
+            (update if not is_move else after if update else before).append(step)
+    return updates
+
+
+def state_of_layer(weight: Updated, steps: Iterable[Step]) -> tuple[ShardedArray, ...]:
+    """Returns the running means of one layer that the steps of an update read and replace."""
+    return tuple(
+        array.replace(dims=array.dims[num_leading:], axes=array.axes[num_leading:])
+        for step in steps
+        for array in step.more
+        if array in step.inputs
+        for num_leading in [int(array.dims[0] == weight.layers)]
+    )
 
 
 def weights_of(derived: Derived, block: BlockSteps) -> tuple[str, ...]:

@@ -285,7 +285,7 @@ def run_steps(
 
     mesh, result = device_mesh(mesh_axes), steps[-1].result
     mapped = jax.shard_map(
-        lambda *blocks: run_update(steps, dict(zip(values, blocks, strict=True)))[result],
+        lambda *blocks: run_update(None, steps, dict(zip(values, blocks, strict=True)), lambda a: a)[result],
         mesh=mesh,
         in_specs=tuple(map(partition_spec, values)),
         out_specs=partition_spec(result),

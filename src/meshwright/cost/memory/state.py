@@ -5,8 +5,8 @@ from collections import Counter
 import msgspec
 
 from meshwright.algebra.derived import BlockSteps, Derived
-from meshwright.algebra.ops import kind_of, op_kind
-from meshwright.algebra.rewrites.split_backward import gradient_arrays, weights_of
+from meshwright.algebra.ops import kind_of
+from meshwright.algebra.rewrites.split_backward import gradient_arrays, state_of_layer, weight_updates, weights_of
 from meshwright.algebra.sizes import Number, OpSizes
 from meshwright.cost.arrays import total
 from meshwright.cost.memory.chip import STATE_PARTS, BlockMemory, MemoryParts
@@ -58,12 +58,11 @@ def _state_elements(derived: Derived, sizes: OpSizes) -> dict[str, dict[str, Num
     owners = {name: block for block in derived.blocks for name in weights_of(derived, block)}
     elements: dict[str, dict[str, Number]] = {block.name: dict.fromkeys(STATE_PARTS, 0.0) for block in derived.blocks}
     # a gradient is stored as it enters the collectives that run once per step, not scattered yet
-    gradients, moments = gradient_arrays(derived), op_kind(derived.optimizer).moments
+    gradients, updates = gradient_arrays(derived), weight_updates(derived)
     for name, block in owners.items():
         declared = derived.declared[name]
         if weight := derived.weights.get(name):
-            assert moments is not None
-            arrays = ((declared,), (gradients[name],), (weight.shard,), moments(weight))
+            arrays = ((declared,), (gradients[name],), (weight.shard,), state_of_layer(weight, updates[name].update))
             elements_of_part = [sum(sizes.elements(array) for array in group) for group in arrays]
         else:
             elements_of_part = [stored_bytes(declared, sizes) / sizes.width]

@@ -1,7 +1,7 @@
 """Local steps of every op as JAX functions of one device's blocks: one file per op, named as in `algebra.ops`.
 
 Each file has ``STEPS``: name of a step -> function of (context, step, blocks of the inputs) that returns one block per
-result. Optimizers call theirs directly, with arguments of their own.
+result. The steps of optimizers get a `nn.context.UpdateContext`.
 """
 
 import functools

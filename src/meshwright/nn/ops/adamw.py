@@ -1,5 +1,27 @@
-"""AdamW of optax: one elementwise transformation of all shards, without communication."""
+"""AdamW's step. Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2."""
 
-import optax
+import jax.numpy as jnp
+from jaxtyping import Array
 
-STEPS = {"adamw": optax.scale_by_adam}
+from meshwright.algebra.steps import Step
+from meshwright.nn.context import UpdateContext
+
+
+def changed(context: UpdateContext, step: Step, change: Array, weight: Array) -> Array:
+    """Returns the weight after the change of an optimizer and its decay, both multiplied by the rate."""
+    if context.weight_decay and step.result.name in context.decayed:
+        change = change + context.weight_decay * weight
+    return weight - context.rate * change
+
+
+def update(
+    context: UpdateContext, step: Step, grad: Array, weight: Array, mu: Array, nu: Array
+) -> tuple[Array, Array, Array]:
+    """Returns the weight and the running means of the gradient and of its square, whose bias is corrected."""
+    mu = (1 - context.beta1) * grad + context.beta1 * mu
+    nu = (1 - context.beta2) * grad**2 + context.beta2 * nu
+    mean, square = (moment / share for moment, share in zip((mu, nu), context.corrections, strict=True))
+    return changed(context, step, mean / (jnp.sqrt(square) + context.epsilon), weight), mu, nu
+
+
+STEPS = {"adamw": update}

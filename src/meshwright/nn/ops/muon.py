@@ -1,15 +1,15 @@
 """Muon's steps: Nesterov momentum, and whole matrices orthogonalised."""
 
 import math
-from typing import Any
 
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jaxtyping import Array
 
 from meshwright.algebra.ops.muon import ITERATIONS
 from meshwright.algebra.steps import Step
+from meshwright.nn.context import UpdateContext
+from meshwright.nn.ops.adamw import changed
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of a x + b x^3 + c x^5, steep at 0: five iterations bring 0.005 to 1 to 0.68 to 1.16, smaller
@@ -19,17 +19,22 @@ MATCHED_RMS = 0.2
 """RMS of an update, near that of AdamW: both use one rate. Source: Liu et al., Muon is Scalable (2025), section 2.2."""
 
 
-def momentum(mean: Array, grad: Array, count: Array, *, decay: float) -> tuple[Array, Array]:
-    """Returns the running mean of the gradient after ``count`` updates, and its Nesterov mix with the gradient.
+def momentum(context: UpdateContext, step: Step, grad: Array, mean: Array) -> tuple[Array, Array]:
+    """Returns the Nesterov mix of gradient and running mean [matrices, *inputs, *outputs], and the running mean.
 
-    Both parts of the mix are bias-corrected: the mean as of the next update, the gradient as of this one.
+    Both parts of the mix are bias-corrected: the mean as of the next update, the gradient as of this one. The matrices
+    are padded with zeros to a multiple of the devices, so a device receives at most one that it does not need.
     """
+    decay, details = context.momentum, step.details
     mean = decay * mean + (1 - decay) * grad
-    next_correction, correction = (1 - decay ** (count + extra).astype(jnp.float32) for extra in (1, 0))
-    return mean, decay * mean / next_correction + (1 - decay) * grad / correction
+    next_correction, correction = (1 - decay ** (context.number + extra).astype(jnp.float32) for extra in (1, 0))
+    mixed = decay * mean / next_correction + (1 - decay) * grad / correction
+    matrix_shape = grad.shape[1 + grad.ndim - len(step.result.dims) :]
+    flat = mixed.reshape(-1, *matrix_shape)
+    return jnp.pad(flat, [(0, -len(flat) % lax.axis_size(details.axes)), *[(0, 0)] * len(matrix_shape)]), mean
 
 
-def orthogonalise(context: Any, step: Step, whole: Array) -> Array:
+def orthogonalise(context: UpdateContext, step: Step, whole: Array) -> Array:
     """Maps every matrix U S V^T of [count, *inputs, *outputs] to about c U V^T, at full rank of RMS `MATCHED_RMS`."""
     inputs = whole.shape[1 : 1 + step.details.num_inputs]
     flat = whole.reshape(whole.shape[0], math.prod(inputs), -1)
@@ -51,4 +56,10 @@ def newton_schulz(x: Array) -> Array:
     return x.mT if is_tall else x
 
 
-STEPS = {"muon_momentum": momentum, "muon": orthogonalise, "muon_apply": optax.apply_updates}
+def apply(context: UpdateContext, step: Step, change: Array, weight: Array) -> Array:
+    """Returns the weight after its change, which has padding."""
+    num_matrices = weight.size // math.prod(change.shape[1:])
+    return changed(context, step, change[:num_matrices].reshape(weight.shape), weight)
+
+
+STEPS = {"muon_momentum": momentum, "muon": orthogonalise, "muon_apply": apply}

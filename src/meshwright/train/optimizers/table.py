@@ -2,86 +2,63 @@
 
 How to use it::
 
-    optimizer = make_optimizer(model, settings, strategy.state, layout=lambda: WeightLayout(mesh, derived.weights))
-    optimizer = from_optax(optax.adamw(3e-4), state=strategy.state)  # or any of optax's
-    state = optimizer.init(params)                                   # OptState
-    params, state = optimizer.update(grads, state, params)           # new weights, not their changes
-    specs = optimizer.specs(param_shapes, param_specs)               # OptState of PartitionSpecs
-    weights = averaged(state, params)                                # what evaluation reads
+    optimizer = make_optimizer(model, settings, strategy.state)
+    optimizer = in_state(plain_optimizer(optax.adamw(3e-4)), strategy.state)  # or any of optax's
+    state = optimizer.init(params)                                            # OptState
+    params, state = optimizer.update(grads, state, params, layout)            # new weights, not their changes
+    specs = optimizer.specs(param_shapes, param_specs)                        # OptState of PartitionSpecs
+    weights = averaged(state, params)                                         # what evaluation reads
 
 ``params`` is the flat dict of `nn.weights.Params`. ``init`` and ``update`` work on global arrays under `jit`: results
-do not depend on the mesh except for rounding of sums. The updates of AdamW and Lion are elementwise and so need no
-communication if gradients, weights and state are split alike; Adafactor needs small sums, Muon whole matrices: both
-run their derived steps.
+do not depend on the mesh except for rounding of sums. The update runs the derived steps on each device's shards: those
+of AdamW and Lion are elementwise, Adafactor needs small sums, Muon whole matrices.
 """
 
-from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.tree_util import KeyPath
 from jaxtyping import Array
-from optax import GradientTransformation
 
-from meshwright.algebra.ops.muon import orthogonalises
 from meshwright.core.errors import InputError, nearest
 from meshwright.nn.weights import Params
-from meshwright.parallel.optimizer import Optimizer, weight_of
-from meshwright.spec.job import OptimizerKind
+from meshwright.parallel.held import Tree
+from meshwright.parallel.optimizer import Optimizer, UpdateLayout, weight_of
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import STATE_BYTES
+from meshwright.train.optimizers.derived import DerivedUpdate
 from meshwright.train.optimizers.rounding import round_to, round_tree
-from meshwright.train.optimizers.schedules import learning_rate
-from meshwright.train.optimizers.sharded import WeightLayout, on_one_device, scale_by_adafactor, scale_by_muon
 from meshwright.train.settings import Rounding, TrainSettings
 
 
 class OptState(NamedTuple):
-    """The state of an optimizer: the number of updates, optax's state, float32 weights where the training state keeps
-    them beside two-byte ones (else empty), and the running mean (else empty)."""
+    """The state of an optimizer: the number of updates, the state of what it wraps, float32 weights where the training
+    state keeps them beside two-byte ones (else empty), and the running mean (else empty)."""
 
     count: Any
-    inner: Any
+    inner: Tree
     master: Params
     average: Params
 
 
-def make_optimizer(
-    model: Model,
-    settings: TrainSettings,
-    strategy_state: str = "fp32",
-    *,
-    layout: Callable[[], WeightLayout] | None = None,
-) -> Optimizer:
-    """Returns the optimizer that the settings name, for a training state of `spec.strategy.STATE_BYTES`.
-
-    ``layout`` returns the mesh and the shards for the derived steps of Muon and Adafactor, by default one device. It is
-    called when the update is traced: the training step, which knows them, is made after its optimizer.
-    """
-    return from_optax(
-        transformation(model, settings, layout),
-        kind=settings.optimizer,
-        state=strategy_state,
+def make_optimizer(model: Model, settings: TrainSettings, strategy_state: str = "fp32") -> Optimizer:
+    """Returns the optimizer that the settings name, for a training state of `spec.strategy.STATE_BYTES`."""
+    derived = DerivedUpdate(model, settings)
+    return in_state(
+        Optimizer(derived.init, derived.update, settings.optimizer),
+        strategy_state,
         rounding=settings.rounding,
         seed=settings.seed,
         average=settings.average,
     )
 
 
-def from_optax(
-    inner: GradientTransformation,
-    *,
-    kind: OptimizerKind = "adamw",
-    state: str = "fp32",
-    rounding: Rounding = "nearest",
-    seed: int = 0,
-    average: float = 0.0,
+def in_state(
+    inner: Optimizer, state: str = "fp32", *, rounding: Rounding = "nearest", seed: int = 0, average: float = 0.0
 ) -> Optimizer:
-    """Wraps any optax optimizer as an `Optimizer` that computes in float32 whatever the dtype of the weights.
+    """Returns an optimizer that computes in float32 whatever the dtype of the weights.
 
-    ``kind`` is the op whose derivation and price the update has: "adamw" for elementwise updates with two moments.
     Moments stay float32, but have two bytes in the state "pure-16bit". States named "bf16-master..." keep float32
     weights, and the model's weights are the nearest two-byte values; otherwise two-byte weights and moments are rounded
     as ``rounding`` says, with random bits from ``seed``, the number of the update, the array and the index in it.
@@ -102,10 +79,11 @@ def from_optax(
         copies = start_average(params) if keeps_master else {}
         return OptState(jnp.zeros((), jnp.int32), moments, copies, start_average(params) if average else {})
 
-    def update(grads: Params, old: OptState, params: Params) -> tuple[Params, OptState]:
+    def update(
+        grads: Params, old: OptState, params: Params, layout: UpdateLayout | None = None, /
+    ) -> tuple[Params, OptState]:
         master = old.master or _float32(params)
-        changes, moments = inner.update(_float32(grads), _float32(old.inner), master)
-        new_master: Params = jax.tree.map(jnp.add, master, changes)
+        new_master, moments = inner.update(_float32(grads), _float32(old.inner), master, layout)
         weight_key = moment_key = None
         if rounding == "stochastic":
             weight_key, moment_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), old.count))
@@ -115,7 +93,7 @@ def from_optax(
         moments = round_tree(moments, old.inner, key=moment_key)
         return new, OptState(count, moments, new_master if keeps_master else {}, mean)
 
-    return Optimizer(init, update, kind)
+    return Optimizer(init, update, inner.kind)
 
 
 def averaged(state: OptState, params: Params) -> Params:
@@ -149,63 +127,3 @@ def update_average(average: Params, params: Params, *, decay: float, count: Any)
     """Moves the mean towards the new weights by 1 - `average_decay`."""
     share = 1 - average_decay(decay, count)
     return jax.tree.map(lambda mean, new: mean + share * (new.astype(jnp.float32) - mean), average, params)
-
-
-# -- what the settings name ------------------------------------------------------------------------
-
-
-def transformation(
-    model: Model, settings: TrainSettings, layout: Callable[[], WeightLayout] | None = None
-) -> GradientTransformation:
-    """Returns the optax transformation of the settings' optimizer: scale, decay (matrices only), multiply by the rate.
-
-    Muon updates the matrices of layers; AdamW updates embeddings, the unembedding and vectors, at the same rate.
-    Raises InputError for an optimizer that has no transformation here.
-    Sources: Loshchilov and Hutter, AdamW (2019); Chen et al., Lion (2023); `optimizers.sharded` for the others.
-    """
-    local = on_one_device(model)
-    matrices = frozenset(name for name, weight in local.weights.items() if weight.inputs)
-    layout_of = layout or (lambda: local)
-    if settings.optimizer == "adafactor":
-        return _chain(scale_by_adafactor(layout_of, dict(local.weights)), settings, matrices)
-    if settings.optimizer == "lion":
-        return _chain(optax.scale_by_lion(settings.beta1, settings.beta2), settings, matrices)
-    adamw = _chain(optax.scale_by_adam(settings.beta1, settings.beta2, eps=settings.epsilon), settings, matrices)
-    if settings.optimizer == "adamw":
-        return adamw
-    if settings.optimizer == "muon":
-        muon = _chain(scale_by_muon(settings.momentum, layout_of), settings, matrices)
-        return _of_layers(frozenset(n for n, weight in local.weights.items() if orthogonalises(weight)), muon, adamw)
-    raise InputError(f"optimizer {settings.optimizer!r} has no update here. Add it to train/optimizers/table.py.")
-
-
-def _chain(
-    scaled: GradientTransformation, settings: TrainSettings, matrices: Collection[str]
-) -> GradientTransformation:
-    """Chains scaled gradients, the decay of matrices, and the negative rate."""
-    return optax.chain(
-        scaled,
-        optax.add_decayed_weights(settings.weight_decay, lambda params: {n: n in matrices for n in params}),
-        optax.scale_by_learning_rate(learning_rate(settings)),
-    )
-
-
-def _of_layers(
-    inside: Collection[str], muon: GradientTransformation, adamw: GradientTransformation
-) -> GradientTransformation:
-    """Applies ``muon`` to the weights ``inside`` and ``adamw`` to all others."""
-    parts = {"muon": muon, "adamw": adamw}
-
-    def split(tree: Params) -> dict[str, Params]:
-        return {part: {n: a for n, a in tree.items() if (n in inside) == (part == "muon")} for part in parts}
-
-    def init(params: Any) -> Any:
-        return {part: parts[part].init(tree) for part, tree in split(params).items()}
-
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        weights = split(params)
-        results = {part: parts[part].update(tree, state[part], weights[part]) for part, tree in split(grads).items()}
-        changes = {name: change for tree, _ in results.values() for name, change in tree.items()}
-        return {name: changes[name] for name in grads}, {part: new for part, (_, new) in results.items()}
-
-    return GradientTransformation(init, update)

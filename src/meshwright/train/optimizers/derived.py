@@ -1,0 +1,145 @@
+"""AdamW, Lion, Muon and Adafactor: the derived steps of an update, run on the shards of each device.
+
+Sources: Loshchilov and Hutter, AdamW (2019); Chen et al., Lion (2023); Jordan, Muon (2024); Liu et al., Muon is
+Scalable for LLM Training (2025), for its scale; Shazeer and Stern, Adafactor (2018).
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.tree_util import GetAttrKey, KeyPath
+
+from meshwright.algebra.derive import derive
+from meshwright.algebra.rewrites.split_backward import state_of_layer, weight_updates
+from meshwright.algebra.steps import Step
+from meshwright.algebra.transformer import transformer
+from meshwright.nn.context import UpdateContext
+from meshwright.nn.interpreter import run_update
+from meshwright.nn.weights import Params
+from meshwright.parallel.held import Tree
+from meshwright.parallel.optimizer import UpdateLayout, state_specs, weight_of
+from meshwright.spec.model import Model
+from meshwright.spec.strategy import Strategy
+from meshwright.train.optimizers.schedules import learning_rate
+from meshwright.train.settings import TrainSettings
+
+
+class MuonState(NamedTuple):
+    """Number of updates, and the running mean of the gradients."""
+
+    count: Any
+    momentum: Params
+
+
+class FactoredState(NamedTuple):
+    """Number of updates; running means of squared gradients: for matrices over outputs (``rows``) and over inputs
+    (``columns``), for vectors of each entry (``whole``). Reduced dims have size 1."""
+
+    count: Any
+    rows: Params
+    columns: Params
+    whole: Params
+
+
+STATES: dict[str, type[Any]] = {
+    "adamw": optax.ScaleByAdamState,
+    "lion": optax.ScaleByLionState,
+    "muon": MuonState,
+    "adafactor": FactoredState,
+}
+"""Optimizer -> the tree of its state: the number of updates, then its running means by the names that they have in the
+derived steps, ``WEIGHT.FIELD.state``."""
+
+
+class DerivedUpdate:
+    """`init` and `update` of the optimizer of the settings, in float32. Matrices alone decay.
+
+    Muon updates the matrices of layers; AdamW updates embeddings, the unembedding and vectors, at the same rate. States
+    are trees as optax's chains of transformations have them: checkpoints keep those.
+    """
+
+    def __init__(self, model: Model, settings: TrainSettings) -> None:
+        derived = derive(transformer(model), Strategy(mesh={}), optimizer=settings.optimizer)
+        self.settings, self.rate_of, self.sizes = settings, learning_rate(settings), {"V": model.vocab_size}
+        self.steps = {name: parts.update for name, parts in weight_updates(derived).items()}
+        self.matrices = frozenset(name for name, weight in derived.weights.items() if weight.inputs)
+        # each running mean of a weight, and the axes of the weight that it is over, which have size 1 in the state
+        self.means = {
+            name: {
+                array.name: tuple(
+                    axis for axis, dim in enumerate(weight.shard.dims, bool(weight.layers)) if dim not in array.dims
+                )
+                for array in state_of_layer(weight, self.steps[name])
+            }
+            for name, weight in derived.weights.items()
+        }
+
+    def init(self, params: Params) -> Tree:
+        """Returns the state before the first update."""
+        fields: dict[str, Params] = defaultdict(dict)
+        for name, param in params.items():
+            for array, axes in self.means[name].items():
+                shape = [1 if axis in axes else size for axis, size in enumerate(param.shape)]
+                fields[array.split(".")[1]][name] = jnp.zeros(shape, jnp.float32)
+
+        def chain(kind: str) -> tuple[Any, ...]:
+            means = (fields[field] for field in STATES[kind]._fields[1:])
+            count, schedule_count = (jnp.zeros((), jnp.int32) for _ in range(2))
+            scaled, masked = STATES[kind](count, *means), optax.MaskedState(optax.EmptyState())
+            return scaled, masked, optax.ScaleByScheduleState(schedule_count)
+
+        kind = self.settings.optimizer
+        return {part: chain(part) for part in ("muon", "adamw")} if kind == "muon" else chain(kind)
+
+    def update(
+        self, grads: Params, state: Tree, params: Params, layout: UpdateLayout | None = None, /
+    ) -> tuple[Params, Tree]:
+        """Returns new weights and the new state; without a layout on one device."""
+        body: Callable[..., tuple[Params, Tree]] = partial(self._update_shards, layout.steps if layout else self.steps)
+        if layout is not None:
+            specs = {name: layout.specs[name] for name in params}
+            of_state = state_specs(state, params, specs)
+            in_specs, out_specs = (specs, of_state, specs), (specs, of_state)
+            body = jax.shard_map(body, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return body(grads, state, params)
+
+    def _update_shards(
+        self, steps: Mapping[str, Sequence[Step]], grads: Params, state: Tree, params: Params
+    ) -> tuple[Params, Tree]:
+        leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+        names = [state_name(path, params) for path, _ in leaves]
+        leaf_of = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
+        settings = self.settings
+        context = UpdateContext(
+            number=leaf_of[""] + 1,
+            rate=self.rate_of(leaf_of[""]),
+            weight_decay=settings.weight_decay,
+            decayed=self.matrices,
+            beta1=settings.beta1,
+            beta2=settings.beta2,
+            epsilon=settings.epsilon,
+            momentum=settings.momentum,
+            sizes=self.sizes,
+        )
+        new_params, new_leaf_of = Params(), Params()
+        for name, param in params.items():
+            before = {array: leaf_of[array].squeeze(axes) for array, axes in self.means[name].items()}
+            arrays = {name: param, f"d{name}": grads[name], **before}
+            after = run_update(context, steps[name], arrays, attrgetter("name"))
+            new_params[name] = after[name]
+            new_leaf_of |= {array: jnp.expand_dims(after[array], axes) for array, axes in self.means[name].items()}
+        new_leaves = [new_leaf_of.get(name, leaf + 1) for name, (_, leaf) in zip(names, leaves, strict=True)]
+        return new_params, jax.tree.unflatten(structure, new_leaves)
+
+
+def state_name(path: KeyPath, params: Params) -> str:
+    """Returns the name of an array of a state in the derived steps, "" for a counter."""
+    name = weight_of(path, params)
+    field = next((key.name for key in reversed(path) if isinstance(key, GetAttrKey)), "")
+    return f"{name}.{field}.state" if name else ""
