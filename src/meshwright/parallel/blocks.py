@@ -32,6 +32,7 @@ from meshwright.nn.context import Context
 from meshwright.nn.interpreter import Environment, run
 from meshwright.nn.order import after
 from meshwright.nn.weights import Params
+from meshwright.parallel.held import Tree
 
 Inputs = dict[str, Array]
 """Inputs of the blocks of a microbatch by name: tokens, labels, positions, documents, results of earlier stacks."""
@@ -41,6 +42,10 @@ Saved = tuple[Array, ...]
 
 Ready = tuple[Array, ...]
 """Gathered weights of a block, in the order of `BlockPasses.gathers`."""
+
+
+Index = int | Array
+"""Number of an iteration of a loop over layers."""
 
 
 class Cotangents(NamedTuple):
@@ -143,7 +148,7 @@ class BlockPasses:
         *,
         ready: Ready | None = None,
         split: bool = False,
-    ) -> tuple[Cotangents, Any]:
+    ) -> tuple[Cotangents, Tree]:
         """Returns the cotangents of the block's inputs, and its gradients; with ``split`` the operands of
         `weight_backward` instead of gradients."""
         steps, shared = self.steps, self.derived.shared

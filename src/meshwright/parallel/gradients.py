@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from meshwright.core.labels import AT_MOST_ONCE
 from meshwright.nn.order import after, never
 from meshwright.nn.weights import Params
 from meshwright.parallel.blocks import Cotangents, Inputs, apply_collectives
+from meshwright.parallel.held import Tree
 from meshwright.parallel.passes import Passes
 from meshwright.spec.strategy import Strategy
 
@@ -91,7 +91,7 @@ def microbatch_loss(passes: Passes, params: Params, inputs: Inputs) -> Array:
     return _forward(passes, params, inputs)[0]["loss"]
 
 
-def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, list[Any]]:
+def _forward(passes: Passes, params: Params, inputs: Inputs) -> tuple[Inputs, list[Tree]]:
     """Returns the inputs with the results of all stacks added, and the activations that each stack saves."""
     results, saved = dict(inputs), []
     for stack in passes.stacks:
@@ -160,7 +160,7 @@ def _over_microbatches(
     (earlier_loss, grads), _ = lax.scan(body, start, jax.tree.map(lambda a: a[:-1], microbatches))
     last_operands = (params, jax.tree.map(lambda a: a[-1], microbatches), grads)
 
-    def run(given: Any, *_: Any) -> LossAndGradients:  # zeros are replaced, not added to
+    def run(given: Tree, *_: Tree) -> LossAndGradients:  # zeros are replaced, not added to
         return last_gradients_of(*given[:2], earlier=given[2])
 
     # The last microbatch starts after the gradients exist. Compilers unroll a loop over one microbatch before the last,
@@ -172,7 +172,7 @@ def _over_microbatches(
     return summed(earlier_loss, loss), grads
 
 
-def barrier(grads: Any) -> Any:
+def barrier(grads: Tree) -> Tree:
     """Puts an optimization barrier behind the gradients.
 
     Without it libtpu tries to move a sum that follows an all-reduce out of the loop, and fails (RET_CHECK in
@@ -181,10 +181,10 @@ def barrier(grads: Any) -> Any:
     return lax.optimization_barrier(grads)
 
 
-def at_most_once(runs: Array, body: Callable[..., tuple[Any, ...]], given: Any, *values: Any) -> tuple[Any, ...]:
+def at_most_once(runs: Array, body: Callable[..., tuple[Tree, ...]], given: Tree, *values: Tree) -> tuple[Tree, ...]:
     """Returns ``body(given, *values)`` if ``runs``, else the values: a loop of one iteration or none."""
 
-    def once(number: Array, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def once(number: Array, values: tuple[Tree, ...]) -> tuple[Tree, ...]:
         # Depends on the iteration: XLA moves loop invariants out of the loop, where they run in every tick.
         return body(lax.optimization_barrier((given, number))[0], *values)
 
@@ -232,7 +232,7 @@ def squared_norm(
 
     The weights of layers, ``stacked``, are not replicated over the pipeline.
     """
-    total: Any = jnp.zeros((), jnp.float32)
+    total = jnp.zeros((), jnp.float32)
     for name, grad in grads.items():
         split_axes = {*shards[name].spread, *(("pipeline",) if name in stacked else ())}
         num_copies = math.prod(size for axis, size in mesh.items() if axis not in split_axes)

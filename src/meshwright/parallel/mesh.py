@@ -17,6 +17,7 @@ from meshwright.algebra.rewrites.torus import mesh_order
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.host_memory import keep_freed_memory
 from meshwright.nn.attention.platform import platform_of, traced_for
+from meshwright.parallel.held import Tree
 from meshwright.spec.chip import GivenOptions, OptionValue, chip_of_kind, options_of
 from meshwright.spec.strategy import Strategy
 
@@ -115,7 +116,7 @@ def compiler_options(mesh: Mesh | AbstractMesh) -> GivenOptions:
 
 
 @cache
-def _accepted(device: Any, wanted: tuple[tuple[str, OptionValue], ...]) -> GivenOptions:
+def _accepted(device: jax.Device, wanted: tuple[tuple[str, OptionValue], ...]) -> GivenOptions:
     """Tries the options on a program of one number."""
     scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
 
@@ -133,7 +134,7 @@ def _accepted(device: Any, wanted: tuple[tuple[str, OptionValue], ...]) -> Given
     return GivenOptions(accepted, tuple(name for name, _ in wanted if name not in accepted))
 
 
-def lower(program: Any, mesh: Mesh | AbstractMesh, *arguments: Any, platform: str = "") -> jax.stages.Lowered:
+def lower(program: Any, mesh: Mesh | AbstractMesh, *arguments: Tree, platform: str = "") -> jax.stages.Lowered:
     """Lowers a jitted program for ``platform`` if given, else for that of its mesh, which then has devices."""
     device = None if platform else mesh.devices.flat[0]
     target = platform or platform_of(device)
@@ -153,6 +154,6 @@ def named_sharding(mesh: Mesh | AbstractMesh, array: ShardedArray) -> NamedShard
     return NamedSharding(mesh, partition_spec(array))
 
 
-def shardings(mesh: Mesh | AbstractMesh, specs: Any) -> Any:
+def shardings(mesh: Mesh | AbstractMesh, specs: Tree) -> Tree:
     """Returns a tree of PartitionSpecs as NamedShardings on a mesh."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))

@@ -28,12 +28,13 @@ from meshwright.nn.collectives import as_stored
 from meshwright.nn.context import Context
 from meshwright.nn.order import after, zeros_after
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, Ready, Saved, apply_collectives
+from meshwright.parallel.blocks import BlockPasses, Cotangents, Index, Inputs, Ready, Saved, apply_collectives
+from meshwright.parallel.held import Tree
 
 IterationParams = tuple[Params, ...]
 """Weights or gradients of one iteration of a loop: a dict for each of its layers."""
 
-LayerWeights = Callable[[Any], Any]
+LayerWeights = Callable[[Index], Tree]
 """The weights of an iteration by its number, or gradients of earlier microbatches. They are read from the arrays of all
 layers where they are used: a loop over a part of these would need a copy of it."""
 
@@ -64,7 +65,7 @@ class LayerLoop:
 
     def iteration(
         self, weights: IterationParams, stream: Array, ready: tuple[Ready, ...] | None = None, *, again: bool = False
-    ) -> tuple[Array, tuple[Any, ...]]:
+    ) -> tuple[Array, tuple[Tree, ...]]:
         """Returns the stream after one iteration, and its saved activations; ``again`` during its backward pass."""
         saved = []
         for number, kind in enumerate(self.span.pattern):
@@ -75,16 +76,16 @@ class LayerLoop:
 
     def iteration_back(
         self,
-        number: Any,
+        number: Index,
         weights: LayerWeights,
-        saved: tuple[Any, ...],
+        saved: tuple[Tree, ...],
         cotangent: Cotangents,
         earlier: LayerWeights,
         ready: tuple[Ready, ...] | None = None,
     ) -> tuple[Cotangents, IterationParams]:
         """Returns the cotangents of the inputs of one iteration, and its gradients. Each of ``saved`` is what a layer
         saved, or a function of the cotangents that computes it again."""
-        layer_grads: tuple[Any, ...] = ()
+        layer_grads: tuple[Tree, ...] = ()
         for position, kind in reversed(list(enumerate(self.span.pattern))):
             block = self.blocks[kind]
             if layer_grads:
@@ -106,20 +107,20 @@ class LayerLoop:
         """The numbers of all iterations."""
         return jnp.arange(self.span.repeats)
 
-    def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Any]:
+    def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Tree]:
         """Returns the stream after the span, and what the backward pass needs."""
         return lax.scan(lambda x, number: self.iteration(weights(number), x), stream, self.numbers, unroll=self.unroll)
 
-    def backward(self, weights: LayerWeights, saved: Any, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Any]:
+    def backward(self, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Tree]:
         """Returns the carry after all iterations, and with ``split`` the operands of `weight_backward`."""
         return self.backward_over(self.numbers, weights, saved, carry, earlier)
 
     def backward_over(
-        self, numbers: Array, weights: LayerWeights, saved: Any, carry: Carry, earlier: LayerWeights
-    ) -> tuple[Carry, Any]:
+        self, numbers: Array, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights
+    ) -> tuple[Carry, Tree]:
         """Returns the carry after some iterations, and with ``split`` the operands of `weight_backward`."""
 
-        def back(carry: Carry, given: Any) -> tuple[Carry, Any]:
+        def back(carry: Carry, given: Tree) -> tuple[Carry, Tree]:
             number, results = given
             return self.carried_back(number, weights, results, carry, earlier)
 
@@ -127,35 +128,35 @@ class LayerLoop:
 
     def carried_back(
         self,
-        number: Any,
+        number: Index,
         weights: LayerWeights,
-        saved: tuple[Any, ...],
+        saved: tuple[Tree, ...],
         carry: Carry,
         earlier: LayerWeights,
         ready: tuple[Ready, ...] | None = None,
-    ) -> tuple[Carry, Any]:
+    ) -> tuple[Carry, Tree]:
         """Returns the carry after one iteration, and with ``split`` the operands of `weight_backward`."""
         cotangent, stacks = carry
         cotangent, grads = self.iteration_back(number, weights, saved, cotangent, earlier, ready)
         return ((cotangent, stacks), grads) if self.split else ((cotangent, self.written(stacks, number, grads)), None)
 
-    def written(self, grads: Params, number: Any, found: IterationParams) -> Params:
+    def written(self, grads: Params, number: Index, found: IterationParams) -> Params:
         """Returns the gradients of all layers with those of one iteration."""
         for position, updates in enumerate(found):
             row = self.span.row(position, number)
             grads = grads | {n: lax.dynamic_update_index_in_dim(grads[n], grad, row, 0) for n, grad in updates.items()}
         return grads
 
-    def weight_backward(self, weights: LayerWeights, handed: tuple[Any, ...], grads: Params) -> Params:
+    def weight_backward(self, weights: LayerWeights, handed: tuple[Tree, ...], grads: Params) -> Params:
         """Returns the gradients of all layers with those of the span, from what `backward` returned with ``split``."""
 
-        def iteration(grads: Params, given: Any) -> tuple[Params, None]:
+        def iteration(grads: Params, given: Tree) -> tuple[Params, None]:
             number, operands = given
             return self.written(grads, number, self.weights_back(weights(number), operands)), None
 
         return lax.scan(iteration, grads, (self.numbers, handed))[0]
 
-    def weights_back(self, weights: IterationParams, handed: tuple[Any, ...]) -> IterationParams:
+    def weights_back(self, weights: IterationParams, handed: tuple[Tree, ...]) -> IterationParams:
         """Returns the gradients of one iteration from the operands that its backward pass left."""
         layers = zip(self.span.pattern, weights, handed, strict=True)
         return tuple(self.blocks[kind].weight_backward(params, self.inputs, saved) for kind, params, saved in layers)
@@ -167,7 +168,7 @@ class SegmentLoop(LayerLoop):
 
     layers: int
 
-    def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Any]:
+    def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Tree]:
         def segment(stream: Array, numbers: Array) -> tuple[Array, Array]:
             (entry,) = self.blocks[self.span.pattern[0]].moved((stream,), jax.memory.Space.Host)
             return lax.scan(lambda x, n: (self.iteration(weights(n), x)[0], None), stream, numbers)[0], entry
@@ -178,13 +179,13 @@ class SegmentLoop(LayerLoop):
             saved.append(entries)
         return stream, saved
 
-    def backward(self, weights: LayerWeights, saved: Any, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Any]:
-        def segment(carry: Carry, given: Any) -> tuple[Carry, Any]:
+    def backward(self, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Tree]:
+        def segment(carry: Carry, given: Tree) -> tuple[Carry, Tree]:
             numbers, entry = given
             (stream,) = self.blocks[self.span.pattern[0]].moved((entry,), jax.memory.Space.Device)
             return self.segment_back(numbers, stream, weights, carry, earlier)
 
-        part_operands = list[Any]()
+        part_operands = list[Tree]()
         for part in reversed(list(zip(self._cut(), saved, strict=True))):
             carry, operands = lax.scan(segment, carry, part, reverse=True)
             part_operands.insert(0, jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), operands))
@@ -192,10 +193,10 @@ class SegmentLoop(LayerLoop):
 
     def segment_back(
         self, numbers: Array, stream: Array, weights: LayerWeights, carry: Carry, earlier: LayerWeights
-    ) -> tuple[Carry, Any]:
+    ) -> tuple[Carry, Tree]:
         """Returns the carry after the iterations of a segment, and with ``split`` the operands of `weight_backward`."""
 
-        def again(stream: Array, number: Array) -> tuple[Array, tuple[Any, ...]]:
+        def again(stream: Array, number: Array) -> tuple[Array, tuple[Tree, ...]]:
             return self.iteration(weights(number), stream, again=True)
 
         _, results = lax.scan(again, after(stream, [carry[0].stream]), numbers)  # else compilers run it early
@@ -217,7 +218,7 @@ class RerunLoop(SegmentLoop):
 
     def segment_back(
         self, numbers: Array, stream: Array, weights: LayerWeights, carry: Carry, earlier: LayerWeights
-    ) -> tuple[Carry, Any]:
+    ) -> tuple[Carry, Tree]:
         def again(stream: Array, number: Array) -> tuple[Array, None]:
             return self.iteration(weights(number), stream, again=True)[0], None
 
@@ -229,7 +230,7 @@ class RerunLoop(SegmentLoop):
                 x, _ = self.blocks[kind].forward(params, self.inputs, x, again=True)
             return tuple(x for _ in self.blocks[self.span.pattern[position]].steps.kept)
 
-        iteration_operands = list[Any]()
+        iteration_operands = list[Tree]()
         for place in reversed(range(len(numbers))):
             saved = tuple(partial(kept, place, position) for position in range(len(self.span.pattern)))
             # else gathers of a layer's weights are shared with those of an earlier rerun, and held until then
@@ -242,8 +243,8 @@ class RerunLoop(SegmentLoop):
 class AheadLoop(LayerLoop):
     """Gathers weights one iteration ahead, and keeps those of the last iteration until its backward pass."""
 
-    def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Any]:
-        def iteration(carry: Any, number: Array) -> tuple[Any, Any]:
+    def forward(self, weights: LayerWeights, stream: Array) -> tuple[Array, Tree]:
+        def iteration(carry: Tree, number: Array) -> tuple[Tree, Tree]:
             stream, ready = carry
             next_ready = self.gather(weights(number + 1))
             stream, saved = self.iteration(weights(number), stream, ready)
@@ -253,16 +254,15 @@ class AheadLoop(LayerLoop):
         stream, results = self.iteration(weights(self.span.repeats - 1), stream, ready)
         return stream, (saved, results, ready)
 
-    def backward(self, weights: LayerWeights, saved: Any, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Any]:
-        def back(state: Any, given: Any) -> tuple[Any, Any]:
+    def backward(self, weights: LayerWeights, saved: Tree, carry: Carry, earlier: LayerWeights) -> tuple[Carry, Tree]:
+        def back(state: Tree, given: Tree) -> tuple[Tree, Tree]:
             carry, ready = state
             number, results = given
             next_ready = self.gather(weights(number - 1))
             carry, operands = self.carried_back(number, weights, results, carry, earlier, ready)
             return (carry, next_ready), operands
 
-        saved_before, results, ready = saved
-        num_iterations = self.span.repeats
+        (saved_before, results, ready), num_iterations = saved, self.span.repeats
         next_ready = self.gather(weights(num_iterations - 2)) if num_iterations > 1 else ready
         carry, last_operands = self.carried_back(num_iterations - 1, weights, results, carry, earlier, ready)
         operands = [_at(last_operands, None)]
@@ -276,7 +276,7 @@ class AheadLoop(LayerLoop):
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *operands)
 
 
-def _at(tree: Any, index: int | slice | None) -> Any:
+def _at(tree: Tree, index: int | slice | None) -> Tree:
     """Returns one iteration of every array, or a slice of several; None adds a first dim of size 1."""
     return jax.tree.map(lambda a: a[index], tree)
 
@@ -350,7 +350,7 @@ class Passes:
         is_unrolled = is_one_cpu and not recomputes and span.repeats <= MAX_WRITTEN_OUT
         return LayerLoop(unroll=span.repeats if is_unrolled else 1, **options)
 
-    def layers_forward(self, params: Params, inputs: Inputs, stream: Array) -> tuple[Array, tuple[Any, ...]]:
+    def layers_forward(self, params: Params, inputs: Inputs, stream: Array) -> tuple[Array, tuple[Tree, ...]]:
         """Returns the stream after all layers, and the activations that each span saves."""
         saved = []
         for span in self.spans:
@@ -362,7 +362,7 @@ class Passes:
         self,
         params: Params,
         inputs: Inputs,
-        saved: Sequence[Any],
+        saved: Sequence[Tree],
         cotangents: Cotangents,
         *,
         earlier: Params | None = None,
@@ -391,13 +391,13 @@ class Passes:
         return self._backward(params, inputs, saved, (cotangents, grads), earlier, finish=finish)[0]
 
     def input_backward(
-        self, params: Params, inputs: Inputs, saved: Sequence[Any], cotangents: Cotangents
-    ) -> tuple[Cotangents, tuple[Any, ...]]:
+        self, params: Params, inputs: Inputs, saved: Sequence[Tree], cotangents: Cotangents
+    ) -> tuple[Cotangents, tuple[Tree, ...]]:
         """Returns the cotangents of the stream that entered the first layer, and the operands of `weight_backward`."""
         (cotangents, _), handed = self._backward(params, inputs, saved, (cotangents, {}), None, split=True)
         return cotangents, handed
 
-    def weight_backward(self, params: Params, inputs: Inputs, handed: Sequence[Any]) -> Params:
+    def weight_backward(self, params: Params, inputs: Inputs, handed: Sequence[Tree]) -> Params:
         """Returns gradients stacked as the weights are."""
 
         def iteration(number: int, loop: LayerLoop) -> IterationParams:
@@ -412,13 +412,13 @@ class Passes:
         self,
         params: Params,
         inputs: Inputs,
-        saved: Sequence[Any],
+        saved: Sequence[Tree],
         carry: Carry,
         earlier: Params | None,
         **choices: Any,
-    ) -> tuple[Carry, tuple[Any, ...]]:
+    ) -> tuple[Carry, tuple[Tree, ...]]:
         """Returns the carry after all layers, and for each span, with ``split``, the operands of `weight_backward`."""
-        span_handed: tuple[Any, ...] = ()
+        span_handed: tuple[Tree, ...] = ()
         for span, results in reversed(list(zip(self.spans, saved, strict=True))):
             loop = self._loop(span, inputs, **choices)
             carry, handed = loop.backward(self._iterations(span, params), results, carry, self._earlier(span, earlier))
@@ -444,7 +444,7 @@ class Passes:
     def _iterations(self, span: Span, params: Params) -> LayerWeights:
         """Returns the weights of a span by iteration, a dict for each layer of its pattern."""
 
-        def of_layer(position: int, kind: str, number: Any) -> Params:
+        def of_layer(position: int, kind: str, number: Index) -> Params:
             row, block = span.row(position, number), self._blocks[kind]
             names = (name for name in (*block.weights, *block.counts) if name in params)
             return {name: as_stored(lax.dynamic_index_in_dim(params[name], row, keepdims=False)) for name in names}

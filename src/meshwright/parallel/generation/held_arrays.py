@@ -25,12 +25,12 @@ from meshwright.nn.forward import run_block, run_stack
 from meshwright.nn.hf.weights import OutputsFirst
 from meshwright.nn.ops.quantised_embed import DTYPES
 from meshwright.nn.weights import Params, param_shapes
-from meshwright.parallel.held import Shapes, resized, without_split
+from meshwright.parallel.held import Shapes, Tree, resized, without_split
 from meshwright.parallel.mesh import named_sharding, partition_spec, shardings, strategy_mesh
 from meshwright.spec.model import Model
 from meshwright.spec.strategy import Strategy
 
-Cache = dict[str, Any]
+Cache = dict[str, Tree]
 """Row of the cache table -> its array, whose first dim is the layers of its kind, or a tuple of arrays of layers."""
 
 
@@ -116,7 +116,7 @@ class HeldArrays:
         return named_sharding(self.mesh, self.declared["logits"])
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         """The dtype of the weights that are not quantised, and of the stream."""
         return DTYPES[self.strategy.state_dtype]
 
@@ -140,17 +140,17 @@ class HeldArrays:
         return bool(self.storage.weights)
 
     @property
-    def loaded_shardings(self) -> dict[str, Any]:
+    def loaded_shardings(self) -> dict[str, Tree]:
         """The sharding of each weight of a checkpoint, before `place` pads the vocabulary; if unrolled of layers one by
         one in their order in memory."""
         shapes, padded = self._loaded_shapes
         specs = without_split(shapes, padded, self.param_specs)
         if not self.unrolled or self.quantises:
             return shardings(self.mesh, specs)
-        sharding_of: dict[str, Any] = {}
+        sharding_of: dict[str, Tree] = {}
         for name, spec in specs.items():
             layer = 0 if name in self._num_layers else None
-            sharding: Any = NamedSharding(self.mesh, spec if layer is None else PartitionSpec(*spec[1:]))
+            sharding: Tree = NamedSharding(self.mesh, spec if layer is None else PartitionSpec(*spec[1:]))
             if name in self.outputs_first and shapes[name].shape == padded[name].shape:  # padding comes before turning
                 ordered = NamedSharding(self.mesh, self._in_order(name, spec, layer))
                 sharding = OutputsFirst(sharding, ordered, self.outputs_first[name])
@@ -197,7 +197,7 @@ class HeldArrays:
         repeats = {name: repeat for name, (weight, repeat) in weight_variables(self.model).items() if weight.layers}
         return layers_of_cache | repeats | {scale_name(name): repeat for name, repeat in repeats.items()}
 
-    def by_layer(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def by_layer(self, given: Mapping[str, Tree]) -> dict[str, Tree]:
         """Returns stacked arrays, or their shardings, by name: if unrolled tuples of layers, in their order in
         memory."""
         num_layers = self._num_layers if self.unrolled else {}
@@ -226,7 +226,7 @@ class HeldArrays:
 
     # -- on the devices ----------------------------------------------------------------------------
 
-    def place(self, params: Mapping[str, Any]) -> Params:
+    def place(self, params: Mapping[str, Tree]) -> Params:
         """Puts weights on their devices in the step's dtype, with the vocabulary padded; quantises float weights there
         if the step stores them so."""
         params = resized(dict(params), *self._loaded_shapes, self.param_specs)
@@ -250,7 +250,7 @@ class HeldArrays:
         specs = self.by_layer({name: self.param_specs[name] for name in stacked})
         return layered | jax.jit(self.by_layer, out_shardings=shardings(self.mesh, specs))(stacked)
 
-    def _on_devices(self, name: str, array: Any) -> Any:
+    def _on_devices(self, name: str, array: Tree) -> Tree:
         """Puts an array, or what was loaded as a tuple, on its devices."""
         dtype = self.param_shapes[name].dtype
         if not isinstance(array, tuple):
@@ -266,19 +266,19 @@ class HeldArrays:
         return jax.jit(zeros, out_shardings=self.held_formats)()
 
     @property
-    def held_formats(self) -> Any:
+    def held_formats(self) -> Tree:
         """The sharding of each array of the cache as it is held, with its order in memory."""
         return shardings(self.mesh, self.by_layer(self.cache_specs)) if self.unrolled else self.cache_formats
 
     def run(
-        self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Any], *, longest: int = 1
+        self, derived: Derived, params: Params, cache: Cache, given: Mapping[str, Array], *, longest: int = 1
     ) -> tuple[Array, Cache]:
         """Returns logits and the next cache, on one device's shards; ``given`` are the other inputs by name.
 
         Loops over layers carry caches whole, so that a step changes what it writes and copies nothing.
         """
 
-        def turned(name: str) -> Any:
+        def turned(name: str) -> Tree:
             shape = self.param_shardings[name].shard_shape(self.param_shapes[name].shape)
             dims, inputs = shape[isinstance(params[name], tuple) :], self.outputs_first[name]
             return jax.tree.map(lambda leaf: Turned(leaf.reshape(dims[inputs:] + dims[:inputs]), inputs), params[name])
@@ -295,7 +295,7 @@ class HeldArrays:
         )
         (stack,) = derived.program.stacks
 
-        def layer(steps: BlockSteps, number: Any, values: Mapping[str, Any], cache: Cache) -> tuple[Array, Cache]:
+        def layer(steps: BlockSteps, number: Any, values: Mapping[str, Tree], cache: Cache) -> tuple[Array, Cache]:
             caches = {
                 name: LayerCache(array[number], None, name in self.heads_first)
                 if isinstance(array, tuple)
@@ -305,7 +305,7 @@ class HeldArrays:
             }
             stream, env = run_block(context, steps, {**values, **caches})
             writes = (step for step in steps.forward if "Pl" in step.result.dims)
-            new_arrays: Any = {step.inputs[0].name: env[step.result].stack for step in writes}
+            new_arrays: Cache = {step.inputs[0].name: env[step.result].stack for step in writes}
             for name, stack in new_arrays.items():
                 if isinstance(cache[name], tuple):
                     new_arrays[name] = (*cache[name][:number], stack, *cache[name][number + 1 :])

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class HostPages:
         """Compiles both programs."""
         _ = self._read, self._write
 
-    def move(self, cache: Cache, out: Mapping[Any, int], back: Mapping[Any, int]) -> Cache:
+    def move(self, cache: Cache, out: Mapping[Copied, int], back: Mapping[Copied, int]) -> Cache:
         """Copies pages ``out`` of a cache, then copies of others ``back`` to pages, and returns the cache.
 
         Keys are `Copied`. Copies of the last pages that went out are there after the next call.
@@ -98,7 +98,7 @@ class HostPages:
         return jax.ShapeDtypeStruct(shape, one.dtype, sharding=one.sharding)
 
 
-def _parts(pages: Mapping[Any, int]) -> Iterator[list[tuple[Any, int]]]:
+def _parts(pages: Mapping[Copied, int]) -> Iterator[list[tuple[Copied, int]]]:
     items = iter(pages.items())
     while part := list(islice(items, AT_ONCE)):
         yield part

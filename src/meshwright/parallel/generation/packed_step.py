@@ -279,7 +279,7 @@ class PackedStep(HeldArrays):
         """The fields that the model's mask reads of each sequence."""
         return [name for name in self.fields if name in OF_MASKS]
 
-    def _program(self, shape: PackedShape) -> Any:
+    def _program(self, shape: PackedShape) -> jax.stages.Wrapped:
         """Returns the jitted function (weights, cache, latest, rows) -> (logits, cache)."""
         names = [name for name in self.fields if name != "sources"]
         params, cache = (self.by_layer(specs) for specs in (self.param_specs, self.cache_specs))

@@ -8,7 +8,7 @@ is dropped. Code that writes to a large buffer in some ticks only is in a loop o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,14 @@ from meshwright.algebra.schedules.ticks import (
     WeightColumns,
 )
 from meshwright.parallel.gradients import at_most_once, barrier
+from meshwright.parallel.held import Tree
 
 AXIS = "pipeline"
-Tree = Any
-"""A pytree of arrays."""
-
 Stream = Array
 """The activation that one virtual stage sends to the next, [B, T, D] on a device; or its cotangent."""
 
 
-def as_it_is(value: Any) -> Any:
+def as_it_is(value: Tree) -> Tree:
     return value
 
 
@@ -55,14 +53,14 @@ class StageFunctions:
     ``receive_back`` do so with cotangents.
     """
 
-    embed: Callable[..., Any]
-    embed_backward: Callable[..., Any]
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    input_backward: Callable[..., Any]
-    weight_backward: Callable[..., Any]
-    head_forward: Callable[..., Any]
-    head_backward: Callable[..., Any]
+    embed: Callable[..., Tree]
+    embed_backward: Callable[..., Tree]
+    forward: Callable[..., Tree]
+    backward: Callable[..., Tree]
+    input_backward: Callable[..., Tree]
+    weight_backward: Callable[..., Tree]
+    head_forward: Callable[..., Tree]
+    head_backward: Callable[..., Tree]
     send: Callable[[Stream], Stream] = as_it_is
     receive: Callable[[Stream], Stream] = as_it_is
     send_back: Callable[[Stream], Stream] = as_it_is
@@ -186,7 +184,7 @@ class TickExecutor:
     def _exchange(self, value: Stream, channels: Sequence[MessageChannel]) -> list[Stream]:
         return [lax.ppermute(value, AXIS, channel.pairs) if channel.offset else value for channel in channels]
 
-    def _piece(self, layers: Tree, chunk: Any) -> Tree:
+    def _piece(self, layers: Tree, chunk: Array) -> Tree:
         """Returns the weights of one virtual stage of this device."""
         if self.num_chunks == 1:
             return layers
@@ -212,7 +210,7 @@ class TickExecutor:
             ),
         )
 
-        def run(given: Any, _: Stream, stash: Tree, head: Tree) -> tuple[Stream, Tree, Tree]:
+        def run(given: Tree, _: Stream, stash: Tree, head: Tree) -> tuple[Stream, Tree, Tree]:
             layers, inputs, x = given
             y, saved = stages.forward(self._piece(layers, row.chunk), inputs, x)
             if not self.tables.has_backward:
@@ -234,19 +232,19 @@ class TickExecutor:
         stages, (ends, inputs) = self.stages, self._ends_and_inputs(row.microbatch)
         state, dy = self._cotangent(state, row, ends, inputs)
 
-        def operands(given: Any) -> tuple[Tree, Tree, Tree, Stream]:
+        def operands(given: Tree) -> tuple[Tree, Tree, Tree, Stream]:
             layers, inputs, dy, slot = given
             return self._piece(layers, row.chunk), inputs, read(state.stash, slot), dy
 
-        def whole(given: Any, dx: Stream, grads: Tree) -> tuple[Stream, Tree]:
+        def whole(given: Tree, dx: Stream, grads: Tree) -> tuple[Stream, Tree]:
             dx, new_grads = stages.backward(*operands(given))
             return dx, self._added(grads, row.chunk, new_grads)
 
-        def split(given: Any, dx: Stream, handed: Tree) -> tuple[Stream, Tree]:
+        def split(given: Tree, dx: Stream, handed: Tree) -> tuple[Stream, Tree]:
             dx, new_handed = stages.input_backward(*operands(given))
             return dx, write(handed, row.handed_slot, new_handed)
 
-        def embed(given: Any, total: dict[str, Array]) -> tuple[dict[str, Array]]:
+        def embed(given: Tree, total: dict[str, Array]) -> tuple[dict[str, Array]]:
             return (add_named(total, barrier(stages.embed_backward(*given))),)  # libtpu moves its sum out, and fails
 
         dx, layer_grads, handed = zeros(self.stream), state.grads.layers, state.handed
@@ -265,7 +263,7 @@ class TickExecutor:
         stages = self.stages
 
         def from_head(
-            given: Any, _: Stream, grads: dict[str, Array], sums: Tree
+            given: Tree, _: Stream, grads: dict[str, Array], sums: Tree
         ) -> tuple[Stream, dict[str, Array], Tree]:
             ends, inputs, slot = given
             new_sums, saved = stages.head_forward(ends, inputs, read(state.head, slot))
@@ -286,7 +284,7 @@ class TickExecutor:
         if not self.tables.has_split:
             return state
 
-        def run(given: Any, grads: Tree) -> tuple[Tree]:
+        def run(given: Tree, grads: Tree) -> tuple[Tree]:
             layers, microbatch, slot = given
             operands = self._piece(layers, row.chunk), read(self.inputs, microbatch), read(state.handed, slot)
             return (self._added(grads, row.chunk, self.stages.weight_backward(*operands)),)
@@ -327,7 +325,7 @@ def write_if_named(buffer: Tree, slot: Array, value: Tree) -> Tree:
     return write(buffer, place, jax.tree.map(lambda new, old: jnp.where(slot >= 0, new, old), value, present))
 
 
-def zeros(like: Tree, *slots: int, dtype: Any = None) -> Tree:
+def zeros(like: Tree, *slots: int, dtype: jnp.dtype | None = None) -> Tree:
     """Returns zeros of the shapes of a tree: the result of an idle pass, or empty slots."""
     return jax.tree.map(lambda a: jnp.zeros((*slots, *a.shape), dtype or a.dtype), like)
 
@@ -342,7 +340,7 @@ def add_named(total: dict[str, Array], part: dict[str, Array]) -> dict[str, Arra
     return total | add({name: total[name] for name in part}, part)
 
 
-def part_of(array: Array, number: Any, count: int) -> Array:
+def part_of(array: Array, number: Array, count: int) -> Array:
     """Returns one of ``count`` equal parts along the first dim."""
     size = array.shape[0] // count
     return lax.dynamic_slice_in_dim(array, number * size, size)

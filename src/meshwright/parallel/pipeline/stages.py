@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +140,7 @@ class Pipeline:
         """Returns the summed loss alone; 0 on stages without the loss head."""
         return self._run(forward_tables(self.schedule), params, inputs, jnp.ones(()))[0]
 
-    def _run(self, tables: TickTables, params: Params, inputs: Inputs, dloss: Array) -> tuple[Any, StageWeights]:
+    def _run(self, tables: TickTables, params: Params, inputs: Inputs, dloss: Array) -> tuple[Array, StageWeights]:
         layers = {name: array for name, array in params.items() if name in self.stacked}
         ends = {name: array for name, array in params.items() if name not in self.stacked}
         count = self.schedule.num_microbatches
