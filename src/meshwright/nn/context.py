@@ -1,7 +1,7 @@
 """The context of local steps: what they need besides their arrays."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,16 +20,14 @@ from meshwright.spec.strategy import held_dims
 class UpdateContext:
     """What the steps that update weights need besides their arrays.
 
-    ``number`` is that of this update, from 1. ``rate`` multiplies the change of a weight and, if the weight is among
-    ``decayed``, the ``weight_decay``. ``beta1``, ``beta2`` and ``momentum`` are decays of running means. ``sizes`` are
-    of dims that devices hold padded with zeros. Properties are computed once for all weights: XLA rounds copies of them
-    in other ways.
+    ``number`` is that of this update, from 1. ``rate`` multiplies the change of a weight and its ``decays`` by name.
+    ``beta1``, ``beta2`` and ``momentum`` are decays of running means. ``sizes`` are of dims that devices hold padded
+    with zeros. Properties are computed once for all weights: XLA rounds copies of them in other ways.
     """
 
     number: Array
     rate: Array
-    weight_decay: float
-    decayed: Collection[str]
+    decays: Mapping[str, float]
     beta1: float
     beta2: float
     epsilon: float

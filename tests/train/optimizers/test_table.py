@@ -283,7 +283,7 @@ def test_dealing_out_whole_matrices_takes_two_all_to_alls_for_each_split_dim():
     weight, here = Updated(shard=shard, inputs=("N", "H"), layers="L"), NamedSharding(mesh, spec)
     whole = msgspec.structs.replace(weight, shard=shard.resharded({"N": (), "D": ()}))
     values = jnp.asarray(np.random.default_rng(0).standard_normal((5, 2, 3, 8)), jnp.float32)
-    context = SimpleNamespace(number=jnp.int32(1), rate=-1.0, weight_decay=0.0, momentum=0.9)
+    context = SimpleNamespace(number=jnp.int32(1), rate=-1.0, decays={}, momentum=0.9)
 
     def updated(weight, grad):
         """The change alone."""

@@ -9,8 +9,8 @@ from meshwright.nn.context import UpdateContext
 
 def changed(context: UpdateContext, step: Step, change: Array, weight: Array) -> Array:
     """Returns the weight after the change of an optimizer and its decay, both multiplied by the rate."""
-    if context.weight_decay and step.result.name in context.decayed:
-        change = change + context.weight_decay * weight
+    if decay := context.decays.get(step.result.name):
+        change = change + decay * weight
     return weight - context.rate * change
 
 

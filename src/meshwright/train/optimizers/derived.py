@@ -68,7 +68,7 @@ class DerivedUpdate:
         derived = derive(transformer(model), Strategy(mesh={}), optimizer=settings.optimizer)
         self.settings, self.rate_of, self.sizes = settings, learning_rate(settings), {"V": model.vocab_size}
         self.steps = {name: parts.update for name, parts in weight_updates(derived).items()}
-        self.matrices = frozenset(name for name, weight in derived.weights.items() if weight.inputs)
+        self.decays = {name: settings.weight_decay for name, weight in derived.weights.items() if weight.inputs}
         # each running mean of a weight, and the axes of the weight that it is over, which have size 1 in the state
         self.means = {
             name: {
@@ -119,8 +119,7 @@ class DerivedUpdate:
         context = UpdateContext(
             number=leaf_of[""] + 1,
             rate=self.rate_of(leaf_of[""]),
-            weight_decay=settings.weight_decay,
-            decayed=self.matrices,
+            decays=self.decays,
             beta1=settings.beta1,
             beta2=settings.beta2,
             epsilon=settings.epsilon,
