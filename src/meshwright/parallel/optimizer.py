@@ -60,9 +60,7 @@ def plain_optimizer(transformation: optax.GradientTransformation, kind: str = "a
     """Wraps an optax transformation. Its update is derived as that of ``kind`` is, AdamW's by default: elementwise,
     without communication."""
 
-    def update(
-        grads: Params, state: Tree, params: Params, layout: UpdateLayout | None = None, /
-    ) -> tuple[Params, Tree]:
+    def update(grads: Params, state: Tree, params: Params, *layout: UpdateLayout) -> tuple[Params, Tree]:
         changes, state = transformation.update(grads, state, params)
         return optax.apply_updates(params, changes), state
 

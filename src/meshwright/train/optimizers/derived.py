@@ -115,15 +115,14 @@ class DerivedUpdate:
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
         names = [state_name(path, params) for path, _ in leaves]
         leaf_of = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True)}
-        settings = self.settings
         context = UpdateContext(
             number=leaf_of[""] + 1,
             rate=self.rate_of(leaf_of[""]),
             decays=self.decays,
-            beta1=settings.beta1,
-            beta2=settings.beta2,
-            epsilon=settings.epsilon,
-            momentum=settings.momentum,
+            beta1=self.settings.beta1,
+            beta2=self.settings.beta2,
+            epsilon=self.settings.epsilon,
+            momentum=self.settings.momentum,
             sizes=self.sizes,
         )
         new_params, new_leaf_of = Params(), Params()

@@ -79,11 +79,9 @@ def in_state(
         copies = start_average(params) if keeps_master else {}
         return OptState(jnp.zeros((), jnp.int32), moments, copies, start_average(params) if average else {})
 
-    def update(
-        grads: Params, old: OptState, params: Params, layout: UpdateLayout | None = None, /
-    ) -> tuple[Params, OptState]:
+    def update(grads: Params, old: OptState, params: Params, *layout: UpdateLayout) -> tuple[Params, OptState]:
         master = old.master or _float32(params)
-        new_master, moments = inner.update(_float32(grads), _float32(old.inner), master, layout)
+        new_master, moments = inner.update(_float32(grads), _float32(old.inner), master, *layout)
         weight_key = moment_key = None
         if rounding == "stochastic":
             weight_key, moment_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), old.count))
