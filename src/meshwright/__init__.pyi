@@ -10,16 +10,16 @@ from meshwright.api.running import TextOptions as TextOptions
 from meshwright.api.running import generate_text as generate_text
 from meshwright.api.running import run_training as run_training
 from meshwright.cost.setting import Setting as Setting
-from meshwright.cost.setting import setting_of as setting_of
 from meshwright.cost.train_step import price_strategy as price_strategy
 from meshwright.masks.table import block_table as block_table
 from meshwright.nn.attention.flex import flex_attention as flex_attention
 from meshwright.parallel.generation.packed_step import PackedStep as PackedStep
 from meshwright.parallel.train_step import TrainStep as TrainStep
+from meshwright.plan.plan_file import Plan as Plan
+from meshwright.plan.plan_file import ServicePlan as ServicePlan
+from meshwright.plan.plan_file import load_plan as load_plan
+from meshwright.plan.plan_file import save_plan as save_plan
 from meshwright.plan.planner import rank_plans as rank_plans
-from meshwright.plan.serving.file import load_service as load_service
-from meshwright.plan.serving.file import save_service as save_service
-from meshwright.plan.serving.file import service_file as service_file
 from meshwright.plan.serving.planner import plan_service as plan_service
 from meshwright.plan.serving.service import Service as Service
 from meshwright.plan.why.explain import explain as explain
@@ -30,9 +30,6 @@ from meshwright.spec.catalogue import load_model as load_model
 from meshwright.spec.cluster import parse_cluster as parse_cluster
 from meshwright.spec.job import Job as Job
 from meshwright.spec.model import Model as Model
-from meshwright.spec.plan_file import Plan as Plan
-from meshwright.spec.plan_file import load_plan as load_plan
-from meshwright.spec.plan_file import save_plan as save_plan
 from meshwright.spec.strategy import Strategy as Strategy
 from meshwright.spec.strategy import make_mesh as make_mesh
 

@@ -96,7 +96,6 @@ CALLS = {
         (lambda: msgspec.structs.replace(WHOLE, assignment={"weight": 3}), "Strategy.assignment is"),
     ],
     "Setting": [(lambda: mw.Setting("tiny", CLUSTER, SETTING.job), "Setting.model is 'tiny'. Give a Model.")],
-    "setting_of": [(lambda: mw.setting_of("q.toml"), "plan is 'q.toml'. Give a Plan.")],
     "derive": [
         (lambda: mw.derive(3), "model is 3"),
         (lambda: mw.derive("tiny", "fsdp"), "strategy is 'fsdp'"),
@@ -122,14 +121,9 @@ CALLS = {
         (lambda: mw.Service(prompt_len=0, output_len=3), "service.prompt_len=0 must be from 1 to"),
         (lambda: mw.Service(prompt_len=8, output_len=3, ttft_s=-1), "service.ttft_s=-1 must be above 0"),
     ],
-    "service_file": [(lambda: mw.service_file(3, 4), "service_file: result is 3. Give a ServiceResult.")],
-    "save_service": [(lambda: mw.save_service(3, "x.toml"), "found is 3. Give a ServiceFile.")],
-    "load_service": [
-        (lambda: mw.load_service("/"), "cannot be read"),
-        (lambda: mw.load_service(3), "load_service: path is 3. Give a path or text."),
-    ],
-    "explain_service": [(lambda: mw.explain_service("svc.toml"), "file is 'svc.toml'. Give a ServiceFile.")],
-    "prove_service": [(lambda: mw.prove_service("svc.toml"), "file is 'svc.toml'. Give a ServiceFile.")],
+    "ServicePlan": [(lambda: mw.load_plan("/", mw.ServicePlan), "cannot be read")],
+    "explain_service": [(lambda: mw.explain_service("svc.toml"), "plan is 'svc.toml'. Give a ServicePlan.")],
+    "prove_service": [(lambda: mw.prove_service("svc.toml"), "plan is 'svc.toml'. Give a ServicePlan.")],
     "plan_service": [
         (lambda: mw.plan_service("x", mw.Service(prompt_len=8, output_len=3)), "setting is 'x'. Give a Setting."),
         (lambda: mw.plan_service(SETTING, None), "plan_service: service is None. Give a Service."),

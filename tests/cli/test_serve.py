@@ -26,7 +26,7 @@ from meshwright.core.units import format_bytes
 from meshwright.cost.setting import Setting
 from meshwright.nn.hf.weights import save_adapter, save_hf, source_of
 from meshwright.parallel.generation.packed_step import PackedStep
-from meshwright.plan.serving.file import save_service, service_file
+from meshwright.plan.plan_file import save_plan
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
@@ -39,7 +39,6 @@ from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Lora
-from meshwright.spec.plan_file import save_plan
 from meshwright.spec.strategy import LAYOUTS, Strategy, make_mesh
 from tests.parallel.generate_cases import FAMILIES, LLAMA, float_params, likeliest
 
@@ -85,7 +84,7 @@ def planned(path, model, on, **axes) -> Path:
     """The file of a service of requests of 16 tokens and 16 more."""
     setting, service = service_setting(model, parse_cluster(on)), Service(prompt_len=16, output_len=16)
     result = plan_service(setting, service, stored=[StoredDtypes("bf16", "bf16")], axes=axes)
-    save_service(service_file(result, next(plan for plan in result.plans if not plan.has_pools)), path)
+    save_plan(next(plan for plan in result.plans if not plan.has_pools), path)
     return path
 
 

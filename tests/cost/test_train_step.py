@@ -24,7 +24,7 @@ from meshwright.spec.calibration import Calibration, CollectiveRate, Efficiency
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
-from meshwright.spec.plan_file import unmasked
+from meshwright.spec.prediction import unmasked
 from meshwright.spec.strategy import REMAT_POLICIES, STATE_BYTES, Strategy, make_mesh, standard_assignment
 from meshwright.spec.weights import num_params, params_by_part
 

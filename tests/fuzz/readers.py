@@ -31,6 +31,7 @@ from meshwright.core.toml_file import dump_toml, load_toml
 from meshwright.core.units import parse_bytes, parse_count
 from meshwright.nn.hf.files import Entry, open_checkpoint, write_checkpoint
 from meshwright.nn.hf.tokenizer import end_token, read_tokenizer
+from meshwright.plan.plan_file import load_plan
 from meshwright.serve.model_folder import open_model
 from meshwright.spec.assumptions import AS_RUN
 from meshwright.spec.calibration import load_calibration
@@ -40,7 +41,6 @@ from meshwright.spec.cluster import parse_cluster, read_cluster
 from meshwright.spec.efficiency import FittedNumbers, fitted_numbers
 from meshwright.spec.hf.read import model_from_config
 from meshwright.spec.job import parse_batch
-from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import Strategy
 from meshwright.spec.weights import num_params
 from meshwright.train.data.text import read_pieces

@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.train_step import price_strategy
+from meshwright.plan.plan_file import save_plan
 from meshwright.plan.serving.engines import phase_setting
-from meshwright.plan.serving.file import service_file
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.service import Service
 from meshwright.plan.serving.storing import StoredDtypes
@@ -43,10 +43,10 @@ def test_chunks_of_512():
     assert plan.generate.batch_seqs == 32
     last = max(first, end)
     chunks = max(8 * (first + last) / 2, whole)
-    assert plan.itl_s == pytest.approx(plan.generate.step_s + last)
-    assert plan.ttft_s == pytest.approx(8 * plan.generate.step_s + chunks)
+    assert plan.predicted.itl_s == pytest.approx(plan.generate.step_s + last)
+    assert plan.predicted.ttft_s == pytest.approx(8 * plan.generate.step_s + chunks)
     # a sequence waits for all chunks of the 31 others
-    assert plan.tpot_s == pytest.approx(plan.generate.step_s + 31 / 256 * chunks)
+    assert plan.predicted.tpot_s == pytest.approx(plan.generate.step_s + 31 / 256 * chunks)
 
 
 def test_chunks_on_devices_of_experts():
@@ -57,7 +57,7 @@ def test_chunks_on_devices_of_experts():
     plan = found.plans[0]
     assert plan.chunk_len == 512
     assert (plan.generate.batch_seqs / 2 - 0.5) * 8 <= 256
-    assert plan.itl_s == pytest.approx(plan.generate.step_s + max(first, end))
+    assert plan.predicted.itl_s == pytest.approx(plan.generate.step_s + max(first, end))
 
 
 def test_whole_prompts_stop_all_others():
@@ -66,8 +66,8 @@ def test_whole_prompts_stop_all_others():
     assert whole
     for plan in whole:
         at_a_time = max(1, (plan.generate.batch_seqs - 1) / 256 / plan.prefill.batch_seqs)
-        assert plan.itl_s == pytest.approx(plan.generate.step_s + at_a_time * plan.prefill.step_s)
-        assert plan.ttft_s == plan.prefill.step_s
+        assert plan.predicted.itl_s == pytest.approx(plan.generate.step_s + at_a_time * plan.prefill.step_s)
+        assert plan.predicted.ttft_s == plan.prefill.step_s
 
 
 def test_the_target_of_the_longest_time_chooses_chunks():
@@ -75,8 +75,10 @@ def test_the_target_of_the_longest_time_chooses_chunks():
     made, chunks = [], []
     for itl_s in (1.0, 0.15, 0.08, 0.06):
         found = planned(itl_s=itl_s)
-        assert all(plan.tpot_s <= plan.itl_s * (1 + 1e-9) <= itl_s * (1 + 1e-9) for plan in found.plans)
-        made.append(found.plans[0].tokens_per_s_per_chip)
+        assert all(
+            plan.predicted.tpot_s <= plan.predicted.itl_s * (1 + 1e-9) <= itl_s * (1 + 1e-9) for plan in found.plans
+        )
+        made.append(found.plans[0].predicted.tokens_per_s_per_chip)
         chunks.append(found.plans[0].chunk_len or np.inf)
     assert made == sorted(made, reverse=True)
     assert made[-1] < made[0]
@@ -89,18 +91,17 @@ def test_pools_wait_for_no_prompt():
     found = planned({"tensor": 2, "context": 1}, itl_s=1.0)
     pools = [plan for plan in found.plans if plan.has_pools]
     assert pools
-    assert all(plan.itl_s == plan.generate.step_s and plan.chunk_len == 0 for plan in pools)
+    assert all(plan.predicted.itl_s == plan.generate.step_s and plan.chunk_len == 0 for plan in pools)
 
 
 def test_chunks_longer_than_a_prompt_cut_nothing():
     same = planned(chunk_len=8192).plans[0]
     assert same.chunk_len == 0
-    assert msgspec.structs.replace(same, itl_s=None) == msgspec.structs.replace(planned().plans[0], itl_s=None)
+    assert msgspec.structs.replace(same.predicted, itl_s=None) == planned().plans[0].predicted
 
 
 def test_refusals():
     with pytest.raises(InputError, match="chunk_len=0 must be above 0"):
         msgspec.structs.replace(LONG, chunk_len=0)
-    found = planned(chunk_len=512)
     with pytest.raises(CannotRunError, match="chunks are planned, not written to files"):
-        service_file(found, found.plans[0])
+        save_plan(planned(chunk_len=512).plans[0], "service.toml")

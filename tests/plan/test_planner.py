@@ -10,6 +10,7 @@ from meshwright.core.units import format_seconds
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.legal import legal
+from meshwright.plan.plan_file import load_plan, save_plan
 from meshwright.plan.planner import UNEVEN, imbalance_notes, rank_plans, slots_note
 from meshwright.plan.space import EMULATED
 from meshwright.spec import catalogue
@@ -18,7 +19,6 @@ from meshwright.spec.calibration import Calibration, CollectiveRate
 from meshwright.spec.cluster import parse_cluster, slice_note
 from meshwright.spec.efficiency import fitted_calibration
 from meshwright.spec.job import Job
-from meshwright.spec.plan_file import load_plan, save_plan
 from meshwright.spec.strategy import Strategy, make_mesh
 
 LLAMA70B, LLAMA8B, TINY = (catalogue.load_model(name) for name in ("llama3-70b", "llama3-8b", "tiny"))

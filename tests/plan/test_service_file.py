@@ -5,18 +5,12 @@ import pytest
 
 from meshwright.core.toml_file import dump_toml
 from meshwright.cost.train_step import price_strategy
-from meshwright.plan.serving.file import (
-    is_service_file,
-    load_service,
-    save_service,
-    service_file,
-)
+from meshwright.plan.plan_file import PlanFile, ServicePlan, load_plan, save_plan
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.service import Service
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.efficiency import fitted_calibration
-from meshwright.spec.plan_file import load_plan
 
 
 def planned(model, cluster, **service):
@@ -24,7 +18,7 @@ def planned(model, cluster, **service):
     setting = service_setting(load_model(model), found, fitted_calibration(found.chip))
     asked = Service(**{"prompt_len": 2048, "output_len": 256, **service})
     result = plan_service(setting, asked)
-    return result, service_file(result, result.plans[0])
+    return result, result.plans[0]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +26,7 @@ def kept(tmp_path_factory):
     """A small plan with pools: its file, and the data of its text."""
     _, found = planned("llama3-70b", "v5e:8x8", tpot_s=0.05, requests_per_s=2.0)
     path = tmp_path_factory.mktemp("plans") / "service.toml"
-    save_service(found, path)
+    save_plan(found, path)
     assert found.has_pools
     return found, path
 
@@ -47,12 +41,10 @@ def kept(tmp_path_factory):
     ],
 )
 def test_a_file_reads_back_as_it_was(tmp_path, model, cluster, service):
-    result, found = planned(model, cluster, **service)
-    save_service(found, tmp_path / "s.toml")
-    again = load_service(tmp_path / "s.toml")
+    _, found = planned(model, cluster, **service)
+    save_plan(found, tmp_path / "s.toml")
+    again = load_plan(tmp_path / "s.toml", PlanFile)
     assert again == found
-    assert again.plan == result.plans[0]
-    assert is_service_file(tmp_path / "s.toml")
     # each phase alone is priced as the search priced it, and needs the same memory
     again.require_legal()
     for phase, length in (("decode", again.service.mean_len), ("prefill", None)):
@@ -86,11 +78,11 @@ def put(*path_and_value):
 def read(text, tmp_path):
     """The service of a file with this text."""
     (tmp_path / "s.toml").write_text(text)
-    return load_service(tmp_path / "s.toml")
+    return load_plan(tmp_path / "s.toml", ServicePlan)
 
 
 FAULTS = {
-    "version": (put("version", 7), r"plan version 7 is not known; this meshwright reads version 1\. Make the plan"),
+    "version": (put("version", 7), r"plan version 7 is not known; this meshwright reads version 2\. Make the plan"),
     "unknown": (put("generate", "engines", 2), r"s\.toml:\d+: generate\.engines is not a field\. Did you mean 'num_e"),
     "negative": (put("generate", "batch_seqs", -4), r"s\.toml:\d+: generate batch_seqs is -4, give a positive number"),
     "no engine": (put("prefill", "num_engines", 0), r"prefill num_engines is 0, give a positive number"),
@@ -131,12 +123,15 @@ def test_what_does_not_divide_or_fit_is_refused(kept, tmp_path):
         broken("model", "d_ff", 28_676).require_legal()
 
 
-def test_a_plan_of_the_other_kind_says_so(kept, tmp_path):
-    _, path = kept
+def test_a_plan_of_the_other_kind_says_so_and_one_of_version_1_is_read(kept):
+    found, path = kept
     with pytest.raises(ValueError, match=r"this is the plan of a service, and one of training is needed here"):
         load_plan(path)
-    (tmp_path / "old.toml").write_text('version = 1\n[model]\nname = "x"\n')
-    assert not is_service_file(tmp_path / "old.toml")
+    # version 1 had no length of chunks
+    path.write_text(
+        path.read_text().partition("\n")[2].replace("version = 2", "version = 1").replace("chunk_len = 0\n", "")
+    )
+    assert load_plan(path, ServicePlan) == msgspec.structs.replace(found, version=1)
 
 
 def test_engines_that_do_both_phases_are_the_same(tmp_path):

@@ -112,14 +112,14 @@ def test_an_engine_that_does_both():
     for plan in both:
         batch, step_s = plan.generate.batch_seqs, plan.generate.step_s
         prompt_s = plan.prefill.step_s / plan.prefill.batch_seqs
-        assert plan.tpot_s == pytest.approx(step_s + (batch - 1) / 512 * prompt_s)
+        assert plan.predicted.tpot_s == pytest.approx(step_s + (batch - 1) / 512 * prompt_s)
         # as many prompts at once as sequences end in a step
         assert plan.prefill.batch_seqs == 1 or plan.prefill.batch_seqs < 2 * batch / 512
-        assert plan.requests_per_s == pytest.approx(batch / (512 * step_s + batch * prompt_s))
-        assert plan.tokens_per_s_per_chip == pytest.approx(plan.requests_per_s * 512 / 16)
-        spent = plan.usd_per_m_input * 8192 / 1e6 + plan.usd_per_m_output * 512 / 1e6
-        assert spent == pytest.approx(1.2 * 16 / 3600 / plan.requests_per_s)
-        assert plan.ttft_s == plan.prefill.step_s
+        assert plan.predicted.requests_per_s == pytest.approx(batch / (512 * step_s + batch * prompt_s))
+        assert plan.predicted.tokens_per_s_per_chip == pytest.approx(plan.predicted.requests_per_s * 512 / 16)
+        spent = plan.predicted.usd_per_m_input * 8192 / 1e6 + plan.predicted.usd_per_m_output * 512 / 1e6
+        assert spent == pytest.approx(1.2 * 16 / 3600 / plan.predicted.requests_per_s)
+        assert plan.predicted.ttft_s == plan.prefill.step_s
 
 
 def test_pools_balance():
@@ -128,16 +128,16 @@ def test_pools_balance():
     plan = next(one for one in found.plans if one.has_pools)
     prompts = plan.prefill.num_engines * plan.prefill.batch_seqs / plan.prefill.step_s
     ends = plan.generate.num_engines * plan.generate.batch_seqs / (512 * plan.generate.step_s)
-    assert plan.requests_per_s == pytest.approx(min(prompts, ends))
+    assert plan.predicted.requests_per_s == pytest.approx(min(prompts, ends))
     # one engine more or less of either would be further off
     assert prompts == pytest.approx(ends, rel=0.3)
     assert plan.generate.num_chips + plan.prefill.num_chips <= 256
-    assert plan.tpot_s == plan.generate.step_s
+    assert plan.predicted.tpot_s == plan.generate.step_s
     link = parse_cluster("v5e:16x16").chip.ici_link_bytes_per_s
     senders = min(plan.generate.part.num_chips, plan.prefill.part.num_chips) / plan.prefill.batch_seqs
     width = {"int8": 1 + 4 / 128, "bf16": 2}[plan.cache]
-    assert plan.transfer_s == pytest.approx(8192 * 163_840 * width / link / senders)
-    assert plan.ttft_s == pytest.approx(plan.prefill.step_s + plan.transfer_s)
+    assert plan.predicted.transfer_s == pytest.approx(8192 * 163_840 * width / link / senders)
+    assert plan.predicted.ttft_s == pytest.approx(plan.prefill.step_s + plan.predicted.transfer_s)
 
 
 def test_targets_are_met_or_missed_and_memory_is_something_else():
@@ -145,12 +145,15 @@ def test_targets_are_met_or_missed_and_memory_is_something_else():
     tight = msgspec.structs.replace(CHAT, ttft_s=2.0, tpot_s=0.05)
     found = plan_service(given, tight)
     assert not found.is_frontier
-    assert all(one.ttft_s <= 2 and one.tpot_s <= 0.05 and one.free_bytes >= 0 for one in found.plans)
-    made = [one.tokens_per_s_per_chip for one in found.plans]
+    assert all(
+        one.predicted.ttft_s <= 2 and one.predicted.tpot_s <= 0.05 and one.predicted.free_bytes >= 0
+        for one in found.plans
+    )
+    made = [one.predicted.tokens_per_s_per_chip for one in found.plans]
     assert made == sorted(made, reverse=True)
     assert 0 < found.num_meeting < found.num_services
     assert (found.as_written.weights, found.as_written.cache) == ("bf16", "bf16")
-    assert found.as_written.tokens_per_s_per_chip < made[0]
+    assert found.as_written.predicted.tokens_per_s_per_chip < made[0]
     with pytest.raises(ValueError, match=r"fit the memory of v5e:16x16, but none meets TTFT 1 ms \(the shortest is"):
         plan_service(given, msgspec.structs.replace(CHAT, ttft_s=1e-3))
     with pytest.raises(ValueError, match=r"Within TTFT 2 s the shortest TPOT is"):
@@ -162,12 +165,12 @@ def test_targets_are_met_or_missed_and_memory_is_something_else():
 def test_without_targets_nothing_on_the_frontier_is_beaten():
     given = setting("llama3-70b", "v5e:4x8")
     found = plan_service(given, CHAT)
-    points = [(one.tpot_s, one.tokens_per_s_per_chip) for one in found.plans]
+    points = [(one.predicted.tpot_s, one.predicted.tokens_per_s_per_chip) for one in found.plans]
     assert found.is_frontier
     assert len(points) > 3
     assert points == sorted(points, reverse=True)
     every = priced("llama3-70b", "v5e:4x8", stored=stored_dtypes(("bf16", "int8"), ("bf16", "int8")))
-    services = all_services(every, CHAT, given.model)
+    services = all_services(every)
     order = ranked(services, CHAT)
     assert len(frontier(services, order)) == len(points)
     for tpot, made in points:
@@ -179,18 +182,18 @@ def test_without_targets_nothing_on_the_frontier_is_beaten():
     for number, plan in enumerate(found.plans):
         own = plan.generate
         assert {name: points[number][1] for name, points in found.split.items() if name in BOUNDS} == own.bounds_s
-        assert found.split["prefills of others"][number] == (plan.tpot_s, plan.tpot_s - own.step_s)
+        assert found.split["prefills of others"][number] == (plan.predicted.tpot_s, plan.predicted.tpot_s - own.step_s)
 
 
 def test_a_load_gives_the_chips():
     given = setting("llama3-70b", "v5e:16x16")
     loaded = msgspec.structs.replace(CHAT, tpot_s=0.05, requests_per_s=3.0)
     best = plan_service(given, loaded).plans[0]
-    assert best.served_per_s == 3.0 <= best.requests_per_s
+    assert best.predicted.served_per_s == 3.0 <= best.predicted.requests_per_s
     used = best.generate.num_chips + best.has_pools * best.prefill.num_chips
-    assert best.num_chips == used <= 256
+    assert best.predicted.num_chips == used <= 256
     twice = plan_service(given, msgspec.structs.replace(loaded, requests_per_s=6.0)).plans[0]
-    assert best.num_chips < twice.num_chips <= 2 * best.num_chips
+    assert best.predicted.num_chips < twice.predicted.num_chips <= 2 * best.predicted.num_chips
     message = (
         r"1,000 requests/s need at least [\d,]+ chips in engines of up to 256 within the targets, but v5e:16x16 has"
     )
@@ -276,7 +279,7 @@ def test_the_search_is_quick(model, cluster):
         found = plan_service(given, CHAT)
     assert cpu.yardsticks < 40
     assert found.num_services > 500
-    assert all(math.isfinite(one.tpot_s) and one.ttft_s > 0 for one in found.plans)
+    assert all(math.isfinite(one.predicted.tpot_s) and one.predicted.ttft_s > 0 for one in found.plans)
 
 
 def test_numbers_of_training_steps_give_way():
@@ -300,4 +303,4 @@ def test_prompts_of_devices_that_wait_for_each_other():
     ending = (plan.generate.batch_seqs - 1) / 512
     prompt_s = plan.prefill.step_s * max((1 - math.exp(-ending)) / ending, 1 / 8)
     assert (plan.has_pools, plan.prefill.batch_seqs) == (False, 8)
-    assert plan.tpot_s == pytest.approx(plan.generate.step_s + ending * prompt_s)
+    assert plan.predicted.tpot_s == pytest.approx(plan.generate.step_s + ending * prompt_s)

@@ -5,7 +5,6 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.plan.serving.engines import price_fleet
-from meshwright.plan.serving.file import service_file
 from meshwright.plan.serving.fleet import fleet_of
 from meshwright.plan.serving.planner import plan_service, service_setting
 from meshwright.plan.serving.service import Service, Speculation
@@ -90,18 +89,18 @@ def test_the_figures_of_a_service_with_drafts():
     plan = found.plans[-1]
     assert not plan.has_pools
     batch, token_s = plan.generate.batch_seqs, plan.generate.step_s / 3.3616
-    assert plan.tpot_s == pytest.approx(token_s + (batch - 1) / 512 * plan.prefill.step_s / plan.prefill.batch_seqs)
+    assert plan.predicted.tpot_s == pytest.approx(
+        token_s + (batch - 1) / 512 * plan.prefill.step_s / plan.prefill.batch_seqs
+    )
     assert plan.to_json()["num_drafts"] == 4
     told = why_not_service(found, {"batch": 1}).chip_s
     assert told["drafts"][0] == pytest.approx(
         found.plans[0].generate.bounds_s["drafts"] * 4 / (found.plans[0].generate.batch_seqs * 3.3616)
     )
-    file = service_file(found, plan)
-    assert file.plan == plan
-    told = explain_service(file)
-    assert told.value("TPOT") == pytest.approx(plan.tpot_s)
-    assert told.value("requests/s") == pytest.approx(plan.requests_per_s)
-    assert told.value("memory left") == pytest.approx(plan.free_bytes)
+    told = explain_service(plan)
+    assert told.value("TPOT") == pytest.approx(plan.predicted.tpot_s)
+    assert told.value("requests/s") == pytest.approx(plan.predicted.requests_per_s)
+    assert told.value("memory left") == pytest.approx(plan.predicted.free_bytes)
 
 
 @pytest.mark.parametrize(

@@ -58,17 +58,18 @@ def test_steps_are_those_of_the_cost_model(planned):
 def test_a_light_load_meets_what_was_planned(planned):
     """At a tenth of the rate nothing queues long, TPOT is below the steady state of full batches, all are served."""
     plan = planned.plans[0]
-    found = loaded(planned, plan, duration_s=60, requests_per_s=plan.requests_per_s / 10)
-    assert found.tpot.mean < plan.tpot_s
-    assert found.ttft.p50 < 2 * plan.ttft_s + found.tpot.p50
+    found = loaded(planned, plan, duration_s=60, requests_per_s=plan.predicted.requests_per_s / 10)
+    assert found.tpot.mean < plan.predicted.tpot_s
+    assert found.ttft.p50 < 2 * plan.predicted.ttft_s + found.tpot.p50
     assert found.met > 0.95
-    assert found.requests_per_s == pytest.approx(plan.requests_per_s / 10, rel=0.25)
+    assert found.requests_per_s == pytest.approx(plan.predicted.requests_per_s / 10, rel=0.25)
 
 
 def test_the_planned_rate_can_be_served_and_twice_as_much_cannot(planned):
     plan = planned.plans[0]
     within, beyond = (
-        loaded(planned, plan, duration_s=60, requests_per_s=share * plan.requests_per_s) for share in (0.7, 2.0)
+        loaded(planned, plan, duration_s=60, requests_per_s=share * plan.predicted.requests_per_s)
+        for share in (0.7, 2.0)
     )
     assert within.queue.p90 < 1
     assert beyond.queue.p90 > 5 * within.queue.p90
@@ -107,7 +108,7 @@ def test_seeds_repeat(planned):
 def test_policies_of_engines_that_do_both(planned):
     """Where all prompts wait, chunks delay the first token least and interleaving less than a static batch."""
     plan = next(one for one in planned.plans if not one.has_pools)
-    traffic = service_traffic(CHAT, duration_s=20, requests_per_s=0.9 * plan.requests_per_s)
+    traffic = service_traffic(CHAT, duration_s=20, requests_per_s=0.9 * plan.predicted.requests_per_s)
     found = {
         policy: simulate_service(planned, plan, traffic, policy=policy, spans=True)
         for policy in ("static", "interleaved", "chunked")

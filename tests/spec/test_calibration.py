@@ -4,6 +4,7 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.core.toml_file import sealed_toml
+from meshwright.plan.plan_file import Plan, load_plan
 from meshwright.spec.calibration import (
     SHARES,
     Calibration,
@@ -20,7 +21,6 @@ from meshwright.spec.calibration import (
 )
 from meshwright.spec.chip import chip
 from meshwright.spec.efficiency import fitted_calibration
-from meshwright.spec.plan_file import Plan, load_plan
 
 H100, V100 = chip("h100"), chip("v100")
 

@@ -15,10 +15,10 @@ from meshwright.api.running import run_training
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.weights import load_params, save_hf
 from meshwright.nn.weights import init_params
+from meshwright.plan.plan_file import load_plan, save_plan
 from meshwright.spec.catalogue import has_weights, load_model, weights_of
 from meshwright.spec.hf.write import config_from_model
 from meshwright.spec.model import Lora
-from meshwright.spec.plan_file import load_plan, save_plan
 from meshwright.spec.strategy import Strategy, make_mesh
 from meshwright.train.data.tokenizer import save_tokenizer, train_tokenizer
 from meshwright.train.loop import train

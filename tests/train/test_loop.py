@@ -16,7 +16,7 @@ import pytest
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.parallel import mesh
 from meshwright.spec.job import Job
-from meshwright.spec.plan_file import Prediction
+from meshwright.spec.prediction import Prediction
 from meshwright.train.data.batches import Batches
 from meshwright.train.interrupt import stop_on_signals
 from meshwright.train.loop import train

@@ -6,6 +6,7 @@ import pytest
 from meshwright.core.errors import CannotRunError
 from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import has_grouped_kernels
+from meshwright.plan.plan_file import load_plan, save_plan
 from meshwright.plan.planner import rank_plans
 from meshwright.spec import catalogue
 from meshwright.spec import chip as chip_module
@@ -13,7 +14,6 @@ from meshwright.spec.chip import chip, chip_of_kind
 from meshwright.spec.cluster import parse_cluster, read_cluster
 from meshwright.spec.efficiency import family, fitted_calibration
 from meshwright.spec.job import Job
-from meshwright.spec.plan_file import load_plan, save_plan
 from meshwright.verify.targets import target_of
 
 FIGURES = """

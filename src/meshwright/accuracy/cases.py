@@ -21,16 +21,7 @@ from meshwright.spec.cluster import Cluster, make_cluster
 from meshwright.spec.cluster_shapes import balanced_shape
 from meshwright.spec.job import Job
 from meshwright.spec.model import Lora, Model
-from meshwright.spec.strategy import (
-    Assumptions,
-    AttentionKernel,
-    Dispatch,
-    Precision,
-    Software,
-    Strategy,
-    make_mesh,
-    standard_assignment,
-)
+from meshwright.spec.strategy import Precision, Strategy, make_mesh, standard_assignment
 
 _GIGABITS_PER_NODE = re.compile(r"\b([1-9]\d{0,6}) Gb/s inter-node")
 _ROPE_DIM = 64

@@ -13,16 +13,16 @@ from meshwright.api.rates import rates_for
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.fields import convert_fields
 from meshwright.core.units import parse_count
-from meshwright.cost.setting import Setting, setting_of
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.legal import require_even_splits, require_legal
+from meshwright.plan.plan_file import Plan
 from meshwright.plan.result import plan_in
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import Cluster, parse_cluster
 from meshwright.spec.job import Job, parse_batch
 from meshwright.spec.model import Model
-from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import Strategy, make_mesh
 
 
@@ -85,4 +85,4 @@ def changed_plan(plan: Plan, **changes: Any) -> Plan:
     if unknown := set(changes) - fields:
         raise InputError(f"{min(unknown)!r} is no part of a plan that can change.{nearest(min(unknown), fields)}")
     new_plan = msgspec.structs.replace(plan, **changes)
-    return plan_of(setting_of(new_plan), new_plan.strategy)
+    return plan_of(new_plan.setting, new_plan.strategy)

@@ -11,7 +11,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import Checked
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
-from meshwright.plan.serving.file import PHASES, GenerationPhase, ServiceFile
+from meshwright.plan.plan_file import PHASES, GenerationPhase, ServicePlan
 from meshwright.spec.assumptions import AS_RUN, require_runnable_assumptions
 from meshwright.spec.strategy import Form, Strategy
 from meshwright.verify.request import Depth, Request
@@ -61,19 +61,19 @@ def prove_strategy(setting: Setting, strategy: Strategy, options: ProofOptions =
 
 
 def prove_service(
-    file: ServiceFile, phases: Sequence[GenerationPhase] = PHASES, options: ProofOptions = USUAL
+    plan: ServicePlan, phases: Sequence[GenerationPhase] = PHASES, options: ProofOptions = USUAL
 ) -> "Mapping[GenerationPhase, Proof]":
     """Proves the steps of a planned service one after the other, each on one engine's part of the cluster.
 
     Raises CannotRunError for weights in fp4.
     """
-    if file.weights == "fp4":
+    if plan.weights == "fp4":
         raise CannotRunError(
             "weights in fp4 are planned but not executed in this version. Plan the service with --weights int4 or fp8 "
             "to prove it."
         )
-    file_as_run = msgspec.structs.replace(file, assumptions=AS_RUN)
-    step_by_phase = {phase: file_as_run.phase(phase) for phase in phases}
+    plan_as_run = msgspec.structs.replace(plan, assumptions=AS_RUN)
+    step_by_phase = {phase: plan_as_run.phase(phase) for phase in phases}
     return {
         phase: prove_strategy(setting, msgspec.structs.replace(strategy, precision=""), options)
         for phase, (setting, strategy) in step_by_phase.items()

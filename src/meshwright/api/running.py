@@ -11,10 +11,10 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.fields import fitted
 from meshwright.core.toml_file import sealed_toml
 from meshwright.core.units import counted
+from meshwright.plan.plan_file import Plan
 from meshwright.serve.options import EngineOptions
 from meshwright.spec.assumptions import require_runnable_assumptions
 from meshwright.spec.model import require_runnable
-from meshwright.spec.plan_file import Plan
 
 if TYPE_CHECKING:
     from meshwright.train.loop import OnStep

@@ -13,20 +13,20 @@ from meshwright.api.rates import rates_for
 from meshwright.cli.fields import job_of, parse_fields, take_axes, with_fields
 from meshwright.cli.verb import CALIBRATION, Count, MeshSizes, Options, argument, option
 from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.toml_file import read_toml
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, estimate_step
 from meshwright.parallel.process_env import find_processes
 from meshwright.plan.legal import check_rules, strategy_sizes, zero_rules
+from meshwright.plan.plan_file import SERVICE, Plan, ServicePlan, load_plan
 from meshwright.plan.planner import rank_plans, refuse_given, space_of
 from meshwright.plan.result import PlanResult, plan_in
-from meshwright.plan.serving.file import ServiceFile, is_service_file, load_service
 from meshwright.report.answer import Facts
 from meshwright.spec.assumptions import AS_RUN, require_runnable_assumptions
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import require_runnable
-from meshwright.spec.plan_file import Plan, load_plan
 from meshwright.spec.strategy import Strategy, make_mesh
 
 RUN = ("train", "profile")
@@ -124,18 +124,18 @@ def with_rates(setting: Setting, calibration: Path | None, axes: Mapping[str, in
     return msgspec.structs.replace(setting, calibration=rates)
 
 
-def service_of(given: PlanOptions) -> ServiceFile | None:
+def service_of(given: PlanOptions) -> ServicePlan | None:
     """Returns the service of a plan file, None for other plans and for models.
 
     Raises InputError for options that would change it.
     """
-    if not is_service_file(given.what):
+    if not given.what.endswith(".toml") or SERVICE not in read_toml(Path(given.what)).data:
         return None
     options: Facts = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
     options |= {"--set": given.pairs, "--calibration": given.calibration}
     if given_names := [name for name, value in options.items() if value]:
         raise InputError(f"{given.what} says all of a service; leave {', '.join(given_names)} out, or plan it again.")
-    return load_service(given.what)
+    return load_plan(given.what, ServicePlan)
 
 
 def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:

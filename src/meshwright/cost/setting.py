@@ -31,7 +31,6 @@ from meshwright.spec.chip import catalogued, compiled_as
 from meshwright.spec.cluster import Cluster, Topology
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import Strategy, make_mesh
 
 PAGE_LENS: dict[Topology, int] = {"torus": 128, "host": 32, "switched": 16}
@@ -203,8 +202,3 @@ class Setting(Checked, frozen=True, dict=True):
     def on(self, cluster: Cluster) -> "Setting":
         """Returns the setting of the job on another cluster."""
         return self if cluster == self.cluster else replace(self, cluster=cluster)
-
-
-def setting_of(plan: Plan, storage: Storage = AS_WRITTEN) -> Setting:
-    """Returns the setting of a plan file, with weights and caches stored as ``storage`` says."""
-    return Setting(plan.model, plan.cluster, plan.job, plan.calibration, storage, plan.assumptions)

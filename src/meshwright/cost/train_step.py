@@ -31,7 +31,7 @@ from meshwright.cost.work.kernels import StepCost
 from meshwright.cost.work.ops import LOCAL_TERMS, is_attention, model_flops, op_flops
 from meshwright.cost.work.slots import SlotSizes
 from meshwright.spec.job import Job
-from meshwright.spec.plan_file import Prediction
+from meshwright.spec.prediction import Prediction
 from meshwright.spec.strategy import Strategy
 
 Estimate = Prediction[Any]

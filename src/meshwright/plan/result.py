@@ -9,12 +9,12 @@ import msgspec
 from meshwright.cost.breakdown import Breakdown, PricedOverlap
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, price_strategy
+from meshwright.plan.plan_file import Plan
 from meshwright.plan.run_budget import chip_time
 from meshwright.plan.space import USUAL, Choices
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import Strategy
 
 
@@ -110,7 +110,7 @@ class PlanResult(InSetting, frozen=True, kw_only=True):
 
 
 def plan_in(setting: Setting, strategy: Strategy, predicted: Estimate) -> Plan:
-    """Returns the plan file of a strategy in its setting; `setting_of` returns the setting of a plan file."""
+    """Returns the plan of a strategy in its setting."""
     return Plan(
         model=setting.model,
         cluster=setting.cluster,

@@ -13,9 +13,9 @@ from meshwright.cost.formulas.training_budget import (
     years,
 )
 from meshwright.cost.work.ops import token_flops
+from meshwright.plan.plan_file import Plan
 from meshwright.spec.calibration import reference_peak
 from meshwright.spec.chip import Chip
-from meshwright.spec.plan_file import Plan
 
 
 class ChipTime(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,8 +12,8 @@ from meshwright.algebra.generation.program import AS_WRITTEN, Storage
 from meshwright.core.errors import InputError
 from meshwright.core.units import counted, format_bytes
 from meshwright.cost.breakdown import Breakdown
-from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import PricedStrategy, price_strategy
+from meshwright.plan.plan_file import Plan
 from meshwright.profile.advice import Advice, AdviceCase, advise
 from meshwright.profile.compare import ProductRow, ProfileComparison, compare_times
 from meshwright.profile.events import DeviceTrace, TracePlatform, load_trace
@@ -21,7 +21,6 @@ from meshwright.profile.hlo import TracedProgram, load_program
 from meshwright.profile.memory import MAX_OWNERS, MemoryProfile, temporary_owners
 from meshwright.profile.run import Recording
 from meshwright.profile.times import StepTimes, measure_times
-from meshwright.spec.plan_file import Plan
 
 SAME_FLOPS = 0.02
 """Relative difference of FLOPs between program and derivation above which a note says so."""
@@ -95,7 +94,7 @@ def analyse(
     events = load_trace(trace, program)
     job, rates, num_chips = plan.job, plan.calibration, plan.cluster.num_chips
     strategy = job_strategy(job, plan.strategy)
-    priced = price_strategy(setting_of(plan, storage), strategy)
+    priced = price_strategy(msgspec.structs.replace(plan.setting, storage=storage), strategy)
     if recording is None:
         _require_same(hlo, program, priced, num_chips)
     chip = priced.rates.chip

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from meshwright.spec.plan_file import unmasked
+from meshwright.spec.prediction import unmasked
 
 Facts = dict[str, Any]
 """An object of ``--json``, or a part of it: plain data by name, which may contain structs, arrays and paths."""

@@ -121,10 +121,10 @@ def _planned(model: Model, options: EngineOptions, devices: Sequence[Device]) ->
 
 def _of_plan(model: Model, options: EngineOptions, num_devices: int) -> EngineLayout:
     """Returns what a plan says, with the engines that there are devices for; those that generate prefill too."""
-    from meshwright.plan.serving.file import load_service
+    from meshwright.plan.plan_file import ServicePlan, load_plan
 
     assert options.plan is not None
-    plan = load_service(options.plan)
+    plan = load_plan(options.plan, ServicePlan)
     for name, planned in plan.model.dims.items():
         if planned != (size := model.dims.get(name)):
             raise InputError(

@@ -16,9 +16,9 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.step_rates import strategy_placements
 from meshwright.cost.train_step import PricedStep
 from meshwright.cost.work.sequences import LikeSequences
-from meshwright.plan.serving.result import EnginePool, ServicePlan, ServiceResult
+from meshwright.plan.plan_file import EnginePool, ServicePlan
+from meshwright.plan.serving.result import ServiceResult
 from meshwright.plan.serving.service import Service
-from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.spec.job import Job
 from meshwright.spec.strategy import Strategy, sequence_shards
 
@@ -137,7 +137,7 @@ def simulate_service(
     replicas = partial(_replicas, result, plan, traffic, policy)
     if not plan.has_pools:
         return simulate(traffic, replicas(plan.generate), concurrency=concurrency, spans=spans)
-    per_token_s = plan.transfer_s / service.prompt_len
+    per_token_s = plan.predicted.transfer_s / service.prompt_len
     pools = replicas(plan.prefill, decodes=False), replicas(plan.generate)
     return simulate(traffic, *pools, transfer_s=lambda n: n * per_token_s, concurrency=concurrency, spans=spans)
 
@@ -153,15 +153,15 @@ def _replicas(
 ) -> ReplicaPool:
     """Returns the engines of a pool with their limits and their clock. Raises InputError for a request that is too long
     for one."""
-    service, dtypes = result.service, StoredDtypes(plan.weights, plan.cache)
+    service = result.service
     max_seqs, pages_per_request = max(pool.batch_seqs, plan.generate.batch_seqs), -(-service.max_len // PAGE_LEN)
     prompt_tokens = pool.batch_seqs * service.prompt_len * (not decodes)
     shards = sequence_shards(pool.strategy)
     # devices with sequences of their own prefill whole prompts, each its own
     most_tokens = shards * (TOKEN_BUDGET if shards == 1 else max(TOKEN_BUDGET, service.prompt_len))
     budget = plan.chunk_len + max_seqs if plan.chunk_len else max(most_tokens, prompt_tokens, max_seqs + 1)
-    fills_memory = decodes and np.isfinite(plan.free_bytes)
-    page_factor = 1 + plan.free_bytes / pool.memory["kv_cache"] if fills_memory else 1
+    fills_memory = decodes and np.isfinite(plan.predicted.free_bytes)
+    page_factor = 1 + plan.predicted.free_bytes / pool.memory["kv_cache"] if fills_memory else 1
     limits = SchedulerLimits(
         policy=policy, max_requests=max_seqs, token_budget=budget, page_len=PAGE_LEN,
         num_pages=int(max_seqs * pages_per_request * page_factor),
@@ -176,7 +176,7 @@ def _replicas(
     max_prompt = int(traffic.prompt.max())
     max_prefill = {"static": max_seqs * max_prompt, "interleaved": max_prompt, "chunked": 0}[policy]
     clock_limits = (max_seqs, limits.num_pages * PAGE_LEN, max(limits.token_budget, max_prefill), longest_len)
-    setting = replace(result.setting.on(pool.part), storage=dtypes.storage)
+    setting = replace(result.setting.on(pool.part), storage=plan.stored.storage)
     priced_clock = PricedClock(setting, pool.strategy, decodes=decodes, prompt_len=service.prompt_len)
     clock = TabledClock(priced_clock, clock_limits)
     return ReplicaPool(limits=limits, clock=clock, num_replicas=pool.num_engines, routing="least_loaded")

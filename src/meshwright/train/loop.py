@@ -30,7 +30,7 @@ from meshwright.parallel.processes import is_first, shared, wait_for_all
 from meshwright.parallel.train_step import Batch, State
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.plan_file import Prediction
+from meshwright.spec.prediction import Prediction
 from meshwright.spec.strategy import Strategy
 from meshwright.spec.weights import has_frozen_matrices
 from meshwright.train.checkpoint import Checkpoints, Position

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from meshwright.spec.plan_file import load_plan
+from meshwright.plan.plan_file import load_plan
 
 PLAN = ("plan", "llama3-8b", "--on", "h100:8x4", "--batch", "1Mi", "--seq", "8Ki", "--axes", "tensor=8", "--top", "1")
 

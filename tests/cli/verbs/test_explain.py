@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.cli.verbs import explain
 from meshwright.cost.formulas.limit_table import Limit
-from meshwright.spec.plan_file import load_plan
+from meshwright.plan.plan_file import load_plan
 
 PLANS = {
     "torus": ("plan", "llama3-70b", "--on", "v5p:16x16x32", "--batch", "4Mi", "--seq", "4096", "--tokens", "15T",

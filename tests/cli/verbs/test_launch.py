@@ -16,7 +16,7 @@ from meshwright.cli.main import run
 from meshwright.cli.verbs.launch import child_environment, noise_filter
 from meshwright.cli.verbs.launch import launch as launch_program
 from meshwright.core.errors import EX_TEMPFAIL
-from meshwright.spec.plan_file import load_plan
+from meshwright.plan.plan_file import load_plan
 from tests.cli.made_rates import write_rates
 from tests.train.small import write_text
 

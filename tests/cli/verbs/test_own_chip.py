@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.plan.plan_file import load_plan
 from meshwright.spec.cluster import parse_cluster
-from meshwright.spec.plan_file import load_plan
 from meshwright.verify.targets import target_of
 from tests.tier import sampled
 from tests.verify.compiled import need_compiler

@@ -10,12 +10,12 @@ import pytest
 from meshwright.cli.verbs.plan_words import overlap_words
 from meshwright.cost.breakdown import PricedOverlap
 from meshwright.cost.setting import Setting
+from meshwright.plan.plan_file import load_plan
 from meshwright.spec.assumptions import AS_RUN, Assumptions
 from meshwright.spec.calibration import Calibration, CollectiveRate, save_calibration
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.plan_file import load_plan
 from meshwright.spec.strategy import Strategy, make_mesh
 from tests.tier import sampled
 

@@ -215,8 +215,8 @@ def test_an_edited_service_says_what_it_now_predicts(call, written, tmp_path):
     assert re.search(r"predicts TPOT .*, now .*: it was changed by hand", said.err)
     path.write_text(text)
     call("explain", written, "--batch", "8seq").assert_refused(2, "says all of a service; leave --batch out")
-    path.write_text(text.partition("\n")[2].replace("version = 1", "version = 2"))
-    call("explain", written).assert_refused(2, "plan version 2 is not known; this meshwright reads version 1.")
+    path.write_text(text.partition("\n")[2].replace("version = 2", "version = 3"))
+    call("explain", written).assert_refused(2, "plan version 3 is not known; this meshwright reads version 2.")
 
 
 @pytest.mark.parametrize("verb", ["train", "profile"])

@@ -17,9 +17,9 @@ from meshwright.cli.verbs import train
 from meshwright.core.errors import InputError
 from meshwright.nn.hf.weights import save_hf
 from meshwright.nn.weights import init_params
+from meshwright.plan.plan_file import load_plan
 from meshwright.spec.calibration import load_calibration
 from meshwright.spec.job import Job
-from meshwright.spec.plan_file import load_plan
 from meshwright.train.settings import settings_from_table
 from tests.cli.made_rates import write_rates
 from tests.train.small import MODEL

@@ -38,7 +38,7 @@ def by_hand(numbers):
 
 def test_the_figures_are_those_of_the_search(told):
     for name, field in FIGURES.items():
-        assert told.value(name) == pytest.approx(getattr(told.file.predicted, field), rel=1e-6), name
+        assert told.value(name) == pytest.approx(getattr(told.plan.predicted, field), rel=1e-6), name
 
 
 def test_the_printed_numbers_give_the_figures(told):
@@ -52,7 +52,7 @@ def test_each_phase_is_listed_and_adds_up(told):
         assert sum(term.added_s for term in phase.terms) == pytest.approx(phase.step_s)
         titles = [part.title.removeprefix(f"{phase.phase}: ") for part in phase.blocks]
         assert (titles[0], titles[-1]) == ("embed", "head")
-        assert sum(phase.repeats[1:-1]) == told.file.model.num_layers
+        assert sum(phase.repeats[1:-1]) == told.plan.model.num_layers
         lines = [line for part in phase.blocks for line in part.lines]
         assert all(line.phase == "forward" for line in lines)
         assert {part.name for part in phase.parts} >= {"parameters", "KV", "FLOPs", "other"}
@@ -65,11 +65,11 @@ def test_parameters_and_caches_are_counted(told):
     """A decode step loads each weight that it uses once, and the caches of all sequences at their mean length."""
     decode = told.phases[0]
     amount = {part.name: part.amount for part in decode.parts}
-    if told.file.model.num_experts:  # some experts have no token in a step
+    if told.plan.model.num_experts:  # some experts have no token in a step
         assert amount["parameters"] < decode.memory["weights"]
     else:  # products also read and write rows of activations, and the table of tokens is not read whole
         assert 0.9 < amount["parameters"] / decode.memory["weights"] < 1.5
-    caches = decode.memory["kv_cache"] * decode.num_positions / told.file.service.max_len
+    caches = decode.memory["kv_cache"] * decode.num_positions / told.plan.service.max_len
     # queries and results of latent attention are wide beside its caches
-    most = 1.5 if told.file.model.latent_attention else 1.1
+    most = 1.5 if told.plan.model.latent_attention else 1.1
     assert caches < amount["KV"] < most * caches

@@ -13,15 +13,15 @@ from meshwright.cli.verb import Count, Options, option, show, verb
 from meshwright.cli.verbs.plan import plan_text
 from meshwright.cli.verbs.train import result_text
 from meshwright.core.units import format_seconds
-from meshwright.cost.setting import Setting, setting_of
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import PricedStrategy, price_strategy
+from meshwright.plan.plan_file import Plan, save_plan
 from meshwright.plan.planner import rank_plans
 from meshwright.report.answer import Answer, Facts, Paragraph
 from meshwright.spec.calibration import memory_rate, reference_peak
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
 from meshwright.spec.model import Model
-from meshwright.spec.plan_file import Plan, save_plan
 from meshwright.spec.strategy import make_mesh, mesh_words
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _draw(chosen: Plan, result: "TrainResult", out: Path) -> list[str]:
 
     tokens = [chosen.job.tokens_per_step * (i + 1) for i in range(len(result.losses))]
     rates_text = chosen.calibration.describe()
-    priced_plan = price_strategy(setting_of(chosen), chosen.strategy)
+    priced_plan = price_strategy(chosen.setting, chosen.strategy)
     array_of = priced_plan.derived.declared
     dims = {**chosen.model.dims, "B": chosen.job.batch_seqs, "T": chosen.job.seq_len}
     panels = [panel(array_of[name], dims, chosen.strategy.mesh) for name in ("x", "w_up", "g")]

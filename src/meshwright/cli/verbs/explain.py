@@ -25,14 +25,13 @@ from meshwright.cli.verbs.plan_words import (
 from meshwright.core.units import counted, format_bytes, format_count, format_flops, format_seconds
 from meshwright.cost.breakdown import Term
 from meshwright.cost.formulas.limit_table import Letters, Limit
-from meshwright.cost.setting import setting_of
 from meshwright.cost.work.ops import mfu_words
 from meshwright.plan.planner import assumption_notes, imbalance_notes
 from meshwright.plan.why.explain import Explanation, explain, limit_of_term
 from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Quantity, Table
 from meshwright.spec.efficiency import power_notes
 from meshwright.spec.job import optimizer_words, require_training
-from meshwright.spec.plan_file import unmasked
+from meshwright.spec.prediction import unmasked
 from meshwright.spec.strategy import BATCH_AXES, mesh_words
 
 MAX_TERMS = 3
@@ -46,8 +45,8 @@ NEAR = 2.0
 def command(given: PlanOptions) -> Answer:
     """The algorithm of one layer under a plan, with bytes and times, and the limits in closed form; of a service the
     steps of both phases, and its figures as formulas."""
-    if service_file := service_of(given):
-        return service_explanation(service_file, given.what)
+    if service := service_of(given):
+        return service_explanation(service, given.what)
     resolved = resolve(given, read_fields(given.pairs), verb="explain")
     require_training(check_tokens(resolved.setting.job), "explain")
     explanation = explain(resolved.plan())
@@ -106,8 +105,8 @@ def _text(told: Explanation) -> Iterator[Piece]:
     yield Fact("attention", f"by the kernel {told.attention_kernel}")
     yield Fact("times rest on", plan.calibration.describe())
     yield from (Fact("power", note) for note in power_notes(plan.cluster.chip, plan.calibration))
-    yield from (Fact("note", note) for note in assumption_notes(setting_of(plan)))
-    yield from (Fact("load of experts", note) for note in imbalance_notes(setting_of(plan), plan.strategy))
+    yield from (Fact("note", note) for note in assumption_notes(plan.setting))
+    yield from (Fact("load of experts", note) for note in imbalance_notes(plan.setting, plan.strategy))
     yield ""
     yield from _lead_text(told)
     for block in told.blocks:
@@ -141,7 +140,7 @@ def _step_text(told: Explanation) -> Iterator[Piece]:
     )
     unmasked_mfu = estimate.mfu_causal if told.plan.model.attention_mask else unmasked(estimate)
     tail = f", {unmasked_mfu:.1%} without masked scores" if unmasked_mfu else ""
-    if overlap_text := overlap_words(told.overlap, setting_of(told.plan), told.plan.strategy):
+    if overlap_text := overlap_words(told.overlap, told.plan.setting, told.plan.strategy):
         yield Fact("overlap", overlap_text)
     yield Fact(
         "utilisation",

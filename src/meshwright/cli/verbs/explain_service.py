@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import msgspec
 
 from meshwright.cli.output import format_flop_count, say
-from meshwright.cli.verbs.plan_words import engine_lines, placement_words, target_words
+from meshwright.cli.verbs.plan_words import engine_lines, placement_words, service_words
 from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
 from meshwright.cost.breakdown import term_words
-from meshwright.plan.serving.file import ServiceFile
+from meshwright.plan.plan_file import ServicePlan
 from meshwright.plan.serving.fleet import engine_words
 from meshwright.plan.serving.planner import service_notes
 from meshwright.plan.why.explain import Algorithm, ListedStep
@@ -16,14 +16,14 @@ from meshwright.plan.why.explain_service import PhaseExplanation, ServiceExplana
 from meshwright.report.answer import Answer, Fact, Facts, Paragraph, Piece, Table, TableColumns
 
 
-def service_explanation(file: ServiceFile, name: str) -> Answer:
-    """Returns the explanation of a service; ``name`` is that of its file."""
-    explained = explain_service(file)
+def service_explanation(plan: ServicePlan, name: str) -> Answer:
+    """Returns the explanation of a service; ``name`` is that of its plan."""
+    explained = explain_service(plan)
     change_texts = [
         f"{figure} {format_seconds(old_s)}, now {format_seconds(new_s)}"
         for figure, old_s, new_s in (
-            ("TTFT", file.predicted.ttft_s, explained.value("TTFT")),
-            ("TPOT", file.predicted.tpot_s, explained.value("TPOT")),
+            ("TTFT", plan.predicted.ttft_s, explained.value("TTFT")),
+            ("TPOT", plan.predicted.tpot_s, explained.value("TPOT")),
         )
         if format_seconds(old_s) != format_seconds(new_s)
     ]
@@ -36,10 +36,10 @@ def service_explanation(file: ServiceFile, name: str) -> Answer:
         for line in part.lines
     ]
     facts: Facts = {
-        "model": file.model.name,
-        "cluster": file.cluster.short_name,
-        "service": file.service,
-        "plan": file.plan.to_json(),
+        "model": plan.model.name,
+        "cluster": plan.cluster.short_name,
+        "service": plan.service,
+        "plan": plan.to_json(),
         **{phase.phase: {**msgspec.structs.asdict(phase), "pool": phase.pool.to_json()} for phase in explained.phases},
         "formulas": explained.formulas,
     }
@@ -47,17 +47,14 @@ def service_explanation(file: ServiceFile, name: str) -> Answer:
 
 
 def _text(told: ServiceExplanation) -> Iterator[Piece]:
-    file, service = told.file, told.file.service
-    engines = ", ".join(line.strip() for line in engine_lines(file.plan))
-    yield (
-        f"serving {file.model.name} on {file.cluster.short_name}: {engines}; {service.prompt_len:,} tokens of prompt, "
-        f"{service.output_len:,} of output{target_words(service)}"
-    )
+    plan, service = told.plan, told.plan.service
+    engines = ", ".join(line.strip() for line in engine_lines(plan))
+    yield f"serving {plan.model.name} on {plan.cluster.short_name}: {engines}; {service_words(service)}"
     decode, prefill = told.phases
     tpot_s = told.value("TPOT")
-    step_s = file.generate.step_s / file.step_tokens if file.num_drafts else decode.step_s
+    step_s = plan.generate.step_s / plan.step_tokens if plan.num_drafts else decode.step_s
     # where engines prefill too, a token also waits for prompts of others
-    wait_text = f", {format_seconds(tpot_s - step_s)} of it waiting for the prefills of others" * (not file.has_pools)
+    wait_text = f", {format_seconds(tpot_s - step_s)} of it waiting for the prefills of others" * (not plan.has_pools)
     yield Fact("TPOT", f"{format_seconds(tpot_s)}{wait_text}; TTFT {format_seconds(told.value('TTFT'))}")
     for name, phase in (("decode", decode), ("prefill", prefill)):
         longest = max(phase.parts, key=lambda part: part.alone_s)
@@ -66,21 +63,21 @@ def _text(told: ServiceExplanation) -> Iterator[Piece]:
             f"{format_seconds(phase.step_s)} a step, most of it {longest.name}: {format_seconds(longest.alone_s)} by "
             f"{'itself' if longest.name != 'parameters' else 'themselves'}",
         )
-    if file.num_drafts:
+    if plan.num_drafts:
         yield Fact(
             "drafts",
-            f"{file.num_drafts} a step, which takes {format_seconds(file.generate.step_s)} and makes "
-            f"{file.step_tokens:.3g} tokens; listed is a step without any",
+            f"{plan.num_drafts} a step, which takes {format_seconds(plan.generate.step_s)} and makes "
+            f"{plan.step_tokens:.3g} tokens; listed is a step without any",
         )
     for phase in told.phases:
         yield from _phase_text(phase)
     yield ""
-    prefill_text = ", P engines that only prefill" if file.has_pools else ""
+    prefill_text = ", P engines that only prefill" if plan.has_pools else ""
     yield f"The figures of the service, with G engines that generate, B sequences in each{prefill_text}"
     for row in told.formulas:
         yield Fact(f"  {row.name}", row.text, 20)
         yield Fact("", f"= {row.numbers} = {row.shown}" if " " in row.numbers[:-2] else f"= {row.shown}", 20)
-    yield from service_notes(file.setting, service, (file.stored,))
+    yield from service_notes(plan.setting, service, (plan.stored,))
 
 
 def _phase_text(told: PhaseExplanation) -> Iterator[Piece]:

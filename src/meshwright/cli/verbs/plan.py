@@ -26,6 +26,7 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, format_count
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate
+from meshwright.plan.plan_file import save_plan
 from meshwright.plan.planner import rank_slices
 from meshwright.plan.result import PlannedStrategy, PlanResult
 from meshwright.plan.run_budget import run_budget
@@ -36,7 +37,6 @@ from meshwright.spec.assumptions import AS_RUN
 from meshwright.spec.catalogue import load_model, weights_of
 from meshwright.spec.cluster import parse_clusters
 from meshwright.spec.job import require_training
-from meshwright.spec.plan_file import save_plan
 from meshwright.spec.strategy import COLLECTIVE_MATMULS, Strategy, mesh_words
 
 NUMBERS_WIDTH = 46

@@ -13,15 +13,14 @@ from meshwright.cost.breakdown import PricedOverlap
 from meshwright.cost.formulas.training_budget import DAY_S
 from meshwright.cost.setting import Setting
 from meshwright.plan.legal import ZERO_AXES
+from meshwright.plan.plan_file import ServicePlan
 from meshwright.plan.run_budget import RunBudget
-from meshwright.plan.serving.result import ServicePlan
 from meshwright.plan.serving.service import Service
-from meshwright.plan.serving.storing import StoredDtypes
 from meshwright.plan.why.setup_changes import CHANGES
 from meshwright.report.answer import Fact, Piece, TableColumns
 from meshwright.spec.assumptions import require_runnable_strategy
 from meshwright.spec.model import require_runnable
-from meshwright.spec.plan_file import unmasked
+from meshwright.spec.prediction import unmasked
 from meshwright.spec.strategy import Strategy, mesh_words
 from meshwright.verify.targets import target_of
 
@@ -163,17 +162,16 @@ def placement_words(placement: Mapping[str, str]) -> str:
 
 def engine_lines(plan: ServicePlan) -> list[str]:
     """Returns the engines, their batch and dtypes, and the pool for prefill if there is one."""
-    generate, prefill = plan.generate, plan.prefill
-    dtypes_text = StoredDtypes(plan.weights, plan.cache).words
-    lines = [f"{generate.words}, batch {generate.batch_seqs:,}", f"  {dtypes_text}"]
-    return lines + [f"  prefill on {prefill.words}"] * plan.has_pools
+    lines = [f"{plan.generate.words}, batch {plan.generate.batch_seqs:,}", f"  {plan.stored.words}"]
+    return lines + [f"  prefill on {plan.prefill.words}"] * plan.has_pools
 
 
-def target_words(service: Service) -> str:
-    limit_of: Mapping[str, float | None] = {"TTFT": service.ttft_s, "TPOT": service.tpot_s, "ITL": service.itl_s}
-    words = [f"{name} at most {format_seconds(target)}" for name, target in limit_of.items() if target is not None]
-    words += filter(None, [service.load_words])
-    return f"; {', '.join(words)}" if words else ""
+def service_words(service: Service, cached: str = "") -> str:
+    """Returns the lengths of requests, how much of a prompt is ``cached``, the targets and the load."""
+    targets = [f"{name} at most {format_seconds(target)}" for name, target in service.targets.items()]
+    limits_text = ", ".join(filter(None, [*targets, service.load_words]))
+    lengths_text = f"{service.prompt_len:,} tokens of prompt{cached}, {service.output_len:,} of output"
+    return f"{lengths_text}; {limits_text}" if limits_text else lengths_text
 
 
 def overlap_words(priced: PricedOverlap, setting: Setting, strategy: Strategy) -> str:

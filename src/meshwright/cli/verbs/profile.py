@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from meshwright.algebra.generation.program import CacheDtype, Storage, WeightStorage
 from meshwright.api.running import require_devices
 from meshwright.cli.asked import CACHE_DTYPE, STEP, WEIGHTS, PlanOptions, read_fields, resolve, storage_of
@@ -11,10 +13,9 @@ from meshwright.cli.output import or_dash, say
 from meshwright.cli.verb import Count, option, verb
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds
-from meshwright.cost.setting import setting_of
+from meshwright.plan.plan_file import Plan
 from meshwright.report.answer import Answer, Facts, Piece, Table
 from meshwright.spec.model import require_runnable
-from meshwright.spec.plan_file import Plan
 from meshwright.verify.request import AskedStep
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _run(chosen: Plan, storage: Storage, folder: Path, *, steps: int, warmup: in
     from meshwright.profile.summary import analyse
 
     first = warmup or warmup_steps()
-    setting = setting_of(chosen, storage)
+    setting = replace(chosen.setting, storage=storage)
     if chosen.job.kind == "decode":
         subject: Subject = ServedDecode(setting, chosen.strategy, first + steps)
     else:

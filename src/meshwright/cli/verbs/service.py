@@ -28,9 +28,9 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_seconds, parse_count
 from meshwright.nn.hf.gguf import as_folder, open_files
 from meshwright.nn.hf.published import why_refused
-from meshwright.plan.serving.file import save_service, service_file
+from meshwright.plan.plan_file import ServicePlan, save_plan
 from meshwright.plan.serving.planner import plan_service, service_setting
-from meshwright.plan.serving.result import ServicePlan, ServiceResult
+from meshwright.plan.serving.result import ServiceResult
 from meshwright.plan.serving.service import MAX_DRAFTS, Service, Speculation, parse_load, parse_target
 from meshwright.plan.serving.storing import STORED, StoredDtypes, stored_dtypes
 from meshwright.plan.why.setup_changes import changed_setting, parse_what_if
@@ -127,7 +127,7 @@ def command(given: Given) -> Answer:
     setting = replace(setting, assumptions=with_fields(setting.assumptions, "assumptions", fields["assumptions"]))
     result = plan_service(setting, given.service, stored=stored, axes=given.axes, pareto=given.pareto)
     if given.out:
-        save_to(given.out, lambda path: save_service(service_file(result, result.plans[0]), path))
+        save_to(given.out, lambda path: save_plan(result.plans[0], path))
     facts, pieces = result.to_json(), [*([Paragraph(note)] if note else []), *service_text(result, given.top)]
     pictures = {given.png: lambda: frontier_figure(result)}
     if given.is_simulated:
@@ -189,7 +189,7 @@ def _simulated(result: ServiceResult, given: Given) -> tuple[ServicePlan, Servin
         traffic = service_traffic(
             result.service,
             duration_s=given.simulate or 0.0,
-            requests_per_s=given.rate or plans[0].requests_per_s,
+            requests_per_s=given.rate or plans[0].predicted.requests_per_s,
             lengths=(given.prompts, given.outputs),
             at_once=given.rate is None,
         )
@@ -276,7 +276,7 @@ def _changed(result: ServiceResult, text: str) -> Answer:
     plans = [result.plans[0], then]
     table = Table.of(plans, service_columns("engines", service)).known()
     rows = [[f"  {name}", *row] for name, row in zip(("now", "then"), table.rows, strict=True)]
-    ratio = then.tokens_per_s_per_chip / plans[0].tokens_per_s_per_chip
+    ratio = then.predicted.tokens_per_s_per_chip / plans[0].predicted.tokens_per_s_per_chip
     lines += [
         Table([Heading("", None, "plan"), *table.columns], rows),
         Fact("  in all", f"{three_digits(ratio)} times the output tokens per second and chip"),

@@ -19,12 +19,11 @@ from meshwright.cli.verbs.plan_words import sharding_words
 from meshwright.core.errors import InputError, StoppedError
 from meshwright.core.files import cache_folder
 from meshwright.core.units import counted, format_bytes, format_count, format_seconds
-from meshwright.cost.setting import setting_of
+from meshwright.plan.plan_file import Plan
 from meshwright.plan.planner import UNEVEN, imbalance_notes
 from meshwright.report.answer import Answer, Facts, Paragraph, Piece, Table, utilisation_rows
 from meshwright.spec.job import require_training
 from meshwright.spec.model import require_runnable
-from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import mesh_words
 
 if TYPE_CHECKING:
@@ -227,7 +226,7 @@ def result_text(chosen: Plan, result: "TrainResult", speed: float | None = None)
     )
     yield from speed_words(chosen, speed)
     if (ratio := result.load_max_over_mean or 0) > UNEVEN:
-        notes = imbalance_notes(setting_of(chosen), chosen.strategy, imbalance=round(ratio, 2))
+        notes = imbalance_notes(chosen.setting, chosen.strategy, imbalance=round(ratio, 2))
         yield from (f"the busiest expert had {ratio:.3g} times the mean of rows; predicted: {note}" for note in notes)
     if (result.mfu_causal or result.mfu or 0) > 1:
         rates_name = chosen.calibration.name if chosen.calibration else "the data sheet"

@@ -15,7 +15,7 @@ from meshwright.cli.verb import option, verb
 from meshwright.cli.verbs.plan_words import microbatch_words, remat_words, sharding_words
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_count, format_flops, format_seconds
-from meshwright.plan.serving.file import PHASES, GenerationPhase, ServiceFile
+from meshwright.plan.plan_file import PHASES, GenerationPhase, ServicePlan
 from meshwright.report.answer import Answer, Fact, Heading, Piece, Table, TableColumns
 from meshwright.spec.strategy import Form, mesh_words
 from meshwright.verify.request import AskedStep, Depth
@@ -53,9 +53,8 @@ def command(given: Given) -> Answer:
         raise InputError(f"--timeout {given.timeout:g} leaves the compiler no time. Give seconds above 0.")
     fields = read_fields(given.pairs)
     settings_from_table(fields["train"])
-    service_file = service_of(given)
-    if service_file:
-        return _service_answer(service_file, given)
+    if service := service_of(given):
+        return _service_answer(service, given)
     setting, strategy, _ = resolve(given, fields, verb="verify", step=given.step)
     if not setting.job.trains and fields["train"]:
         name = next(iter(fields["train"]))
@@ -81,7 +80,7 @@ def _options(given: Given, settings: Mapping[str, Any]) -> ProofOptions:
     )
 
 
-def _service_answer(file: ServiceFile, given: Given) -> Answer:
+def _service_answer(plan: ServicePlan, given: Given) -> Answer:
     from meshwright.verify.proof import proof_table
 
     if given.step == "train" or (given.weights, given.cache_dtype) != ("as they are", "bf16"):
@@ -90,7 +89,7 @@ def _service_answer(file: ServiceFile, given: Given) -> Answer:
             f"or leave the options out."
         )
     phases_of_step: Mapping[str | None, Sequence[GenerationPhase]] = {None: PHASES, "prefill": ("prefill",)}
-    proofs = prove_service(file, phases_of_step.get(given.step, ("decode",)), _options(given, {}))
+    proofs = prove_service(plan, phases_of_step.get(given.step, ("decode",)), _options(given, {}))
     pieces: list[Piece] = []
     rows = []
     for phase, proof in proofs.items():

@@ -81,15 +81,21 @@ class PricedFleet(msgspec.Struct, frozen=True, kw_only=True):
     tokens, for every engine and pair of dtypes that generate.
     """
 
+    setting: Setting
+    service: Service
     fleet: Fleet
     stored: tuple[StoredDtypes, ...]
-    room: float
     decode: Steps
     prefill: Steps
     prompts_at_once: tuple[int, ...]
     least_bytes: float
     least_chips: int
     chunks: dict[int, np.ndarray]
+
+    @property
+    def room(self) -> float:
+        """Bytes of a chip that an engine may need."""
+        return self.setting.memory_room
 
 
 def sum_of(parts: dict[str, np.ndarray]) -> np.ndarray:
@@ -130,12 +136,12 @@ def price_fleet(setting: Setting, service: Service, fleet: Fleet, stored: Sequen
     prefill_index = np.full(len(fleet) * len(stored) * len(at_once), -1)
     prefill_index[np.concatenate([indices for indices, _ in prefill])] = np.arange(len(all_prefills))
     prefills: Steps = select(all_prefills, np.maximum(prefill_index, 0))
-    room = setting.memory_room
-    step_s = np.where((prefill_index >= 0) & (prefills.need <= room), prefills.step_s, np.inf)
+    step_s = np.where((prefill_index >= 0) & (prefills.need <= setting.memory_room), prefills.step_s, np.inf)
     return PricedFleet(
+        setting=setting,
+        service=service,
         fleet=fleet,
         stored=tuple(stored),
-        room=room,
         decode=map_figures(lambda *columns: np.concatenate(columns), *decode),
         prefill=msgspec.structs.replace(prefills, step_s=step_s),
         prompts_at_once=at_once,

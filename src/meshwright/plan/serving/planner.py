@@ -9,17 +9,17 @@ import numpy as np
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.setting import Setting
+from meshwright.plan.plan_file import GENERATION_JOB
 from meshwright.plan.serving.engines import PricedFleet, price_fleet
 from meshwright.plan.serving.fleet import fleet_of
 from meshwright.plan.serving.result import ServiceResult, service_plan
 from meshwright.plan.serving.search import Services, all_services, frontier, ranked
-from meshwright.plan.serving.service import Service
+from meshwright.plan.serving.service import TARGETS, Service
 from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
 from meshwright.spec.assumptions import AS_RUN, Assumptions
 from meshwright.spec.calibration import Calibration
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.efficiency import SERVED_FAMILIES, family, generation_calibration
-from meshwright.spec.job import Job
 from meshwright.spec.model import Model
 
 AS_SERVED = Assumptions(software="served", engine="vLLM", empty_slots=False)
@@ -37,11 +37,11 @@ def service_setting(model: Model, cluster: Cluster, calibration: Calibration | N
     GPUs take steps as an inference engine runs them: in place of numbers fitted on training steps those of generation,
     without any the data sheet's; unless rates were measured, with this package's own steps.
     """
-    assumptions, job = AS_RUN, Job(kind="decode", batch_seqs=1, seq_len=1)
+    assumptions = AS_RUN
     if cluster.kind == "switched" and (calibration is None or calibration.name == "fitted"):
         calibration = calibration and generation_calibration(cluster.chip)
         assumptions = AS_SERVED if calibration else msgspec.structs.replace(AS_SERVED, engine="")
-    return Setting(model, cluster, job, calibration, assumptions=assumptions)
+    return Setting(model, cluster, GENERATION_JOB, calibration, assumptions=assumptions)
 
 
 def plan_service(
@@ -66,12 +66,12 @@ def plan_service(
         setting = service_setting(setting.model, setting.cluster, setting.calibration)
     dtype_pairs = tuple(stored) or stored_dtypes(chip=setting.cluster.chip)
     priced = price_fleet(setting, service, fleet_of(setting.model, setting.cluster, axes), dtype_pairs)
-    if not len(priced.decode) or not len(every := all_services(priced, service, setting.model)):
-        raise CannotRunError(does_not_fit(setting, service, priced))
+    if not len(priced.decode) or not len(every := all_services(priced)):
+        raise CannotRunError(does_not_fit(priced))
     order = ranked(every, service)
     if not len(order):
         raise CannotRunError(_misses(setting, service, every))
-    is_frontier = pareto or all(target is None for target in (service.ttft_s, service.tpot_s, service.itl_s))
+    is_frontier = pareto or not service.targets
     plan_indices = frontier(every, order) if is_frontier else _distinct(priced, every, order)[:MAX_PLANS]
     dtype_numbers = priced.decode.dtypes[every.decode[order]]
     groups = {pair: order[dtype_numbers == number] for number, pair in enumerate(dtype_pairs)}
@@ -81,9 +81,9 @@ def plan_service(
         service=service,
         stored=dtype_pairs,
         axes=dict(axes or {}),
-        plans=tuple(service_plan(priced, every, number, service) for number in plan_indices),
+        plans=tuple(service_plan(priced, every, number) for number in plan_indices),
         is_frontier=is_frontier,
-        as_written=service_plan(priced, every, bf16_indices[0], service) if len(bf16_indices) else None,
+        as_written=service_plan(priced, every, bf16_indices[0]) if len(bf16_indices) else None,
         num_services=len(every),
         num_meeting=int(every.meets(service).sum()),
         frontiers={pair.words: _points(every, frontier(every, rows)) for pair, rows in groups.items() if len(rows)},
@@ -136,8 +136,9 @@ def _split(priced: PricedFleet, found: Services, chosen: np.ndarray) -> dict[str
 # -- what is said ---------------------------------------------------------------------------------------
 
 
-def does_not_fit(setting: Setting, service: Service, priced: PricedFleet) -> str:
+def does_not_fit(priced: PricedFleet) -> str:
     """Says how much memory the leanest engine needs; of memory alone, not of targets."""
+    setting, service = priced.setting, priced.service
     cluster, margin = setting.cluster, setting.memory_margin
     job_text = f"{setting.model.name} with {service.prompt_len:,} tokens of prompt and {service.output_len:,} of output"
     suffix = f" beside the {margin:.0%} that stay free" * bool(margin)
@@ -161,13 +162,9 @@ def _misses(setting: Setting, service: Service, found: Services) -> str:
             f"{setting.cluster.short_name} has {size:,}. Use a larger cluster or a lower --rate."
         )
     misses = []
-    for name, target, values in (
-        ("TTFT", service.ttft_s, found.ttft_s),
-        ("TPOT", service.tpot_s, found.tpot_s),
-        ("ITL", service.itl_s, found.itl_s),
-    ):
-        if target is not None:
-            misses.append(f"{name} {format_seconds(target)} (the shortest is {format_seconds(float(values.min()))})")
+    for name, target in service.targets.items():
+        shortest_text = format_seconds(float(getattr(found, TARGETS[name]).min()))
+        misses.append(f"{name} {format_seconds(target)} (the shortest is {shortest_text})")
     suffix = ""
     if service.ttft_s is not None and service.tpot_s is not None:
         is_within = found.ttft_s <= service.ttft_s

@@ -33,8 +33,7 @@ from meshwright.cost.arrays import map_figures, select
 from meshwright.cost.formulas.serving import waiting_s
 from meshwright.plan.serving.engines import PricedFleet
 from meshwright.plan.serving.fleet import PREFILL_LAYOUTS, transfer_bytes_per_s
-from meshwright.plan.serving.service import Service
-from meshwright.spec.model import Model
+from meshwright.plan.serving.service import TARGETS, Service
 
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,20 +70,20 @@ class Services(msgspec.Struct, frozen=True, kw_only=True):
 
     def meets(self, service: Service) -> np.ndarray:
         """True where all targets are met."""
-        targets = ((service.ttft_s, self.ttft_s), (service.tpot_s, self.tpot_s), (service.itl_s, self.itl_s))
-        return np.all([time_s <= (target or np.inf) for target, time_s in targets], axis=0)
+        is_met = [getattr(self, TARGETS[name]) <= target for name, target in service.targets.items()]
+        return np.all([np.ones(len(self), dtype=bool), *is_met], axis=0)
 
 
-def all_services(priced: PricedFleet, service: Service, model: Model) -> Services:
+def all_services(priced: PricedFleet) -> Services:
     """Returns every service that fits in memory."""
-    groups = [_aggregated(priced, service), *_pools(priced, service, model)]
+    groups = [_aggregated(priced), *_pools(priced)]
     every: Services = map_figures(lambda *columns: np.concatenate(columns), *groups)
     return every
 
 
-def _aggregated(priced: PricedFleet, service: Service) -> Services:
+def _aggregated(priced: PricedFleet) -> Services:
     """Returns the services whose engines prefill and generate in turns, with each number of prompts at once."""
-    decode, prefill, num_choices = priced.decode, priced.prefill, len(priced.prompts_at_once)
+    service, decode, prefill, num_choices = priced.service, priced.decode, priced.prefill, len(priced.prompts_at_once)
     rows = np.repeat(np.arange(len(decode)), num_choices)
     first_rows = (decode.engine * len(priced.stored) + decode.dtypes) * num_choices
     prefill_rows = first_rows[rows] + np.tile(np.arange(num_choices), len(decode))
@@ -96,7 +95,7 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
     at_once = np.tile(priced.prompts_at_once, len(decode))
     is_fit &= (at_once == 1) | (at_once < 2 * num_ending)
     rows, prefill_rows, free_bytes = rows[is_fit], prefill_rows[is_fit], free_bytes[is_fit]
-    chunked = _chunked(priced, service, rows, prefill_rows)
+    chunked = _chunked(priced, rows, prefill_rows)
     is_used = np.isfinite(chunked["itl_s"])
     rows, prefill_rows, free_bytes = (column[is_used] for column in (rows, prefill_rows, free_bytes))
     chunked = {name: column[is_used] for name, column in chunked.items()}
@@ -107,7 +106,6 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
     limit = priced.fleet.cluster.num_chips // num_chips
     num_engines = limit if service.requests_per_s is None else np.ceil(service.requests_per_s / rate).astype(np.int64)
     return _services(
-        service,
         priced,
         pools=np.zeros(len(rows), dtype=bool),
         decode=rows,
@@ -123,14 +121,14 @@ def _aggregated(priced: PricedFleet, service: Service) -> Services:
     )
 
 
-def _chunked(priced: PricedFleet, service: Service, rows: np.ndarray, other: np.ndarray) -> dict[str, np.ndarray]:
+def _chunked(priced: PricedFleet, rows: np.ndarray, other: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the length of chunks, the longest time between tokens, the time to the first token and that of a prompt.
 
     Of the lengths that meet the target of the longest time, the one with the first token soonest; without any, the one
     with the shortest such time, which is infinite if none can be used: prompts that are prefilled several at once are
     not cut, and a step has one chunk on each device that has its own sequences.
     """
-    decode, num_choices = priced.decode, len(priced.prompts_at_once)
+    service, decode, num_choices = priced.service, priced.decode, len(priced.prompts_at_once)
     step_s, prefill_s, engines = decode.step_s[rows], priced.prefill.step_s[other], other // num_choices
     # prompts that take the place of the sequences that end in a step
     num_ending = np.maximum(decode.batch[rows] - 1, 0) / service.output_len
@@ -164,9 +162,9 @@ def together(prompts: np.ndarray, devices: np.ndarray) -> np.ndarray:
     return np.maximum(-np.expm1(-num_prompts) / num_prompts, 1 / devices)
 
 
-def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Services]:
+def _pools(priced: PricedFleet) -> Iterator[Services]:
     """Yields the services of each pair of dtypes with engines for prefill and others for generation."""
-    decode, prefill, fleet = priced.decode, priced.prefill, priced.fleet
+    service, decode, prefill, fleet = priced.service, priced.decode, priced.prefill, priced.fleet
     num_chips = fleet.cluster.num_chips
     link_rate = transfer_bytes_per_s(fleet.cluster)
     for number, dtypes in enumerate(priced.stored):
@@ -186,10 +184,9 @@ def _pools(priced: PricedFleet, service: Service, model: Model) -> Iterator[Serv
         num_used = num_prefill * prefill_chips + num_decode * gen_chips
         is_fit = (num_prefill > 0) & (num_decode > 0) & ((num_used <= num_chips) | (service.requests_per_s is not None))
         rows, prefill_rows, num_used = rows[is_fit], prefill_rows[is_fit], num_used[is_fit]
-        sent_bytes = sequence_bytes(model, service.prompt_len, dtypes.storage)
+        sent_bytes = sequence_bytes(priced.setting.model, service.prompt_len, dtypes.storage)
         sent_s = prefill.batch[prefill_rows] * sent_bytes / (np.minimum(gen_chips, prefill_chips)[is_fit] * link_rate)
         yield _services(
-            service,
             priced,
             pools=np.ones(len(rows), dtype=bool),
             decode=rows,
@@ -222,8 +219,9 @@ def _balanced(
     return best_count, np.maximum(total - best_count * prefill_chips, 0) // chips
 
 
-def _services(service: Service, priced: PricedFleet, **given: np.ndarray) -> Services:
+def _services(priced: PricedFleet, **given: np.ndarray) -> Services:
     """Returns services with the figures that follow alike for both kinds."""
+    service = priced.service
     served_per_s = np.minimum(given["requests_per_s"], service.requests_per_s or np.inf)
     return Services(
         **given,

@@ -8,6 +8,9 @@ from meshwright.spec.strategy import MAX_SEQUENCES
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, 8192)
 """Tokens of a chunk of a prompt that are tried."""
 
+TARGETS = {"TTFT": "ttft_s", "TPOT": "tpot_s", "ITL": "itl_s"}
+"""Name of a target -> the field of a service that has it, and of figures that may meet it."""
+
 MAX_DRAFTS = 16
 """Most drafted tokens of a step that are tried."""
 
@@ -65,6 +68,12 @@ class Service(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise InputError(f"service.{name}={shown(value)} must be above 0. Leave it out if it is open.")
         if not 0 <= self.prefix_share < 1:
             raise InputError(f"service.prefix_share={shown(self.prefix_share)} must be a share, from 0 to below 1.")
+
+    @property
+    def targets(self) -> dict[str, float]:
+        """The targets that there are, in seconds, by name."""
+        seconds_of = {name: getattr(self, field) for name, field in TARGETS.items()}
+        return {name: seconds for name, seconds in seconds_of.items() if seconds is not None}
 
     @property
     def load_words(self) -> str:

@@ -13,18 +13,17 @@ from meshwright.cost.formulas.training_budget import train_seconds, training_flo
 from meshwright.cost.letters import Letters
 from meshwright.cost.network.collectives import group_rates
 from meshwright.cost.network.placement import physical_placement
-from meshwright.cost.setting import setting_of
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.cost.work.kernels import StepCost
 from meshwright.masks.kernels import AttentionCase, kernel_named
 from meshwright.masks.names import mask_named
 from meshwright.plan.legal import MEMORY_RULE, legal
+from meshwright.plan.plan_file import Plan
 from meshwright.plan.run_budget import RunBudget, run_budget
 from meshwright.plan.why.bounds import BatchSplit, batch_of, letters_of
 from meshwright.plan.why.single_changes import Tried, try_changes
 from meshwright.spec.calibration import matmul_rate
 from meshwright.spec.chip import catalogued
-from meshwright.spec.plan_file import Plan
 from meshwright.spec.strategy import BATCH_AXES, STATE_BYTES
 from meshwright.spec.weights import num_active_params, num_params
 
@@ -198,7 +197,7 @@ def explain(plan: Plan) -> Explanation:
     Raises CannotRunError if the sizes do not divide or the mesh cannot be laid out. A plan that needs more memory than
     a chip has is explained all the same; its limit on memory does not hold.
     """
-    setting = setting_of(plan)
+    setting = plan.setting
     for refusal in legal(setting, plan.strategy):
         if refusal.rule != MEMORY_RULE:
             raise CannotRunError(refusal.message)

@@ -1,6 +1,6 @@
 """Explains a planned service: the listing of each phase's step, where its time goes, and its figures as formulas.
 
-Everything is priced anew from the file's own rates, on the engine's part of the cluster.
+Everything is priced anew from the plan's own rates, on the engine's part of the cluster.
 """
 
 import math
@@ -14,10 +14,9 @@ from meshwright.core.errors import CannotRunError
 from meshwright.core.units import format_bytes, format_seconds
 from meshwright.cost.breakdown import Breakdown, Term
 from meshwright.cost.train_step import PricedStrategy, price_strategy
+from meshwright.plan.plan_file import PHASES, EnginePool, GenerationPhase, ServicePlan
 from meshwright.plan.serving.engines import BOUNDS, bounds_s, loads
-from meshwright.plan.serving.file import PHASES, GenerationPhase, ServiceFile
 from meshwright.plan.serving.fleet import transfer_bytes_per_s
-from meshwright.plan.serving.result import EnginePool
 from meshwright.plan.why.explain import Algorithm, algorithm
 from meshwright.spec.strategy import sequence_shards
 
@@ -64,7 +63,7 @@ class Formula(msgspec.Struct, frozen=True, kw_only=True):
 class ServiceExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """What `explain` shows of a service: decode and prefill, and the formulas of its figures."""
 
-    file: ServiceFile
+    plan: ServicePlan
     phases: tuple[PhaseExplanation, ...]
     formulas: tuple[Formula, ...]
 
@@ -73,11 +72,12 @@ class ServiceExplanation(msgspec.Struct, frozen=True, kw_only=True):
         return next(formula.value for formula in self.formulas if formula.name == name)
 
 
-def explain_service(file: ServiceFile) -> ServiceExplanation:
+def explain_service(plan: ServicePlan) -> ServiceExplanation:
     """Returns the explanation of a service. Raises CannotRunError if a phase does not divide or does not fit."""
-    file.require_legal()
-    decode, prefill = (_phase(file, phase) for phase in PHASES)
-    explanation = ServiceExplanation(file=file, phases=(decode, prefill), formulas=_formulas(file, decode, prefill))
+    plan.require_whole_prompts()
+    plan.require_legal()
+    decode, prefill = (_phase(plan, phase) for phase in PHASES)
+    explanation = ServiceExplanation(plan=plan, phases=(decode, prefill), formulas=_formulas(plan, decode, prefill))
     if (left_bytes := explanation.value("memory left")) < 0:
         raise CannotRunError(
             f"[generate]: decode and prefill need {format_bytes(-left_bytes)} per chip more than there is. Lower "
@@ -89,17 +89,17 @@ def explain_service(file: ServiceFile) -> ServiceExplanation:
 # -- a phase ----------------------------------------------------------------------------------------------
 
 
-def _phase(file: ServiceFile, phase: GenerationPhase) -> PhaseExplanation:
-    service = file.service
+def _phase(plan: ServicePlan, phase: GenerationPhase) -> PhaseExplanation:
+    service = plan.service
     num_positions = service.mean_len if phase == "decode" else service.new_prompt_tokens
-    priced, pool = price_strategy(*file.phase(phase, num_positions)), file.pool(phase)
+    priced, pool = price_strategy(*plan.phase(phase, num_positions)), plan.pool(phase)
     blocks = [block for block in priced.costs.blocks if block.forward]
     num_layers = priced.derived.num_layers
     title_of_block = {
         block.name: f"one layer, {block.steps.repeat} of {num_layers} ({block.name})" if block.is_layer else block.name
         for block in blocks
     }
-    full_memory = dict(price_strategy(*file.phase(phase)).estimate.memory)
+    full_memory = dict(price_strategy(*plan.phase(phase)).estimate.memory)
     return PhaseExplanation(
         phase=phase,
         pool=pool,
@@ -158,32 +158,32 @@ _ROOM = {
 """Formulas by whether pools prefill."""
 
 
-def _formulas(file: ServiceFile, decode: PhaseExplanation, prefill: PhaseExplanation) -> tuple[Formula, ...]:
+def _formulas(plan: ServicePlan, decode: PhaseExplanation, prefill: PhaseExplanation) -> tuple[Formula, ...]:
     """Returns the figures of a service by the formulas of `plan.serving.search`, each as it is printed.
 
     With pools prefill has chips of its own; else it works beside the caches of decode, with the same weights. With
-    drafts the step that checks them is that of the file, ``t_checked``, and t_step is that of a token.
+    drafts the step that checks them is that of the plan, ``t_checked``, and t_step is that of a token.
     """
-    service, generate, pool, pools = file.service, file.generate, file.prefill, file.has_pools
-    price = file.cluster.chip.price_usd_per_hour
-    items = [generate.memory if file.num_drafts else decode.memory, prefill.memory]
+    service, generate, pool, pools = plan.service, plan.generate, plan.prefill, plan.has_pools
+    price = plan.cluster.chip.price_usd_per_hour
+    items = [generate.memory if plan.num_drafts else decode.memory, prefill.memory]
     stored = [sum(memory.get(name, 0.0) for name in ("weights", "kv_cache")) for memory in items]
     counts: dict[str, float] = {
         "B": generate.batch_seqs, "G": generate.num_engines, "P": pool.num_engines, "prompts": pool.batch_seqs,
-        "prompt": service.prompt_len, "output": service.output_len, "chips": file.predicted.num_chips,
+        "prompt": service.prompt_len, "output": service.output_len, "chips": plan.predicted.num_chips,
         "load": service.requests_per_s or 0.0, "price": price or 0.0, "P_chips": pool.num_chips,
         "G_chips": generate.num_chips, "senders": min(generate.part.num_chips, pool.part.num_chips),
     }  # fmt: skip
     sizes = {
-        "KV": sequence_bytes(file.model, service.prompt_len, file.stored.storage),
-        "link": transfer_bytes_per_s(file.cluster),
-        "room": file.setting.memory_room, "weights_and_KV": stored[0], "decoding": sum(items[0].values()) - stored[0],
+        "KV": sequence_bytes(plan.model, service.prompt_len, plan.stored.storage),
+        "link": transfer_bytes_per_s(plan.cluster),
+        "room": plan.setting.memory_room, "weights_and_KV": stored[0], "decoding": sum(items[0].values()) - stored[0],
         "prefilling": sum(prefill.memory.values()) - (0 if pools else stored[1]),
     }  # fmt: skip
     times = {"t_step": decode.step_s, "t_prefill": prefill.step_s}
     formulas: dict[str, str] = {}
-    if file.num_drafts:
-        times["t_checked"], counts["tokens"] = generate.step_s, file.step_tokens
+    if plan.num_drafts:
+        times["t_checked"], counts["tokens"] = generate.step_s, plan.step_tokens
         formulas["t_step"] = "t_checked / tokens"
     is_shared = generate.batch_seqs > 1 and sequence_shards(generate.strategy) > 1 and not pools
     if is_shared:

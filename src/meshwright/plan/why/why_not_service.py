@@ -13,11 +13,13 @@ from meshwright.core.errors import CannotRunError, InputError, nearest
 from meshwright.core.units import format_bytes
 from meshwright.cost.arrays import select
 from meshwright.cost.memory.chip import total_bytes
+from meshwright.plan.plan_file import ServicePlan
 from meshwright.plan.serving.engines import BOUNDS, PricedFleet, phase_setting, price_fleet
 from meshwright.plan.serving.fleet import ENGINE_AXES, fleet_of
 from meshwright.plan.serving.planner import does_not_fit
-from meshwright.plan.serving.result import ServicePlan, ServiceResult, service_plan
+from meshwright.plan.serving.result import ServiceResult, service_plan
 from meshwright.plan.serving.search import Services, all_services, ranked
+from meshwright.plan.serving.service import TARGETS
 from meshwright.plan.serving.storing import stored_dtypes
 
 NAMES = (*ENGINE_AXES, "batch", "weights", "kv", "pools")
@@ -72,7 +74,7 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
         is_asked_step = is_asked_step & (priced.decode.batch == asked["batch"])
     if not is_asked_step.any():
         return msgspec.structs.replace(answer, refusal=_does_not_fit(result, priced, is_asked_engine, asked))
-    services = all_services(priced, service, setting.model)
+    services = all_services(priced)
     is_chosen = is_asked_step[services.decode] & (services.pools == asked.get("pools", services.pools))
     if not is_chosen.any():
         chunks_phrase = f"; chunks of {service.chunk_len:,} tokens, one a step, may be too many to keep its batch full"
@@ -82,7 +84,7 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
     order = ranked(chosen_services, service)
     times_over = _exceeded(chosen_services, result)
     index = int(order[0]) if len(order) else int(np.argmin(np.max(list(times_over.values()), axis=0)))
-    plan = service_plan(priced, chosen_services, index, service)
+    plan = service_plan(priced, chosen_services, index)
     return msgspec.structs.replace(
         answer,
         plan=plan,
@@ -97,11 +99,8 @@ _EXAMPLES = {"pools": "true or false", "weights": "a dtype, such as weights=bf16
 def _exceeded(these: Services, result: ServiceResult) -> dict[str, np.ndarray]:
     """Returns how many times each service exceeds each target, and the chips that there are."""
     service, cluster_chips = result.service, result.setting.cluster.num_chips
-    times_over = {"chips": these.num_chips / cluster_chips}
-    target_and_value = {"TTFT": (service.ttft_s, these.ttft_s), "TPOT": (service.tpot_s, these.tpot_s)}
-    for name, (target, seconds) in {**target_and_value, "ITL": (service.itl_s, these.itl_s)}.items():
-        times_over |= {name: seconds / target} if target is not None else {}
-    return times_over
+    over_targets = {name: getattr(these, TARGETS[name]) / target for name, target in service.targets.items()}
+    return {"chips": these.num_chips / cluster_chips, **over_targets}
 
 
 def _does_not_fit(result: ServiceResult, priced: PricedFleet, engines: np.ndarray, asked: Mapping[str, Any]) -> str:
@@ -117,7 +116,7 @@ def _does_not_fit(result: ServiceResult, priced: PricedFleet, engines: np.ndarra
                 memory = setting.memory(fleet.strategy(number, dtypes.precision))
                 bytes_of_engines.append((float(total_bytes(memory)), number))
     if not bytes_of_engines:
-        return does_not_fit(result.setting, service, priced)
+        return does_not_fit(priced)
     needed, number = min(bytes_of_engines)
     num_chips = fleet.parts[number].num_chips
     if needed <= priced.room:
@@ -138,7 +137,8 @@ def _chip_seconds(first: ServicePlan, other: ServicePlan) -> dict[str, tuple[flo
     for plan in (first, other):
         engine = plan.generate
         chip_share = engine.part.num_chips / (engine.batch_seqs * plan.step_tokens)
+        chip_s = 1 / plan.predicted.tokens_per_s_per_chip
         for name in (*BOUNDS, "drafts"):
             seconds.setdefault(name, []).append(chip_share * engine.bounds_s.get(name, 0.0))
-        seconds.setdefault("prefill, idle", []).append(1 / plan.tokens_per_s_per_chip - chip_share * engine.step_s)
+        seconds.setdefault("prefill, idle", []).append(chip_s - chip_share * engine.step_s)
     return {name: (first_s, other_s) for name, (first_s, other_s) in seconds.items() if max(first_s, other_s) > 0}

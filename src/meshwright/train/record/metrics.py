@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.core.units import format_count, format_seconds
-from meshwright.spec.plan_file import unmasked
+from meshwright.spec.prediction import unmasked
 
 WARMUP_STEPS = 2
 """The first steps also fill caches and allocate memory, so the median excludes them."""

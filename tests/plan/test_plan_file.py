@@ -7,12 +7,13 @@ import pytest
 
 from meshwright.core.errors import InputError
 from meshwright.core.toml_file import dump_toml, parse_toml
+from meshwright.plan.plan_file import Plan, decode_plan, load_plan, save_plan
 from meshwright.spec import catalogue
 from meshwright.spec.assumptions import AS_RUN, Assumptions
 from meshwright.spec.calibration import Calibration, CollectiveRate, datasheet_calibration
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
-from meshwright.spec.plan_file import Plan, Prediction, decode_plan, load_plan, save_plan
+from meshwright.spec.prediction import Prediction
 from meshwright.spec.strategy import Strategy, make_mesh, standard_assignment
 
 PREDICTED = Prediction(
@@ -135,7 +136,7 @@ def faulty(old, new):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("version = 1", "version = 2", "plan version 2 is not known; this meshwright reads version 1"),
+        ("version = 2", "version = 3", "plan version 3 is not known; this meshwright reads version 2"),
         (
             "num_microbatches = 1",
             "num_microbatch = 1",
@@ -173,7 +174,7 @@ def test_a_file_that_is_no_plan(tmp_path):
         load_plan(tmp_path / "missing.toml")
     with pytest.raises(InputError, match=r"plan\.toml:2: not valid TOML"):
         parse_plan("version = 1\n[model\n", path="plan.toml")
-    tables = ("model", "cluster", "job", "strategy", "calibration", "predicted")
+    tables = ("model", "cluster", "calibration", "job", "strategy", "predicted")
     with pytest.raises(InputError, match=f"^plan.toml: needs the fields {', '.join(map(repr, tables))}.$"):
         parse_plan("version = 1\n", path="plan.toml")
     empty = "".join(f"[{name}]\n" for name in tables)

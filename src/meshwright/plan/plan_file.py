@@ -1,0 +1,343 @@
+"""The plan file: one TOML file with all of a plan, of training or of a service, so that every verb can start from it.
+
+What works on a `Setting` and a `Strategy` (prices, listings, proofs) works on a plan of training, and on either phase
+of a service.
+"""
+
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, overload
+
+import msgspec
+
+from meshwright.core.errors import CannotRunError, InputError
+from meshwright.core.fields import Checked, check_figures
+from meshwright.core.files import write_text_whole
+from meshwright.core.toml_file import TomlFile, decode_toml, read_toml, sealed_toml, warn_of_changes
+from meshwright.cost.formulas.serving import expected_tokens
+from meshwright.cost.setting import Setting
+from meshwright.plan.legal import MEMORY_RULE, legal
+from meshwright.plan.serving.engines import phase_setting
+from meshwright.plan.serving.fleet import engine_words, layout_of
+from meshwright.plan.serving.service import Service
+from meshwright.plan.serving.storing import StoredDtypes, stored_dtypes
+from meshwright.spec.assumptions import AS_RUN, Assumptions
+from meshwright.spec.calibration import Calibration
+from meshwright.spec.cluster import Cluster
+from meshwright.spec.job import Job
+from meshwright.spec.model import Model
+from meshwright.spec.prediction import Prediction
+from meshwright.spec.strategy import Strategy
+
+VERSION = 2
+READ_VERSIONS = (1, VERSION)
+"""Version 1 is the same but for the length of a service's chunks, which it does not have."""
+
+SERVICE = "service"
+"""The table that a plan of a service has, and one of training has not."""
+GenerationPhase = Literal["decode", "prefill"]
+PHASES: tuple[GenerationPhase, ...] = get_args(GenerationPhase)
+POOLS = ("generate", "prefill")
+"""Tables of the engines of each phase."""
+
+GENERATION_JOB = Job(kind="decode", batch_seqs=1, seq_len=1)
+"""The job of the setting of a service, which stands for a step of one sequence."""
+
+
+class PlanFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every plan has: the model, its cluster, and the rates and assumptions behind the prediction."""
+
+    version: int = VERSION
+    model: Model
+    cluster: Cluster
+    assumptions: Assumptions = AS_RUN
+    calibration: Calibration
+
+    def setting_for(self, job: Job) -> Setting:
+        """Returns the setting of a job that is priced as the plan is."""
+        return Setting(self.model, self.cluster, job, self.calibration, assumptions=self.assumptions)
+
+
+class Plan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A plan of training: a job, its strategy, and the prediction of a step."""
+
+    job: Job
+    strategy: Strategy
+    predicted: Prediction[float]
+
+    @property
+    def setting(self) -> Setting:
+        """The setting that the strategy was planned in."""
+        return self.setting_for(self.job)
+
+
+class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``num_engines`` equal engines and one step of each: ``batch_seqs`` sequences in ``step_s`` seconds.
+
+    ``bounds_s`` are the seconds of each part of the step by itself, ``bound_by`` is the longest; ``memory`` is in bytes
+    per chip.
+    """
+
+    num_engines: int
+    part: Cluster
+    strategy: Strategy
+    batch_seqs: int
+    step_s: float
+    bound_by: str
+    bounds_s: dict[str, float]
+    memory: dict[str, float]
+
+    @property
+    def words(self) -> str:
+        """``"8 x tp8"``."""
+        return f"{self.num_engines} x {engine_words(self.strategy)}"
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of all engines."""
+        return self.num_engines * self.part.num_chips
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data."""
+        fields = {name: getattr(self, name) for name in ("num_engines", "batch_seqs", "step_s", "bound_by")}
+        axes = {axis: size for axis, size in self.strategy.mesh.items() if size > 1}
+        engine = {
+            "part": self.part.short_name,
+            "axes": axes,
+            "layout": layout_of(self.strategy),
+            "placement": self.strategy.placement,
+        }
+        return {**fields, **engine, "bounds_s": self.bounds_s, "memory": self.memory}
+
+
+class ServiceFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The figures of one way to serve; see `plan.serving.search` for the formulas.
+
+    ``tpot_s`` is in the steady state, ``ttft_s`` at low load. The engines could serve ``requests_per_s``; the other
+    figures count ``served_per_s``, at most the load, and ``num_chips``, which are paid for. Dollars are None without a
+    price: of a million input tokens those of prefill, of a million output tokens those of generation; chips that are
+    idle count with both alike. ``itl_s`` is the longest time between two tokens, None unless it or chunks were asked
+    for.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    transfer_s: float
+    requests_per_s: float
+    served_per_s: float
+    tokens_per_s_per_chip: float
+    num_chips: int
+    free_bytes: float
+    usd_per_m_input: float | None = None
+    usd_per_m_output: float | None = None
+    itl_s: float | None = None
+
+
+class ServicePlan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One way to serve.
+
+    ``generate`` are the engines that generate. ``prefill`` are those that prefill: the same, or a pool of their own if
+    the plan ``has_pools``. ``weights`` and ``cache`` are the dtypes in which these are stored. A step of generation
+    checks ``num_drafts`` tokens of each sequence. Prompts are cut into chunks of ``chunk_len`` tokens; 0: whole.
+    """
+
+    has_pools: bool
+    weights: str
+    cache: str
+    num_drafts: int = 0
+    chunk_len: int = 0
+    service: Service
+    generate: EnginePool
+    prefill: EnginePool
+    predicted: ServiceFigures
+
+    @property
+    def setting(self) -> Setting:
+        """The setting that the service was planned in."""
+        return self.setting_for(GENERATION_JOB)
+
+    @property
+    def stored(self) -> StoredDtypes:
+        """The dtypes of weights and caches."""
+        return StoredDtypes(self.weights, self.cache)
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens of a sequence that a step makes in the mean."""
+        speculation = self.service.speculation
+        return float(expected_tokens(speculation.acceptance, self.num_drafts)) if speculation else 1.0
+
+    @property
+    def bound_by(self) -> str:
+        """What takes most of a step of generation."""
+        return self.generate.bound_by
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain data, with the keys of `service --json`."""
+        figures = msgspec.structs.asdict(self.predicted)
+        itl_s = figures.pop("itl_s")
+        choices = {name: getattr(self, name) for name in ("has_pools", "weights", "cache")}
+        pools = {name: getattr(self, name).to_json() for name in POOLS}
+        steps = {name: getattr(self, name) for name in ("num_drafts", "step_tokens", "chunk_len")}
+        return {**figures, **choices, **pools, **steps, "itl_s": itl_s}
+
+    def pool(self, phase: GenerationPhase) -> EnginePool:
+        """Returns the engines of a phase."""
+        return self.generate if phase == "decode" else self.prefill
+
+    def phase(self, phase: GenerationPhase, num_positions: int | None = None) -> tuple[Setting, Strategy]:
+        """Returns a step of one engine: decode with a cache for whole sequences, or for ``num_positions``, prefill of
+        the new tokens of prompts."""
+        pool, service = self.pool(phase), self.service
+        length, num_known = num_positions or service.max_len, 0
+        if phase == "prefill":
+            length, num_known = service.new_prompt_tokens, service.prompt_len - service.new_prompt_tokens
+        on_part = self.setting.on(pool.part)
+        return phase_setting(on_part, phase, self.stored, length, pool.batch_seqs, known=num_known), pool.strategy
+
+    def require_legal(self) -> None:
+        """Raises CannotRunError for a phase whose sizes do not divide or whose engine has too little memory."""
+        for phase, name in zip(PHASES, POOLS, strict=True):
+            for refusal in legal(*self.phase(phase)):
+                message = refusal.message
+                if refusal.rule == MEMORY_RULE:
+                    message = f"{message.partition(' Use ')[0]} Lower {name}.batch_seqs, or plan the service again."
+                raise CannotRunError(f"[{name}]: {message}")
+
+    def require_whole_prompts(self) -> None:
+        """Raises CannotRunError for a service with chunks, which files and explanations do not have."""
+        if self.service.chunk_len or self.service.itl_s:
+            message = "services with chunks are planned, not written to files, in this version. Leave out -o."
+            raise CannotRunError(message)
+
+
+def save_plan(plan: PlanFile, path: Path | str) -> None:
+    """Writes the plan atomically; the chips of a service's engines are those of its cluster, and are written once.
+
+    Raises CannotRunError for a service with chunks.
+    """
+    table = msgspec.to_builtins(plan)
+    if isinstance(plan, ServicePlan):
+        plan.require_whole_prompts()
+        for name in POOLS:
+            del table[name]["part"]["chip"]
+    write_text_whole(Path(path), sealed_toml(table))
+
+
+Kind = TypeVar("Kind", bound=PlanFile)
+
+
+@overload
+def load_plan(path: Path | str) -> Plan: ...
+@overload
+def load_plan(path: Path | str, kind: type[Kind]) -> Kind: ...
+def load_plan(path: Path | str, kind: Any = Plan) -> Any:
+    """Reads a plan: of training, or of the ``kind`` `ServicePlan`; of the kind `PlanFile` either.
+
+    Raises one InputError for all faults, each with file:line and a remedy.
+    """
+    file = read_toml(Path(path))
+    warn_of_changes(file)
+    return decode_plan(file, kind)
+
+
+def decode_plan(file: TomlFile, kind: Any = Plan) -> Any:
+    """Returns the plan of a file that has been parsed, see `load_plan`."""
+    version = file.data.get("version")
+    if version is None:
+        message = f"this is not a plan file: it has no version. Write one with plan -o, or set version = {VERSION}."
+        raise file.error(("version",), message)
+    if version not in READ_VERSIONS:
+        raise file.error(
+            ("version",),
+            f"plan version {version!r} is not known; this meshwright reads version {VERSION}. "
+            f"Make the plan again with plan -o.",
+        )
+    file_kind = ServicePlan if SERVICE in file.data else Plan
+    if not issubclass(file_kind, kind):
+        raise file.error((SERVICE,), _OTHER_KIND[file_kind])
+    plan = _service_plan(file) if file_kind is ServicePlan else _training_plan(file)
+    with file.at(("predicted",)):
+        check_figures(plan.predicted, "predicted", may_be_zero=plan.predicted.__struct_fields__)
+    return plan
+
+
+_OTHER_KIND: dict[type[PlanFile], str] = {
+    ServicePlan: "this is the plan of a service, and one of training is needed here. Write one with meshwright plan; "
+    "explain and verify take services.",
+    Plan: "this is a plan of training, and one of a service is needed here; write it with service -o.",
+}
+
+
+# -- plans of training ------------------------------------------------------------------------------------
+
+
+def _training_plan(file: TomlFile) -> Plan:
+    _move_assumptions(file)
+    _move_bound(file)
+    return decode_toml(file, Plan)
+
+
+def _move_bound(file: TomlFile) -> None:
+    """Sets the strategy's bound on the slots of experts, which older files give as an imbalance."""
+    strategy, assumptions = file.data.get("strategy"), file.data.get("assumptions")
+    imbalance = assumptions.get("imbalance") if isinstance(assumptions, dict) else None
+    if isinstance(strategy, dict) and isinstance(imbalance, int | float) and imbalance > 1:
+        strategy.setdefault("capacity_factor", imbalance)
+
+
+def _move_assumptions(file: TomlFile) -> None:
+    """Moves assumptions out of the table of the strategy, where older files have them."""
+    strategy = file.data.get("strategy")
+    if "assumptions" in file.data or not isinstance(strategy, dict):
+        return
+    names = [name for name in Assumptions.__struct_fields__ if name in strategy]
+    file.data["assumptions"] = {name: strategy.pop(name) for name in names}
+    lines = {("assumptions", name): file.lines.get(("strategy", name)) for name in names}
+    file.lines.update({key: line for key, line in lines.items() if line is not None})
+
+
+# -- plans of services ------------------------------------------------------------------------------------
+
+
+def _service_plan(file: TomlFile) -> ServicePlan:
+    for name in POOLS:
+        pool, cluster = (file.data.get(key) for key in (name, "cluster"))
+        if isinstance(pool, dict) and isinstance(pool.get("part"), dict) and isinstance(cluster, dict):
+            pool["part"].setdefault("chip", cluster.get("chip"))
+    plan = decode_toml(file, ServicePlan)
+    with file.at(("weights",)):
+        stored_dtypes((plan.weights,), (plan.cache,), chip=plan.cluster.chip)
+    if plan.calibration.chip != plan.cluster.chip.name:
+        rates_text = f"rates of {plan.calibration.chip}, and the chips are {plan.cluster.chip.name}"
+        raise file.error(("calibration", "chip"), f"{rates_text}. Give rates of these.")
+    for name in POOLS:
+        with file.at((name,)):
+            _check_pool(name, getattr(plan, name), plan)
+    alike = all(getattr(plan.generate, name) == getattr(plan.prefill, name) for name in ("part", "num_engines"))
+    if not (plan.has_pools or alike):
+        message = "without pools the engines that generate prefill. Give both the same part and num_engines."
+        raise file.error(("prefill",), message)
+    speculation = plan.service.speculation
+    if plan.num_drafts not in (speculation.tried if speculation else (0,)):
+        words = "as many as service.speculation allows" if speculation else "0: the service has no speculation"
+        raise file.error(("num_drafts",), f"num_drafts={plan.num_drafts} must be {words}.")
+    pools = (plan.generate, plan.prefill) if plan.has_pools else (plan.generate,)
+    total, size = sum(pool.num_chips for pool in pools), plan.cluster.num_chips
+    if total > size:
+        raise file.error(("generate",), f"the engines have {total:,} chips, but {plan.cluster.short_name} {size:,}.")
+    return plan
+
+
+def _check_pool(name: str, pool: EnginePool, plan: ServicePlan) -> None:
+    cluster, precision = plan.cluster, plan.stored.precision
+    check_figures(pool, name, may_be_zero=("bounds_s", "memory", "chunks"))
+    if pool.part.chip != cluster.chip:
+        raise InputError(f"{name}.part has other chips than the cluster. Give a part of {cluster.short_name}.")
+    if pool.strategy.precision != precision:
+        products = f"products in {precision}" if precision else "products in the dtype of activations"
+        raise InputError(f"weights in {plan.weights} have {products}. Set {name}.strategy.precision={precision!r}.")
+    if pool.strategy.num_chips != pool.part.num_chips:
+        raise InputError(
+            f"the mesh has {pool.strategy.num_chips} devices, but {name}.part {pool.part.num_chips} chips. Make them "
+            f"equal."
+        )
