@@ -24,9 +24,9 @@ from meshwright.spec.job import Job
 
 job = Job(batch_seqs=1024, seq_len=4096)
 result = plan(Setting(catalogue.load_model("llama3-70b"), parse_cluster({cluster!r}), job))
-best = result.nearest_batch or result.strategies[0]
+best = result.nearest_batch or result.plans[0]
 axes = " x ".join(f"{{axis}} {{size}}" for axis, size in best.strategy.mesh.items() if size > 1)
-print(f"{{axes}}, {{best.job.batch_seqs}} sequences, step {{best.estimate.step_s:.4f}} s")
+print(f"{{axes}}, {{best.job.batch_seqs}} sequences, step {{best.predicted.step_s:.4f}} s")
 """
 
 

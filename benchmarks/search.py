@@ -46,7 +46,7 @@ def full_space() -> None:
         f"{seconds:.2f} s of CPU, {outcome.num_legal / seconds:,.0f} strategies a second, {format_bytes(peak)} at most"
     )
     for found in outcome.found:
-        at, one = found.estimate, found.strategy
+        at, one = found.predicted, found.strategy
         mesh = ", ".join(f"{axis} {size}" for axis, size in one.mesh.items() if size > 1)
         how = f"{one.schedule} x {one.chunks}, {one.num_microbatches} microbatches, remat {one.remat}, ZeRO-{one.zero}"
         print(f"  {format_seconds(at.step_s)}  {at.mfu:.0%}  {format_bytes(at.hbm_bytes_per_chip)}  {mesh}; {how}")

@@ -18,8 +18,8 @@ from meshwright.api.proving import ProofOptions, prove_strategy
 from meshwright.api.rates import rates_for
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.cost.setting import Setting
+from meshwright.plan.plan_file import Plan
 from meshwright.plan.planner import rank_plans
-from meshwright.plan.result import PlannedStrategy
 from meshwright.spec.catalogue import load_model, models
 from meshwright.spec.cluster import parse_cluster
 from meshwright.spec.job import Job
@@ -79,21 +79,21 @@ def draws(seed: int) -> Iterator[Draw]:
         yield Draw(model, cluster, batch_seqs, seq_len, drawn.random())
 
 
-def plan_of(draw: Draw) -> PlannedStrategy:
+def plan_of(draw: Draw) -> Plan:
     """One of the strategies that `plan` lists. Raises CannotRunError or InputError if it lists none."""
     cluster = parse_cluster(draw.cluster)
     job = Job(batch_seqs=draw.batch_seqs, seq_len=draw.seq_len)
     setting = Setting(load_model(draw.model), cluster, job, rates_for(cluster, None, fitted=True))
-    listed = rank_plans(setting).strategies
+    listed = rank_plans(setting).plans
     return listed[int(draw.pick * len(listed))]
 
 
-def prove_plan(plan: PlannedStrategy) -> Proof:
+def prove_plan(plan: Plan) -> Proof:
     """The proof of a plan at partition depth."""
     return prove_strategy(plan.setting, plan.strategy, ProofOptions(timeout_s=TIMEOUT_S))
 
 
-def lines_of(plan: PlannedStrategy, proof: Proof) -> list[str]:
+def lines_of(plan: Plan, proof: Proof) -> list[str]:
     """What was compiled; what it took; what was found."""
     strategy, outcome = plan.strategy, proof.outcome
     zero = "" if strategy.zero == 3 else f"; ZeRO-{strategy.zero}"

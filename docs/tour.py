@@ -9,12 +9,12 @@ setting = mw.make_setting("llama3-70b", "v5p:16x16x32", batch="4Mi", seq_len=409
 
 # %% The best strategies, fastest first
 ranked = mw.rank_plans(setting, top=3)
-for one in ranked.strategies:
+for one in ranked.plans:
     axes = {axis: size for axis, size in one.strategy.mesh.items() if size > 1}
-    print(f"{one.estimate.step_s:6.2f} s  MFU {one.estimate.mfu:.0%}  {axes}")
+    print(f"{one.predicted.step_s:6.2f} s  MFU {one.predicted.mfu:.0%}  {axes}")
 
 # %% Where the time of the best one goes
-plan = ranked.plan()
+plan = ranked.plans[0]
 for term in mw.explain(plan).terms[:3]:
     print(f"{term.share:5.0%}  {term.words}")
 

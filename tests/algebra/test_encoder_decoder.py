@@ -149,5 +149,5 @@ def _without_inputs(program):
 
 def test_plans_have_no_pipeline():
     found = rank_plans(Setting(BOTH, parse_cluster("v5e:2x4"), JOB))
-    assert found.strategies
-    assert all(one.strategy.mesh.get("pipeline", 1) == 1 for one in found.strategies)
+    assert found.plans
+    assert all(one.strategy.mesh.get("pipeline", 1) == 1 for one in found.plans)

@@ -15,7 +15,7 @@ MODEL, CLUSTER = mw.load_model("tiny"), mw.parse_cluster("h100:8x1")
 SETTING = mw.make_setting(MODEL, CLUSTER, batch="64seq", seq_len=512)
 WHOLE = mw.Strategy(mesh=mw.make_mesh({"fsdp": 8}))
 ALONE = mw.Strategy(mesh=mw.make_mesh({}), state="fp32")
-PLAN = mw.rank_plans(SETTING, axes={"fsdp": 8}, overrides={"remat": "block"}, top=1).plan()
+PLAN = mw.rank_plans(SETTING, axes={"fsdp": 8}, overrides={"remat": "block"}, top=1).plans[0]
 QKV = np.zeros((1, 4, 2, 8), np.float32)
 SIZES = {"num_layers": 1, "d_model": 8, "d_ff": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "vocab_size": 8}
 

@@ -69,8 +69,8 @@ def test_a_real_run_round_trips_and_prices_a_plan(measured, tmp_path):
     save_calibration(found, tmp_path / "rates.toml")
     assert load_calibration(tmp_path / "rates.toml") == found
     result = rank_plans(Setting(SMALL, parse_cluster("cpu:2"), Job(batch_seqs=4, seq_len=32), found))
-    assert result.plan().calibration == found
-    assert result.strategies[0].estimate.step_s > 0
+    assert result.plans[0].calibration == found
+    assert result.plans[0].predicted.step_s > 0
 
 
 @pytest.mark.slow

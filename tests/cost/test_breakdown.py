@@ -121,7 +121,7 @@ def planned(name, cluster, batch_seqs, *, overrides=None, **axes):
     job = Job(batch_seqs=batch_seqs, seq_len=4096)
     one = rank_plans(
         Setting(load_model(name), parse_cluster(cluster), job), axes=axes, overrides=overrides, top=1
-    ).plan()
+    ).plans[0]
     return price_strategy(Setting(one.model, one.cluster, one.job), one.strategy)
 
 

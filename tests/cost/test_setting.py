@@ -17,7 +17,7 @@ def test_the_weight_table_and_the_program_are_made_once_per_model():
     transformer.cache_clear()
     setting = Setting(load_model("llama3-8b"), parse_cluster("h100:8x4"), Job(batch_seqs=256, seq_len=4096))
     result = rank_plans(setting)
-    for one in result.strategies:
+    for one in result.plans:
         price_strategy(one.setting, one.strategy)
     assert weight_table.cache_info().misses == 1
     assert transformer.cache_info().misses == 1

@@ -345,9 +345,9 @@ def test_zero_needs_an_axis_that_it_shards_over(stage):
 
 def test_a_search_with_a_given_stage_shards_something():
     setting = Setting(TINY, parse_cluster("h100:8x1"), Job(batch_seqs=128, seq_len=512))
-    free = rank_plans(setting, top=100).strategies
+    free = rank_plans(setting, top=100).plans
     assert any(one.strategy.mesh["data"] == 8 for one in free)
-    found = rank_plans(setting, overrides={"assignment": standard_assignment(zero=1)}, top=100).strategies
+    found = rank_plans(setting, overrides={"assignment": standard_assignment(zero=1)}, top=100).plans
     assert found
     meshes = [one.strategy.mesh for one in found]
     assert all(mesh["data"] == 1 or mesh["fsdp"] * mesh["context"] > 1 for mesh in meshes)

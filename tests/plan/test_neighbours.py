@@ -71,7 +71,7 @@ def drawn(seed):
         if found.job.batch_seqs * seq_len > MAX_TOKENS or state > 0.7 * num_chips * found.memory_room:
             continue
         try:
-            return rank_plans(found, top=1).strategies[0]
+            return rank_plans(found, top=1).plans[0]
         except CannotRunError:
             continue
 
@@ -117,7 +117,7 @@ def cheapest_neighbour(first):
             if other != own and key not in found:
                 found[key] = (seconds_of(setting, other), other)
     seconds, best = min(found.values(), key=lambda one: one[0], default=(math.inf, None))
-    return seconds / first.estimate.step_s, sum(one < math.inf for one, _ in found.values()), best
+    return seconds / first.predicted.step_s, sum(one < math.inf for one, _ in found.values()), best
 
 
 @pytest.mark.parametrize(
@@ -158,5 +158,5 @@ def test_a_given_mesh_is_not_cheaper_than_what_the_search_finds(model, cluster, 
     """Each was cheaper than a first plan that was found among fewer forms; the first is the mesh of Llama 3's runs."""
     setting = setting_of(model, cluster, batch_seqs, seq_len)
     given = rank_plans(setting, axes={axis: axes.get(axis, 1) for axis in MESH_AXES}, top=1)
-    open_ones = rank_plans(setting, top=1).strategies[0]
-    assert open_ones.estimate.step_s <= (1 + CHEAPER) * given.strategies[0].estimate.step_s
+    open_ones = rank_plans(setting, top=1).plans[0]
+    assert open_ones.predicted.step_s <= (1 + CHEAPER) * given.plans[0].predicted.step_s

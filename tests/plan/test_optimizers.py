@@ -33,7 +33,7 @@ def test_the_optimizer_asks_nothing_of_the_number_of_layers(name):
 )
 def test_models_of_several_kinds_of_layers_are_planned(name, optimizer):
     job = Job(batch_seqs=64, seq_len=2048, optimizer=optimizer)
-    best = rank_plans(Setting(load_model(name), parse_cluster("h100:8x8"), job), top=1).strategies[0]
+    best = rank_plans(Setting(load_model(name), parse_cluster("h100:8x8"), job), top=1).plans[0]
     assert best.strategy.num_chips == 64
 
 
@@ -44,5 +44,5 @@ def test_more_devices_than_layers():
         setting = Setting(
             load_model("qwen3-8b"), parse_cluster("h100:8x8"), Job(batch_seqs=64, seq_len=4096, optimizer=optimizer)
         )
-        step_s[optimizer] = rank_plans(setting, axes={"fsdp": 64}, top=1).strategies[0].estimate.step_s
+        step_s[optimizer] = rank_plans(setting, axes={"fsdp": 64}, top=1).plans[0].predicted.step_s
     assert step_s["adamw"] < step_s["muon"]

@@ -23,15 +23,15 @@ def found(ranked):
 
 
 def test_slower_plans_hold_less(found):
-    steps = [one.estimate.step_s for one in found.memory]
-    sizes = [one.estimate.hbm_bytes_per_chip for one in found.memory]
+    steps = [one.predicted.step_s for one in found.memory]
+    sizes = [one.predicted.hbm_bytes_per_chip for one in found.memory]
     assert len(steps) > 3
     assert steps == sorted(steps)
     assert sizes == sorted(sizes, reverse=True)
 
 
 def test_the_frontier_begins_with_the_best_plan(found, ranked):
-    assert found.memory[0].estimate.step_s == pytest.approx(ranked.strategies[0].estimate.step_s, rel=2e-3)
+    assert found.memory[0].predicted.step_s == pytest.approx(ranked.plans[0].predicted.step_s, rel=2e-3)
 
 
 def test_smaller_clusters_are_slower_and_cheaper(found):
@@ -42,7 +42,7 @@ def test_smaller_clusters_are_slower_and_cheaper(found):
     assert costs == sorted(costs, reverse=True)
     first = found.cost[0]
     assert first.cluster.num_chips == 16
-    assert costs[0] == pytest.approx(16 * 4.2 / 3600 * first.estimate.step_s / (64 * 4096))
+    assert costs[0] == pytest.approx(16 * 4.2 / 3600 * first.predicted.step_s / (64 * 4096))
 
 
 def test_without_a_price_there_is_no_cost():
@@ -55,5 +55,5 @@ def test_without_a_price_there_is_no_cost():
 def test_the_frontier_is_of_the_chips_that_the_plans_use():
     tiny, job = load_model("tiny"), Job(batch_seqs=16, seq_len=512)
     result = rank_plans(Setting(tiny, parse_cluster("h100:8x3"), job), top=1)
-    assert {one.cluster.short_name for one in pareto(result).memory} == {result.strategies[0].cluster.short_name}
-    assert result.strategies[0].num_chips < 24
+    assert {one.cluster.short_name for one in pareto(result).memory} == {result.plans[0].cluster.short_name}
+    assert result.plans[0].num_chips < 24

@@ -73,9 +73,9 @@ def test_what_is_not_known_is_null():
     free = rank_plans(Setting(LLAMA8B, unpriced, job), **given).to_json()["strategies"][0]
     assert free["train_days"] > 0
     assert free["cost_usd"] is None
-    priced = rank_plans(Setting(LLAMA8B, parse_cluster("v5e:4x4"), job), **given).strategies[0]
-    assert priced.estimate.cost_usd == pytest.approx(
-        priced.estimate.train_days * 24 * 16 * priced.cluster.chip.price_usd_per_hour
+    priced = rank_plans(Setting(LLAMA8B, parse_cluster("v5e:4x4"), job), **given).plans[0]
+    assert priced.predicted.cost_usd == pytest.approx(
+        priced.predicted.train_days * 24 * 16 * priced.cluster.chip.price_usd_per_hour
     )
 
 
@@ -83,15 +83,13 @@ def test_what_is_not_known_is_null():
 def test_chips_that_do_not_divide_the_work():
     """1024 sequences run on a part: 7168 chips in seven stages, or 4096 without if faster. 1120 use them all."""
     uneven = rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG))
-    best = uneven.strategies[0]
-    stages = rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 7}, top=1).strategies[
-        0
-    ]
-    alone = rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 1}, top=1).strategies[0]
+    best = uneven.plans[0]
+    stages = rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 7}, top=1).plans[0]
+    alone = rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 1}, top=1).plans[0]
     assert (stages.cluster.short_name, alone.cluster.short_name) == ("v5p:16x16x28", "v5p:16x16x16")
-    assert best.estimate.step_s <= 1.001 * min(stages.estimate.step_s, alone.estimate.step_s)
+    assert best.predicted.step_s <= 1.001 * min(stages.predicted.step_s, alone.predicted.step_s)
     assert best.cluster in (stages.cluster, alone.cluster)
-    assert {one.job.batch_seqs for one in uneven.strategies} == {1024}
+    assert {one.job.batch_seqs for one in uneven.plans} == {1024}
     near = uneven.nearest_batch
     assert near.num_chips == 8960
     assert near.job.batch_seqs == 1120
@@ -107,7 +105,7 @@ def test_chips_that_do_not_divide_the_work():
 
 def test_without_stages_the_part_is_smaller():
     result = rank_plans(Setting(LLAMA70B, parse_cluster("v5p:16x20x28"), BIG), axes={"pipeline": 1}, choices=EMULATED)
-    assert {one.cluster.short_name for one in result.strategies} == {"v5p:16x16x16"}
+    assert {one.cluster.short_name for one in result.plans} == {"v5p:16x16x16"}
     assert "planned on v5p:16x16x16, 4,096 chips" in result.shortfall[0]
 
 
@@ -121,15 +119,13 @@ def test_without_stages_the_part_is_smaller():
 )
 def test_an_odd_number_of_chips_is_used_in_stages_unless_fewer_are_faster(cluster, batch_seqs, part, stages):
     result = planned(LLAMA8B, cluster, batch_seqs)
-    whole, alone = (
-        planned(LLAMA8B, cluster, batch_seqs, axes={"pipeline": n}, top=1).strategies[0] for n in (stages, 1)
-    )
+    whole, alone = (planned(LLAMA8B, cluster, batch_seqs, axes={"pipeline": n}, top=1).plans[0] for n in (stages, 1))
     assert (whole.num_chips, alone.cluster.short_name) == (parse_cluster(cluster).num_chips, part)
-    best = result.strategies[0]
-    assert best.estimate.step_s <= 1.001 * min(whole.estimate.step_s, alone.estimate.step_s)
+    best = result.plans[0]
+    assert best.predicted.step_s <= 1.001 * min(whole.predicted.step_s, alone.predicted.step_s)
     # also in stages on the part itself
-    there = planned(LLAMA8B, best.cluster.short_name, batch_seqs, top=1).strategies[0]
-    assert best.estimate.step_s <= 1.001 * there.estimate.step_s
+    there = planned(LLAMA8B, best.cluster.short_name, batch_seqs, top=1).plans[0]
+    assert best.predicted.step_s <= 1.001 * there.predicted.step_s
     if best.num_chips == whole.num_chips:
         assert result.shortfall == ()
     else:
@@ -147,8 +143,8 @@ def test_what_is_listed_has_the_price_of_the_steps_that_run(model, cluster, axes
     setting = Setting(
         catalogue.load_model(model), laid, Job(batch_seqs=64, seq_len=4096), fitted_calibration(laid.chip)
     )
-    for one in rank_plans(setting, axes=axes, overrides={"remat": "block"}).strategies:
-        assert price_strategy(one.setting, one.strategy).estimate == one.estimate
+    for one in rank_plans(setting, axes=axes, overrides={"remat": "block"}).plans:
+        assert price_strategy(one.setting, one.strategy).estimate == one.predicted
 
 
 @pytest.mark.parametrize(
@@ -158,13 +154,13 @@ def test_what_is_listed_has_the_price_of_the_steps_that_run(model, cluster, axes
 def test_every_strategy_offered_can_run(model, cluster, batch_seqs):
     result = planned(model, cluster, batch_seqs)
     near = () if result.nearest_batch is None else (result.nearest_batch,)
-    for one in (*result.strategies, *near):
+    for one in (*result.plans, *near):
         assert legal(one.setting, one.strategy) == ()
 
 
 def test_given_axes_are_kept_or_refused_in_words():
     kept = planned(LLAMA70B, "v5p:16x16x32", 1024, axes={"fsdp": 1024, "tensor": 4})
-    for one in kept.strategies:
+    for one in kept.plans:
         assert (one.strategy.mesh["fsdp"], one.strategy.mesh["tensor"]) == (1024, 4)
         assert one.num_chips == 8192
     for axes, words in (
@@ -185,8 +181,8 @@ def test_given_axes_are_kept_or_refused_in_words():
 
 def test_given_fields_of_the_strategy():
     result = planned(LLAMA8B, "v5p:4x4x4", 256, overrides={"strategy.remat": "block", "num_microbatches": 2})
-    assert {(one.strategy.remat, one.strategy.num_microbatches) for one in result.strategies} == {("block", 2)}
-    names = planned(LLAMA8B, "v5p:4x4x4", 256, overrides={"remat": ["qr", "kr", "v"]}).strategies[0]
+    assert {(one.strategy.remat, one.strategy.num_microbatches) for one in result.plans} == {("block", 2)}
+    names = planned(LLAMA8B, "v5p:4x4x4", 256, overrides={"remat": ["qr", "kr", "v"]}).plans[0]
     assert names.strategy.remat == ("qr", "kr", "v")
     assert names.to_json()["remat"] == ("qr", "kr", "v")
     for overrides, words in (
@@ -202,7 +198,7 @@ def test_given_fields_of_the_strategy():
 
 def test_what_is_not_executed_is_planned_for_chips_and_refused_here():
     result = planned(LLAMA8B, "h100:8x8", 256, overrides={"state": "bf16-master", "precision": "fp8"}, top=1)
-    assert (result.strategies[0].strategy.state, result.strategies[0].strategy.precision) == ("bf16-master", "fp8")
+    assert (result.plans[0].strategy.state, result.plans[0].strategy.precision) == ("bf16-master", "fp8")
     assert any(note.endswith("no causal discount; it is a share of the fp8 peak") for note in result.notes)
     with pytest.raises(CannotRunError, match="precision 'fp8' is planned but not executed in this version"):
         planned(TINY, "cpu:8", 32, 512, overrides={"precision": "fp8"}, calibration=measured())
@@ -210,17 +206,17 @@ def test_what_is_not_executed_is_planned_for_chips_and_refused_here():
 
 def test_emulated_devices_use_other_axes_only_where_they_are_asked_for():
     searched = planned(TINY, "cpu:8", 32, 512, calibration=measured())
-    assert all(one.strategy.mesh["pipeline"] == 1 for one in searched.strategies)
+    assert all(one.strategy.mesh["pipeline"] == 1 for one in searched.plans)
     asked = planned(TINY, "cpu:8", 32, 512, axes={"pipeline": 2}, calibration=measured())
-    assert {one.strategy.mesh["pipeline"] for one in asked.strategies} == {2}
+    assert {one.strategy.mesh["pipeline"] for one in asked.plans} == {2}
 
 
 def test_given_schedule_and_offload_are_kept():
     overrides = {"schedule": "interleaved", "chunks": 4, "offload": ["optimizer"]}
     result = planned(LLAMA8B, "v5p:4x4x4", 256, axes={"pipeline": 4}, overrides=overrides, top=2)
-    for one in result.strategies:
+    for one in result.plans:
         assert (one.strategy.schedule, one.strategy.chunks, one.strategy.offload) == ("interleaved", 4, ("optimizer",))
-        assert one.estimate.terms["pcie"] > 0
+        assert one.predicted.terms["pcie"] > 0
 
 
 def test_nothing_fits():
@@ -232,7 +228,7 @@ def test_nothing_fits():
     assert "needs 55.8" in message
     assert "a chip has 16.1 GB beside the 5% that stay free" in message
     chips = int(message.split("At least ")[1].split(" ")[0])
-    assert planned(LLAMA70B, f"v5e:8x{chips // 8}", 16).strategies
+    assert planned(LLAMA70B, f"v5e:8x{chips // 8}", 16).plans
     with pytest.raises(CannotRunError, match="remat=none"):
         planned(LLAMA70B, "v5e:4x4", 16, overrides={"remat": "none"})
 
@@ -263,9 +259,9 @@ def test_given_microbatches_that_divide_nothing():
 def test_experts_are_split_over_their_axis():
     """mixtral-8x7b is planned as any other; a given axis is kept."""
     model = catalogue.load_model("mixtral-8x7b")
-    assert planned(model, "h100:8x8", 64).strategies
+    assert planned(model, "h100:8x8", 64).plans
     split = planned(model, "h100:8x8", 64, axes={"expert": 8}, top=2)
-    assert {one.strategy.mesh["expert"] for one in split.strategies} == {8}
+    assert {one.strategy.mesh["expert"] for one in split.plans} == {8}
 
 
 def test_a_plan_says_what_an_uneven_load_of_experts_would_cost():
@@ -273,8 +269,8 @@ def test_a_plan_says_what_an_uneven_load_of_experts_would_cost():
     setting = Setting(catalogue.load_model("mixtral-8x7b"), parse_cluster("h100:8x4"), Job(batch_seqs=64, seq_len=4096))
     first = rank_plans(setting, axes={"expert": 8}, top=1)
     assumed = msgspec.structs.replace(setting.assumptions, imbalance=UNEVEN)
-    uneven = price_strategy(msgspec.structs.replace(setting, assumptions=assumed), first.strategies[0].strategy)
-    assert uneven.estimate.step_s > first.strategies[0].estimate.step_s
+    uneven = price_strategy(msgspec.structs.replace(setting, assumptions=assumed), first.plans[0].strategy)
+    assert uneven.estimate.step_s > first.plans[0].predicted.step_s
     assert first.notes[-1].endswith(f"with 1.25 times a step would take {format_seconds(uneven.estimate.step_s)}")
     alone = rank_plans(setting, axes={"expert": 1}, top=1)
     assert not any("busiest device" in note for note in alone.notes)
@@ -322,7 +318,7 @@ def test_the_load_of_experts_is_said_as_it_is_counted():
 def test_notes_are_of_the_slice_that_is_planned():
     """Another number of chips than were asked for."""
     found = planned(LLAMA8B, "v5e:3x5", 64, top=1)
-    used = found.strategies[0].cluster
+    used = found.plans[0].cluster
     assert used.short_name != "v5e:3x5"
     assert not any("v5e:3x5 is not" in note for note in found.notes)
     assert set(slice_note(used)) <= set(found.notes)
@@ -336,7 +332,7 @@ def test_attention_is_fused_but_in_software_of_2021(software, fused):
 
 
 def test_top_is_a_number_of_strategies():
-    assert len(planned(LLAMA8B, "v5p:4x4x4", 256, top=1).strategies) == 1
+    assert len(planned(LLAMA8B, "v5p:4x4x4", 256, top=1).plans) == 1
     with pytest.raises(InputError, match="top=0"):
         planned(LLAMA8B, "v5p:4x4x4", 256, top=0)
 
@@ -354,10 +350,10 @@ def measured():
 
 def test_this_machine_with_measured_rates():
     result = planned(TINY, "cpu:8", 32, 512, axes={"fsdp": 4, "tensor": 2}, calibration=measured())
-    best = result.strategies[0]
+    best = result.plans[0]
     assert best.strategy.state == "fp32"
     assert best.strategy.mesh == make_mesh({"fsdp": 4, "tensor": 2})
-    for one in planned(TINY, "cpu:8", 32, 512, calibration=measured()).strategies:
+    for one in planned(TINY, "cpu:8", 32, 512, calibration=measured()).plans:
         require_runnable_strategy(one.strategy)
     assert any("calibration 'here'" in note for note in result.notes)
     assert any("memory of cpu:8 is not known" in note for note in result.notes)
@@ -368,12 +364,12 @@ def test_this_machine_with_measured_rates():
 def test_a_plan_file_of_what_was_planned(tmp_path):
     result = planned(TINY, "cpu:8", 32, 512, calibration=measured())
     path = tmp_path / "plan.toml"
-    save_plan(result.plan(), path)
+    save_plan(result.plans[0], path)
     read = load_plan(path)
-    assert read == result.plan()
-    assert read.strategy == result.strategies[0].strategy
-    assert read.predicted.step_s == result.strategies[0].estimate.step_s
-    assert result.plan(result.strategies[1]).strategy == result.strategies[1].strategy
+    assert read == result.plans[0]
+    assert read.strategy == result.plans[0].strategy
+    assert read.predicted.step_s == result.plans[0].predicted.step_s
+    assert result.plans[1].strategy != result.plans[0].strategy
 
 
 def test_a_word_that_is_not_known_is_refused_with_those_that_are():

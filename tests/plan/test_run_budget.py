@@ -13,7 +13,7 @@ from meshwright.spec.job import Job
 
 def planned(cluster, *, train_tokens):
     job = Job(batch_seqs=256, seq_len=4096, train_tokens=train_tokens)
-    return rank_plans(Setting(catalogue.load_model("llama3-8b"), parse_cluster(cluster), job), top=1).plan()
+    return rank_plans(Setting(catalogue.load_model("llama3-8b"), parse_cluster(cluster), job), top=1).plans[0]
 
 
 def test_every_number():

@@ -60,7 +60,7 @@ def test_the_book_s_split_is_among_the_best_that_run():
 
 
 def test_results_are_sorted_and_differ(pod):
-    times = [found.estimate.step_s for found in pod.found]
+    times = [found.predicted.step_s for found in pod.found]
     assert times == sorted(times)
     assert len(pod.found) == 8
     meshes = [tuple(found.strategy.mesh.values()) for found in pod.found]
@@ -76,8 +76,8 @@ def test_what_is_found_is_legal_and_priced_as_alone(pod):
         assert legal(Setting(LLAMA70B, cluster, job), found.strategy) == ()
         alone = estimate_step(Setting(LLAMA70B, cluster, job), found.strategy)
         for name in ("step_s", "step_s_lower", "step_s_upper", "mfu", "hfu", "hbm_bytes_per_chip", "flops"):
-            assert getattr(found.estimate, name) == pytest.approx(getattr(alone, name), rel=1e-9), name
-        assert found.estimate.bound_by == alone.bound_by
+            assert getattr(found.predicted, name) == pytest.approx(getattr(alone, name), rel=1e-9), name
+        assert found.predicted.bound_by == alone.bound_by
 
 
 # -- layers that run again for each other -------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_zero_2_is_found_where_it_is_fastest():
     )
     (without,) = search(open_space(where, OPEN, choices=Choices()), cluster, 64, top=1).found
     assert (found.strategy.zero, without.strategy.zero) == (2, 1)
-    assert found.estimate.step_s == held.estimate.step_s < 0.999 * without.estimate.step_s
+    assert found.predicted.step_s == held.predicted.step_s < 0.999 * without.predicted.step_s
 
 
 # -- against every strategy priced one by one ---------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_the_best_is_the_best_of_every_strategy_priced_one_by_one(tried):
     assert len(alone) == outcome.num_candidates > 300
     assert {key[0][0] for key in alone} == {1, 2, 4}
     best = outcome.found[0]
-    assert best.estimate.step_s == pytest.approx(min(one.step_s for one in alone.values()), rel=2e-3)
+    assert best.predicted.step_s == pytest.approx(min(one.step_s for one in alone.values()), rel=2e-3)
 
 
 @pytest.mark.slow
@@ -220,8 +220,8 @@ def test_every_strategy_found_takes_what_it_takes_alone(tried):
     assert {tuple(found.strategy.mesh.values()) for found in outcome.found} == {key[0] for key in alone}
     for found in (*outcome.found, *outcome.frontier):
         one = alone[key_of(found.strategy)]
-        assert found.estimate.step_s == pytest.approx(one.step_s, rel=1e-9)
-        assert found.estimate.memory == pytest.approx(one.memory)
+        assert found.predicted.step_s == pytest.approx(one.step_s, rel=1e-9)
+        assert found.predicted.memory == pytest.approx(one.memory)
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_each_mesh_is_listed_with_its_best(tried):
     for found in outcome.found:
         mesh = tuple(found.strategy.mesh.values())
         best = min(one.step_s for key, one in alone.items() if key[0] == mesh)
-        assert found.estimate.step_s == pytest.approx(best, rel=2e-3)
+        assert found.predicted.step_s == pytest.approx(best, rel=2e-3)
 
 
 @pytest.mark.slow
@@ -238,7 +238,7 @@ def test_the_frontier_is_what_nothing_beats(tried):
     """In seconds and bytes, of all strategies priced one by one; and nothing that is not beaten is missing."""
     alone, outcome = tried
     points = {(one.step_s, one.hbm_bytes_per_chip) for one in alone.values()}
-    front = [(found.estimate.step_s, found.estimate.hbm_bytes_per_chip) for found in outcome.frontier]
+    front = [(found.predicted.step_s, found.predicted.hbm_bytes_per_chip) for found in outcome.frontier]
     assert len(front) > 3
     assert front == sorted(front)
     for seconds, need in front:
@@ -265,7 +265,7 @@ def test_screening_loses_nothing(model, cluster, batch_seqs, seq_len):
     quick = search(where, laid, batch_seqs, top=1)
     whole = search(where, laid, batch_seqs, top=1, exhaustive=True)
     assert quick.num_legal < whole.num_legal
-    assert quick.found[0].estimate.step_s <= 1.01 * whole.found[0].estimate.step_s
+    assert quick.found[0].predicted.step_s <= 1.01 * whole.found[0].predicted.step_s
 
 
 @pytest.mark.slow

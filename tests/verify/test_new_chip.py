@@ -55,7 +55,7 @@ def check(cluster, tmp_path):
     calibration = fitted_calibration(new)
     h100 = fitted_calibration(chip("h100"))
     assert calibration.efficiency == h100.efficiency
-    best = rank_plans(Setting(catalogue.load_model("llama3-8b"), cluster, JOB, calibration)).plan()
+    best = rank_plans(Setting(catalogue.load_model("llama3-8b"), cluster, JOB, calibration)).plans[0]
     assert best.cluster == cluster
     save_plan(best, tmp_path / "plan.toml")
     for one in (cluster, load_plan(tmp_path / "plan.toml").cluster):

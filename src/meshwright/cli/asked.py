@@ -166,10 +166,10 @@ def _planned(setting: Setting, axes: dict[str, int], fields: Facts, verb: str) -
         # The whole mesh is given: the compiler's verdict on it is the answer, under the remat that needs least memory.
         full_remat = Strategy(mesh=make_mesh(axes), state="bf16-adam", remat="full")
         return Asked(setting, with_fields(full_remat, "strategy", fields))
-    best_plan = result.strategies[0]
+    best_plan = result.plans[0]
     if verb in RUN and best_plan.num_chips < setting.cluster.num_chips:
         raise CannotRunError(". ".join(result.shortfall))
-    return Asked(best_plan.setting, best_plan.strategy, best_plan.estimate)
+    return Asked(best_plan.setting, best_plan.strategy, best_plan.predicted)
 
 
 def job_of_step(job: Job, step: str | None) -> Job:

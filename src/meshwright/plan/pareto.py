@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import msgspec
 
 from meshwright.plan.candidates import parts_of
+from meshwright.plan.plan_file import Plan
 from meshwright.plan.planner import space_of
-from meshwright.plan.result import PlannedStrategy, PlanResult
+from meshwright.plan.result import PlanResult
 from meshwright.plan.search import search
 from meshwright.plan.space import Space
 
@@ -19,23 +20,23 @@ class Frontier(msgspec.Struct, frozen=True, kw_only=True):
     """Two lists of plans, fastest first. ``memory``: plans on all chips, each with less memory than the one before.
     ``cost``: plans on the cluster and parts of it, each cheaper per token; () if the chip has no price."""
 
-    memory: tuple[PlannedStrategy, ...]
-    cost: tuple[PlannedStrategy, ...]
+    memory: tuple[Plan, ...]
+    cost: tuple[Plan, ...]
 
 
 def pareto(result: PlanResult) -> Frontier:
     """Returns both frontiers for the chips that a result uses; the parts are half of them, a quarter and so on."""
-    setting = result.setting.on(result.strategies[0].cluster)
+    setting = result.setting.on(result.plans[0].cluster)
     space = space_of(setting, result.axes, result.overrides, result.choices)
     outcome = search(space, setting.cluster, setting.job.batch_seqs, top=1, frontier=True)
     has_price = setting.cluster.chip.price_usd_per_hour is not None
     return Frontier(memory=outcome.frontier, cost=_cheaper([outcome.found[0], *_on_parts(space)]) if has_price else ())
 
 
-def _on_parts(space: Space) -> list[PlannedStrategy]:
+def _on_parts(space: Space) -> list[Plan]:
     """Returns the best plan on half the chips, a quarter and so on, until one does not run."""
     cluster, job = space.setting.cluster, space.setting.job
-    plans: list[PlannedStrategy] = []
+    plans: list[Plan] = []
     num_chips = cluster.num_chips
     for _ in range(MAX_HALVINGS):
         parts = parts_of(cluster, num_chips // 2) if num_chips % 2 == 0 else ()
@@ -47,11 +48,11 @@ def _on_parts(space: Space) -> list[PlannedStrategy]:
     return plans
 
 
-def _cheaper(found: Sequence[PlannedStrategy]) -> tuple[PlannedStrategy, ...]:
+def _cheaper(found: Sequence[Plan]) -> tuple[Plan, ...]:
     """Selects plans with fewer chip-seconds, by `LEAST_CHEAPER`, than every faster plan."""
-    cheaper: list[PlannedStrategy] = []
-    for plan in sorted(found, key=lambda plan: plan.estimate.step_s):
-        chip_seconds = plan.estimate.step_s * plan.num_chips
-        if not cheaper or chip_seconds < (1 - LEAST_CHEAPER) * cheaper[-1].estimate.step_s * cheaper[-1].num_chips:
+    cheaper: list[Plan] = []
+    for plan in sorted(found, key=lambda plan: plan.predicted.step_s):
+        chip_seconds = plan.predicted.step_s * plan.num_chips
+        if not cheaper or chip_seconds < (1 - LEAST_CHEAPER) * cheaper[-1].predicted.step_s * cheaper[-1].num_chips:
             cheaper.append(plan)
     return tuple(cheaper)

@@ -4,6 +4,7 @@ What works on a `Setting` and a `Strategy` (prices, listings, proofs) works on a
 of a service.
 """
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, overload
 
@@ -43,7 +44,7 @@ GENERATION_JOB = Job(kind="decode", batch_seqs=1, seq_len=1)
 """The job of the setting of a service, which stands for a step of one sequence."""
 
 
-class PlanFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlanFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """What every plan has: the model, its cluster, and the rates and assumptions behind the prediction."""
 
     version: int = VERSION
@@ -51,6 +52,12 @@ class PlanFile(Checked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     cluster: Cluster
     assumptions: Assumptions = AS_RUN
     calibration: Calibration
+
+    @staticmethod
+    def fields_of(setting: Setting) -> dict[str, Any]:
+        """Returns the fields that every plan in a setting has."""
+        fields = {name: getattr(setting, name) for name in ("model", "cluster", "assumptions")}
+        return {**fields, "calibration": setting.rates}
 
     def setting_for(self, job: Job) -> Setting:
         """Returns the setting of a job that is priced as the plan is."""
@@ -64,10 +71,27 @@ class Plan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=True):
     strategy: Strategy
     predicted: Prediction[float]
 
-    @property
+    @cached_property
     def setting(self) -> Setting:
-        """The setting that the strategy was planned in."""
+        """The setting that the strategy was planned in, with the chips that it uses."""
         return self.setting_for(self.job)
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of the strategy's cluster."""
+        return self.cluster.num_chips
+
+    @property
+    def usd_per_token(self) -> float | None:
+        """Dollars that all chips cost for one token; None without a price."""
+        price = self.cluster.chip.price_usd_per_hour
+        return price and price * self.num_chips / 3600 * self.predicted.step_s / self.job.tokens_per_step
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields of the strategy and of its prediction as plain data, with the keys of `plan --json`."""
+        fields = msgspec.to_builtins(self.strategy) | msgspec.to_builtins(self.predicted)
+        facts = {"zero": self.strategy.zero, "precision": self.strategy.matmul_dtype, "num_chips": self.num_chips}
+        return {"axes": fields.pop("mesh"), **fields, **facts}
 
 
 class EnginePool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -150,7 +174,7 @@ class ServicePlan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefill: EnginePool
     predicted: ServiceFigures
 
-    @property
+    @cached_property
     def setting(self) -> Setting:
         """The setting that the service was planned in."""
         return self.setting_for(GENERATION_JOB)
@@ -165,11 +189,6 @@ class ServicePlan(PlanFile, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Tokens of a sequence that a step makes in the mean."""
         speculation = self.service.speculation
         return float(expected_tokens(speculation.acceptance, self.num_drafts)) if speculation else 1.0
-
-    @property
-    def bound_by(self) -> str:
-        """What takes most of a step of generation."""
-        return self.generate.bound_by
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain data, with the keys of `service --json`."""
@@ -256,6 +275,9 @@ def decode_plan(file: TomlFile, kind: Any = Plan) -> Any:
     if not issubclass(file_kind, kind):
         raise file.error((SERVICE,), _OTHER_KIND[file_kind])
     plan = _service_plan(file) if file_kind is ServicePlan else _training_plan(file)
+    if plan.calibration.chip != plan.cluster.chip.name:
+        rates_text = f"rates of {plan.calibration.chip}, and the chips are {plan.cluster.chip.name}"
+        raise file.error(("calibration", "chip"), f"{rates_text}. Give rates of these.")
     with file.at(("predicted",)):
         check_figures(plan.predicted, "predicted", may_be_zero=plan.predicted.__struct_fields__)
     return plan
@@ -307,9 +329,6 @@ def _service_plan(file: TomlFile) -> ServicePlan:
     plan = decode_toml(file, ServicePlan)
     with file.at(("weights",)):
         stored_dtypes((plan.weights,), (plan.cache,), chip=plan.cluster.chip)
-    if plan.calibration.chip != plan.cluster.chip.name:
-        rates_text = f"rates of {plan.calibration.chip}, and the chips are {plan.cluster.chip.name}"
-        raise file.error(("calibration", "chip"), f"{rates_text}. Give rates of these.")
     for name in POOLS:
         with file.at((name,)):
             _check_pool(name, getattr(plan, name), plan)

@@ -19,7 +19,8 @@ from meshwright.cost.work.ops import mfu_words
 from meshwright.masks.names import mask_named
 from meshwright.plan.candidates import memory_of_any_mesh, parts_of
 from meshwright.plan.legal import legal, strategy_sizes
-from meshwright.plan.result import PlannedStrategy, PlanResult
+from meshwright.plan.plan_file import Plan
+from meshwright.plan.result import PlanResult
 from meshwright.plan.rules import Refusal, check_rules
 from meshwright.plan.search import SearchOutcome, search
 from meshwright.plan.space import USUAL, Choices, Space, open_space
@@ -80,7 +81,7 @@ def rank_plans(
         shortfall = _part_notes(cluster, job, outcome, plan_on_all, near_plan)
     return PlanResult(
         setting=setting,
-        strategies=outcome.found,
+        plans=outcome.found,
         notes=notes,
         shortfall=shortfall,
         nearest_batch=near_plan,
@@ -105,10 +106,12 @@ def rank_slices(settings: Sequence[Setting], **choices: Any) -> PlanResult:
             first_error = first_error or error
     if first_error is not None and not results:
         raise first_error
-    ranked = sorted(results, key=lambda r: (r.strategies[0].cluster != r.cluster, r.strategies[0].estimate.step_s))
+    ranked = sorted(results, key=lambda r: (r.plans[0].cluster != r.setting.cluster, r.plans[0].predicted.step_s))
     if len(settings) == 1:
         return ranked[0]
-    times_text = ", ".join(f"{r.cluster.short_name} {format_seconds(r.strategies[0].estimate.step_s)}" for r in ranked)
+    times_text = ", ".join(
+        f"{r.setting.cluster.short_name} {format_seconds(r.plans[0].predicted.step_s)}" for r in ranked
+    )
     note = f"shapes of slice by step time: {times_text}"
     return msgspec.structs.replace(ranked[0], notes=(note, *ranked[0].notes))
 
@@ -247,25 +250,25 @@ def _without_stages(space: Space, top: int, outcome: SearchOutcome) -> SearchOut
     except CannotRunError:
         return outcome
     part_outcome = search(space, part, space.setting.job.batch_seqs, top=top)  # there stages may be faster yet
-    return min(outcome, part_outcome, key=lambda option: option.found[0].estimate.step_s)
+    return min(outcome, part_outcome, key=lambda option: option.found[0].predicted.step_s)
 
 
 def _part_notes(
-    cluster: Cluster, job: Job, outcome: SearchOutcome, whole: PlannedStrategy | None, near: PlannedStrategy | None
+    cluster: Cluster, job: Job, outcome: SearchOutcome, whole: Plan | None, near: Plan | None
 ) -> tuple[str, ...]:
     part = outcome.found[0].cluster
     batch_text, chips_text = f"{job.batch_seqs:,} sequences of {job.seq_len:,}", f"all {cluster.num_chips:,} chips of"
     if whole is None:
         reason = f"{batch_text} cannot be divided over {chips_text} {cluster.short_name} in a way that fits"
     else:
-        step = format_seconds(whole.estimate.step_s)
+        step = format_seconds(whole.predicted.step_s)
         axes = mesh_words(whole.strategy.mesh, " x ")
         reason = f"{batch_text} fit {chips_text} {cluster.short_name} only in pipeline stages ({axes}, {step})"
     notes = [f"{reason}: planned on {part.short_name}, {part.num_chips:,} chips"]
     if near is not None:
         axes = mesh_words(near.strategy.mesh, " x ")
         tokens = format_count(near.job.batch_seqs * job.seq_len)
-        step = format_seconds(near.estimate.step_s)
+        step = format_seconds(near.predicted.step_s)
         notes.append(
             f"all {cluster.num_chips:,} chips run with {near.job.batch_seqs:,} sequences ({tokens} tokens) a step, "
             f"--batch {near.job.batch_seqs}seq: {axes}, {step}"

@@ -28,8 +28,9 @@ from meshwright.plan.candidates import (
     with_microbatches,
 )
 from meshwright.plan.legal import few_idle_places
+from meshwright.plan.plan_file import Plan
 from meshwright.plan.ranking import Best, Variant, diverse
-from meshwright.plan.result import PlannedStrategy, planned
+from meshwright.plan.result import planned
 from meshwright.plan.space import Pattern, Space
 from meshwright.spec.cluster import Cluster
 from meshwright.spec.strategy import USUAL_POLICIES
@@ -65,12 +66,12 @@ class SearchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     ``fits_without_stages`` is true if any ranked strategy has one pipeline stage.
     """
 
-    found: tuple[PlannedStrategy, ...] = ()
+    found: tuple[Plan, ...] = ()
     num_meshes: int
     num_legal: int = 0
     num_candidates: int = 0
     least_bytes: float = np.inf
-    frontier: tuple[PlannedStrategy, ...] = ()
+    frontier: tuple[Plan, ...] = ()
     fits_without_stages: bool = False
 
 
@@ -282,7 +283,7 @@ class _Pricer:
             # 1 where this number of chunks has been tried already
             yield np.where(-(-num_layers // (stages * count)) == chunk_layers, count, 1)
 
-    def planned_at(self, best: Best, index: int) -> PlannedStrategy:
+    def planned_at(self, best: Best, index: int) -> Plan:
         """Returns candidate ``index`` of ``best`` with the prediction of the steps that run, which the steps of all
         meshes may be a little off: their order differs."""
         form = best.at(index)

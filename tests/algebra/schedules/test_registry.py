@@ -81,14 +81,14 @@ def test_it_is_priced_by_its_simulation(toy):
 def test_it_is_planned_and_explained(toy):
     choices = msgspec.structs.replace(USUAL, schedules=(*USUAL.schedules, toy))
     found = rank_plans(Setting(MODEL, CLUSTER, JOB), axes={"pipeline": 2}, choices=choices, overrides={"schedule": toy})
-    best = found.strategies[0]
+    best = found.plans[0]
     assert best.strategy.schedule == toy
     assert legal(Setting(MODEL, CLUSTER, JOB), best.strategy) == ()
     alone = estimate_step(Setting(MODEL, CLUSTER, JOB), best.strategy)
-    assert alone.step_s == pytest.approx(best.estimate.step_s)
+    assert alone.step_s == pytest.approx(best.predicted.step_s)
     gpipe = estimate_step(Setting(MODEL, CLUSTER, JOB), msgspec.structs.replace(best.strategy, schedule="gpipe"))
     assert gpipe.hbm_bytes_per_chip <= alone.hbm_bytes_per_chip
-    assert explain(found.plan()).between.schedule == toy
+    assert explain(found.plans[0]).between.schedule == toy
 
 
 def test_sizes_that_take_too_long_to_simulate_are_refused(toy):

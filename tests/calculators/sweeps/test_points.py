@@ -40,11 +40,11 @@ def test_every_point_is_the_planners_own_answer():
     rates = {"h100": fitted_calibration(chip("h100"))}
     points = sweep("batch=64seq", on="h100:8x1..8x2", rates=rates)
     for point in points:
-        best = rank_plans(point.setting).strategies[0]
-        assert point.best.estimate.step_s == pytest.approx(best.estimate.step_s, rel=1e-9)
+        best = rank_plans(point.setting).plans[0]
+        assert point.best.predicted.step_s == pytest.approx(best.predicted.step_s, rel=1e-9)
         assert point.best.strategy.mesh == best.strategy.mesh
-        assert point.tokens_per_s == pytest.approx(64 * 4096 / best.estimate.step_s)
-    assert points[1].best.estimate.step_s < points[0].best.estimate.step_s
+        assert point.tokens_per_s == pytest.approx(64 * 4096 / best.predicted.step_s)
+    assert points[1].best.predicted.step_s < points[0].best.predicted.step_s
     first, second = records(points)
     assert (first["values"], second["values"]) == ({"on": "8"}, {"on": "16"})
     assert first["scaling"] == 1.0
@@ -54,7 +54,7 @@ def test_every_point_is_the_planners_own_answer():
 def test_weak_scaling_keeps_the_batch_per_chip():
     points = sweep("batch=64seq", on="h100:8x2..8x4", weak=True)
     assert [point.setting.job.batch_seqs for point in points] == [64, 128]
-    steps = [point.best.estimate.step_s for point in points]
+    steps = [point.best.predicted.step_s for point in points]
     assert steps[1] == pytest.approx(steps[0], rel=0.05)
     with pytest.raises(InputError, match="are no whole number on 12 chips"):
         sweep("batch=63seq", on="h100:8x1,h100:4x3", weak=True)
@@ -89,7 +89,7 @@ def test_fields_of_the_job_the_model_and_the_assumptions():
 
 def test_what_a_token_costs():
     (point,) = sweep("batch=64seq", on="v5p:2x2x2")
-    hours = point.best.estimate.step_s / 3600
+    hours = point.best.predicted.step_s / 3600
     assert point.to_json()["usd_per_token"] == pytest.approx(8 * hours * 4.2 / (64 * 4096))
 
 
@@ -112,7 +112,7 @@ def test_memory_is_what_the_estimate_says():
 def test_memory_is_of_the_software_that_is_assumed():
     for point in given("remat=none,full", "software=eager"):
         asked = Setting(point.setting.model, point.setting.cluster, point.setting.job, assumptions=EAGER)
-        assert point.best.estimate.memory == pytest.approx(estimate_step(asked, point.best.strategy).memory)
+        assert point.best.predicted.memory == pytest.approx(estimate_step(asked, point.best.strategy).memory)
 
 
 def test_tensor_takes_from_fsdp():
@@ -121,7 +121,7 @@ def test_tensor_takes_from_fsdp():
     assert [point.values["tensor"] for point in points] == list("1248")
     assert [point.best.strategy.mesh["fsdp"] for point in points] == [8, 4, 2, 1]
     assert [point.setting.job.batch_seqs for point in points] == [8, 4, 2, 1]
-    for before, after in pairwise(point.best.estimate.memory for point in points):
+    for before, after in pairwise(point.best.predicted.memory for point in points):
         assert after["optimizer"] == pytest.approx(before["optimizer"], rel=1e-3)
         # halved but for what every device of the tensor axis keeps whole
         assert 0.5 <= after["activations"] / before["activations"] < 0.6
@@ -129,14 +129,14 @@ def test_tensor_takes_from_fsdp():
 
 def test_activations_grow_with_the_sequence():
     # both are fullest in the loss head
-    short, long = (point.best.estimate.memory for point in given("seq_len=16Ki,32Ki"))
+    short, long = (point.best.predicted.memory for point in given("seq_len=16Ki,32Ki"))
     assert long["activations"] == pytest.approx(2 * short["activations"])
     assert long["weights"] == short["weights"]
     assert [point.setting.job.seq_len for point in given("seq_len")] == [1024 << power for power in range(8)]
 
 
 def test_recomputation_keeps_less():
-    kept = {point.best.strategy.remat: point.best.estimate.memory["activations"] for point in given("remat")}
+    kept = {point.best.strategy.remat: point.best.predicted.memory["activations"] for point in given("remat")}
     assert tuple(kept) == REMAT_POLICIES
     assert kept["none"] > kept["selective"] > kept["matmuls"] > kept["sqrt"] > kept["block"] > kept["full"]
     assert kept["full"] >= kept["recompute-all"]
@@ -145,7 +145,7 @@ def test_recomputation_keeps_less():
 def test_microbatches_are_as_many_as_asked_for():
     one, four = sweep("micro=1,4", "remat=block", "seq_len=32Ki")
     assert four.setting.job.batch_seqs == 4 * one.setting.job.batch_seqs
-    kept = [point.best.estimate.memory["activations"] for point in (one, four)]
+    kept = [point.best.predicted.memory["activations"] for point in (one, four)]
     assert kept[1] == pytest.approx(4 * kept[0])
 
 
@@ -153,7 +153,7 @@ def test_data_takes_the_chips_that_a_given_fsdp_leaves():
     """bf16-adam without sharding: 2 + 2 + 8 bytes a parameter over tensor alone, so that memory halves with it."""
     points = given("fsdp=1", "tensor=1,2,4", "remat=block")
     assert [point.best.strategy.mesh["data"] for point in points] == [8, 4, 2]
-    held = [point.best.estimate.memory["optimizer"] for point in points]
+    held = [point.best.predicted.memory["optimizer"] for point in points]
     assert held[0] == pytest.approx(8 * 8.03e9, rel=1e-3)
     assert held[1:] == pytest.approx([held[0] / 2, held[0] / 4], rel=1e-3)
 

@@ -6,7 +6,7 @@ import pytest
 from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.formulas.limit_table import limits_at
 from meshwright.cost.formulas.limits import ring_min_positions
-from meshwright.cost.setting import Setting, setting_of
+from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.planner import rank_plans
 from meshwright.plan.why.bounds import letters_of
@@ -21,11 +21,11 @@ def planned(model, cluster, batch_seqs, *, seq_len=4096, overrides=None, **axes)
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
     return rank_plans(
         Setting(catalogue.load_model(model), parse_cluster(cluster), job), axes=axes, overrides=overrides, top=1
-    ).plan()
+    ).plans[0]
 
 
 def told(one):
-    priced = price_strategy(setting_of(one), one.strategy)
+    priced = price_strategy(one.setting, one.strategy)
     return {limit.name: limit for limit in limits_at(letters_of(priced))}, priced
 
 

@@ -32,7 +32,7 @@ CPU = Calibration(
 
 def planned(cluster, batch_seqs, *, model=LLAMA70B, seq_len=4096, tokens=None, calibration=None, **axes):
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len, train_tokens=tokens)
-    return rank_plans(Setting(model, parse_cluster(cluster), job, calibration), axes=axes, top=1).plan()
+    return rank_plans(Setting(model, parse_cluster(cluster), job, calibration), axes=axes, top=1).plans[0]
 
 
 def priced(one):

@@ -15,7 +15,7 @@ from meshwright.spec.job import Job
 
 def planned(cluster="v5e:4x4", model="llama3-8b", batch_seqs=128, **axes):
     job = Job(batch_seqs=batch_seqs, seq_len=4096)
-    return rank_plans(Setting(catalogue.load_model(model), parse_cluster(cluster), job), axes=axes, top=1).plan()
+    return rank_plans(Setting(catalogue.load_model(model), parse_cluster(cluster), job), axes=axes, top=1).plans[0]
 
 
 def changed(one, **fields):

@@ -18,7 +18,7 @@ LLAMA70B = catalogue.load_model("llama3-70b")
 def case_of(cluster, batch_seqs, seq_len, *, model=LLAMA70B, **axes):
     """The case of a strategy that runs on a cluster: the mesh as given, or else the search's."""
     job = Job(batch_seqs=batch_seqs, seq_len=seq_len)
-    one = rank_plans(Setting(model, parse_cluster(cluster), job), axes=axes, top=1).plan()
+    one = rank_plans(Setting(model, parse_cluster(cluster), job), axes=axes, top=1).plans[0]
     return fsdp_case(one)
 
 
@@ -49,7 +49,7 @@ def lecture(num_gpus, tokens, seq_len):
         h100, peak_flops={"bf16": 200e12}, nic_bytes_per_s=200e9 / 8, nvlink_bytes_per_s=1e14, variant="custom"
     )
     cluster = msgspec.structs.replace(parse_cluster(f"h100:8x{num_gpus // 8}"), chip=chip)
-    small = rank_plans(Setting(model, parse_cluster("h100:8x32"), Job(batch_seqs=256, seq_len=2048)), top=1).plan()
+    small = rank_plans(Setting(model, parse_cluster("h100:8x32"), Job(batch_seqs=256, seq_len=2048)), top=1).plans[0]
     return msgspec.structs.replace(
         small,
         cluster=cluster,

@@ -53,7 +53,7 @@ def test_the_best_is_found_and_is_what_pricing_it_gives():
 
 def test_a_plan_of_the_search_has_no_single_change_that_helps():
     job = Job(batch_seqs=64, seq_len=4096)
-    one = rank_plans(Setting(catalogue.load_model("llama3-8b"), parse_cluster("v5e:4x4"), job), top=1).plan()
+    one = rank_plans(Setting(catalogue.load_model("llama3-8b"), parse_cluster("v5e:4x4"), job), top=1).plans[0]
     setting = Setting(model=one.model, cluster=one.cluster, job=job)
     tried = try_changes(setting, one.strategy, one.predicted.step_s)
     assert tried.best is None

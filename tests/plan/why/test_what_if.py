@@ -30,13 +30,13 @@ def test_it_is_the_plan_of_the_changed_machine(result):
         nic_bytes_per_s=h100.nic_bytes_per_s * 0.1,
     )
     cluster = msgspec.structs.replace(parse_cluster("h100:8x4"), chip=chip)
-    again = rank_plans(Setting(LLAMA8B, cluster, Job(batch_seqs=256, seq_len=4096)), top=1).strategies[0]
+    again = rank_plans(Setting(LLAMA8B, cluster, Job(batch_seqs=256, seq_len=4096)), top=1).plans[0]
     assert told.then.strategy == again.strategy
-    assert told.then.estimate.step_s == again.estimate.step_s
-    assert told.now == result.strategies[0]
-    assert told.kept_s > told.then.estimate.step_s
-    assert told.then.estimate.bound_by != "compute"
-    assert sum(term.added_s for term in told.terms) == pytest.approx(told.then.estimate.step_s)
+    assert told.then.predicted.step_s == again.predicted.step_s
+    assert told.now == result.plans[0]
+    assert told.kept_s > told.then.predicted.step_s
+    assert told.then.predicted.bound_by != "compute"
+    assert sum(term.added_s for term in told.terms) == pytest.approx(told.then.predicted.step_s)
 
 
 def test_twice_the_chips(result):
@@ -50,13 +50,13 @@ def test_a_plan_on_a_part_of_the_chips_is_kept_there():
     result = rank_plans(Setting(LLAMA8B, parse_cluster("h100:7"), Job(batch_seqs=8, seq_len=4096)), top=1)
     told = what_if(result, {"nvlink": 0.25})
     assert told.now.num_chips < 7
-    assert told.now.estimate.step_s < told.kept_s >= told.then.estimate.step_s
+    assert told.now.predicted.step_s < told.kept_s >= told.then.predicted.step_s
     assert "chips. " in told.note or told.note.count("planned on") == 1
 
 
 def test_half_the_batch_counts_tokens_per_second(result):
     told = what_if(result, {"batch": 0.5})
-    now, then = told.now.estimate.step_s, told.then.estimate.step_s
+    now, then = told.now.predicted.step_s, told.then.predicted.step_s
     assert told.then.job.batch_seqs == 128
     assert told.speedup == pytest.approx(now / then / 2)
 
@@ -64,7 +64,7 @@ def test_half_the_batch_counts_tokens_per_second(result):
 def test_nothing_changes_with_a_factor_of_one(result):
     told = what_if(result, {"chip.flops": 1.0})
     assert told.speedup == pytest.approx(1)
-    assert told.kept_s == pytest.approx(told.now.estimate.step_s)
+    assert told.kept_s == pytest.approx(told.now.predicted.step_s)
 
 
 def test_where_nothing_runs_it_is_said(result):

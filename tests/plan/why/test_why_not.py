@@ -63,7 +63,7 @@ def test_the_best_completion_beside_the_winner(result):
     again = estimate_step(Setting(LLAMA8B, parse_cluster("h100:8x4"), result.job), told.strategy)
     assert told.estimate.step_s == pytest.approx(again.step_s)
     assert told.slower_s == pytest.approx(again.step_s - told.winner_estimate.step_s)
-    assert told.winner_estimate.step_s == pytest.approx(result.strategies[0].estimate.step_s, rel=1e-6)
+    assert told.winner_estimate.step_s == pytest.approx(result.plans[0].predicted.step_s, rel=1e-6)
     assert told.slower_s > 0
     # the terms add up to both steps, and their shares to the whole difference
     assert sum(term.winner_s for term in told.terms) == pytest.approx(told.winner_estimate.step_s)
@@ -99,9 +99,9 @@ def test_what_the_result_was_planned_with_stays_unless_it_is_asked_for():
 
 
 def test_the_winner_itself(result):
-    mesh = {axis: size for axis, size in result.strategies[0].strategy.mesh.items() if size > 1}
+    mesh = {axis: size for axis, size in result.plans[0].strategy.mesh.items() if size > 1}
     told = why_not(result, mesh)
-    assert told.strategy.mesh == result.strategies[0].strategy.mesh
+    assert told.strategy.mesh == result.plans[0].strategy.mesh
     assert told.slower_s == pytest.approx(0, abs=1e-12)
 
 

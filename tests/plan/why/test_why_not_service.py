@@ -47,6 +47,11 @@ def test_too_little_memory_has_its_bytes(result):
     assert by_hand < bytes_needed < 1.05 * by_hand
 
 
+def test_engines_on_all_chips_leave_none_to_prefill(result):
+    found = why_not_service(result, {"tensor": 16, "pools": True})
+    assert found.refusal == "no engines that fit are left to prefill for it."
+
+
 def test_misses_say_by_how_much(result):
     missed = why_not_service(result, {"tensor": 16, "batch": 64, "kv": "int8", "weights": "int8"})
     assert missed.plan is None or missed.misses["TPOT"] == pytest.approx(missed.plan.predicted.tpot_s / 0.08)

@@ -15,8 +15,9 @@ from meshwright.cost.breakdown import Breakdown
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
 from meshwright.plan.legal import MEMORY_RULE, legal
+from meshwright.plan.plan_file import Plan
 from meshwright.plan.planner import refuse_given, space_of
-from meshwright.plan.result import PlannedStrategy, planned
+from meshwright.plan.result import planned
 from meshwright.plan.search import search
 from meshwright.plan.space import Space
 from meshwright.report.answer import Facts
@@ -42,19 +43,19 @@ class SweepPoint(msgspec.Struct, frozen=True, kw_only=True):
 
     values: Mapping[str, str]
     setting: Setting
-    best: PlannedStrategy | None
+    best: Plan | None
     reason: str
     least_bytes: float | None = None
 
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens per second of all chips together; None if nothing runs."""
-        return None if self.best is None else self.setting.job.tokens_per_step / self.best.estimate.step_s
+        return None if self.best is None else self.setting.job.tokens_per_step / self.best.predicted.step_s
 
     def to_json(self) -> Facts:
         """Returns plain data: figures are None where nothing runs."""
         plan, job, cluster, limit_bytes = self.best, self.setting.job, self.setting.cluster, self.setting.memory_limit
-        estimate, strategy = plan and plan.estimate, plan and plan.strategy
+        estimate, strategy = plan and plan.predicted, plan and plan.strategy
         breakdown = plan and Breakdown(price_strategy(plan.setting, plan.strategy))
         return {
             "label": ", ".join(f"{name} {value}" for name, value in self.values.items()),
@@ -145,7 +146,7 @@ def _point(
     if reason:
         return SweepPoint(values=values, setting=setting, best=None, reason=reason)
     best_plan = planned(setting, job.batch_seqs, strategy)
-    needed_bytes = best_plan.estimate.hbm_bytes_per_chip
+    needed_bytes = best_plan.predicted.hbm_bytes_per_chip
     reason = _too_large(needed_bytes, setting) if needed_bytes > setting.memory_limit else ""
     return SweepPoint(values=values, setting=setting, best=best_plan, reason=reason)
 

@@ -68,7 +68,7 @@ def command(given: Given) -> Answer:
     calibration = measure(cluster, keep=given.out / "calibration.toml")
     say("2/5 plan")
     ranking = rank_plans(Setting(DEMO_MODEL, cluster, DEMO_JOB, calibration))
-    plan = ranking.plan()
+    plan = ranking.plans[0]
     save_plan(plan, given.out / "plan.toml")
     if given.form == "text":
         show(plan_text(ranking))

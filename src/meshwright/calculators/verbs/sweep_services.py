@@ -156,9 +156,10 @@ def _point(shown: dict[str, str], at: Facts, varied: list[str], rates: Mapping[s
         reason_kind = next((reason_kind for reason_kind, words in REFUSED.items() if words in str(error)), "no engine")
         return {**row, "reason": f"{reason_kind}: {error}"}
     generate, prefill = best_plan.generate, best_plan.prefill
+    figures = {**best_plan.to_json(), "bound_by": generate.bound_by}
     return {
         **row,
-        **{name: getattr(best_plan, name) for name in OF_PLAN},
+        **{name: figures[name] for name in OF_PLAN},
         "kv": best_plan.cache,
         "batch_seqs": generate.batch_seqs,
         "axes": dict(generate.strategy.mesh),

@@ -26,9 +26,9 @@ from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.units import counted, format_bytes, format_count
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate
-from meshwright.plan.plan_file import save_plan
+from meshwright.plan.plan_file import Plan, save_plan
 from meshwright.plan.planner import rank_slices
-from meshwright.plan.result import PlannedStrategy, PlanResult
+from meshwright.plan.result import PlanResult
 from meshwright.plan.run_budget import run_budget
 from meshwright.plan.space import FULL, USUAL
 from meshwright.plan.why.setup_changes import parse_what_if
@@ -97,7 +97,7 @@ def command(given: Given) -> Answer:
         result, verdicts = _verified(result)
         answers.append(Answer({"verified": verdicts}, []))
     if given.out:
-        save_to(given.out, lambda path: save_plan(result.plan(), path))
+        save_to(given.out, lambda path: save_plan(result.plans[0], path))
     if given.pareto or (given.png and not given.breakdown):
         answers.append(frontier_answer(result, png=None if given.breakdown else given.png))
     if given.breakdown:
@@ -108,12 +108,12 @@ def command(given: Given) -> Answer:
         answers.append(what_if_answer(result, what_ifs))
     if given.recipe:
         answers.append(recipe_answer(result))
-    best = result.strategies[0]
+    best = result.plans[0]
     if given.price is not None:
         usd_per_hour, usd_per_token = best.cluster.chip.price_usd_per_hour, best.usd_per_token or 0.0
         cost_text = f"${1e6 * usd_per_token:.3g} a million tokens with the best, at ${usd_per_hour:,.2f} a chip-hour"
         answers.append(Answer({"usd_per_token": usd_per_token}, [Fact("cost", cost_text)]))
-    budget = run_budget(result.plan(), step_s=best.estimate.step_s)
+    budget = run_budget(result.plans[0], step_s=best.predicted.step_s)
     facts = {**result.to_json(), "training": budget}
     pictures: dict[Path | None, Any] = {}
     for answer in answers:
@@ -133,47 +133,47 @@ def _verified(result: PlanResult) -> tuple[PlanResult, list[Facts]]:
     from meshwright.api.proving import prove_strategy
     from meshwright.verify.targets import usable_target
 
-    accepted: list[PlannedStrategy] = []
+    accepted: list[Plan] = []
     verdicts: list[Facts] = []
-    for number, plan in enumerate(result.strategies, 1):
+    for number, plan in enumerate(result.plans, 1):
         proof = prove_strategy(msgspec.structs.replace(plan.setting, calibration=result.setting.rates), plan.strategy)
         needed = None if proof.memory is None else proof.memory.needed
         verdicts.append({"strategy": number, "runs": proof.runs, "refusal": proof.refusal, "hbm_bytes_needed": needed})
         fit_text = "compiles" if needed is None else f"compiles and fits, {format_bytes(needed)} a chip"
-        say(f"verified {number} of {len(result.strategies)}: {fit_text if proof.runs else proof.refusal}")
+        say(f"verified {number} of {len(result.plans)}: {fit_text if proof.runs else proof.refusal}")
         accepted += [plan] if proof.runs else []
     if not accepted:
         raise CannotRunError(
             f"the compiler accepts none of the {len(verdicts)} best strategies. Of the first: {verdicts[0]['refusal']}"
         )
-    how_text = f"compile for {result.cluster.chip.full_name or result.cluster.chip.name} and fit"
-    if usable_target(result.strategies[0].cluster).platform == "cpu":
+    how_text = f"compile for {result.setting.cluster.chip.full_name or result.setting.cluster.chip.name} and fit"
+    if usable_target(result.plans[0].cluster).platform == "cpu":
         how_text = "compile for emulated CPU devices, which shows nothing of their memory"
     note = f"{len(accepted)} of {len(verdicts)} strategies {how_text}"
-    return msgspec.structs.replace(result, strategies=tuple(accepted), notes=(*result.notes, note)), verdicts
+    return msgspec.structs.replace(result, plans=tuple(accepted), notes=(*result.notes, note)), verdicts
 
 
 def plan_text(result: PlanResult) -> Iterator[Piece]:
     """Yields the ranked strategies, the best one's placement and run, and the conventions behind the numbers."""
-    job, best = result.job, result.strategies[0]
+    job, best = result.setting.job, result.plans[0]
     used = best.cluster
     yield (
-        f"{result.model.name} on {used.short_name} ({used.num_chips:,} chip{'s' if used.num_chips > 1 else ''}), "
+        f"{best.model.name} on {used.short_name} ({used.num_chips:,} chip{'s' if used.num_chips > 1 else ''}), "
         f"{format_count(job.tokens_per_step)} tokens a step = {counted(job.batch_seqs, 'sequence')} of {job.seq_len:,}"
     )
     yield from result.shortfall
-    strategies = [plan.strategy for plan in result.strategies]
+    strategies = [plan.strategy for plan in result.plans]
     shared_choices = [words_of for words_of in CHOICES if len({words_of(s) for s in strategies}) == 1]
     varied_choices = [words_of for words_of in CHOICES if words_of not in shared_choices]
     # The range beside a step time is an interval that measurements fall into, or bounds of the overlap.
-    range_heading = "bounds" if best.estimate.step_s_p10 is None else "P10-P90"
+    range_heading = "bounds" if best.predicted.step_s_p10 is None else "P10-P90"
     columns: TableColumns = {
         "strategy, best first": lambda plan: _strategy_words(plan.strategy, varied_choices),
         **STEP,
-        range_heading: ("estimate", _range_words),
-        **cost_columns(result.strategies),
+        range_heading: ("predicted", _range_words),
+        **cost_columns(result.plans),
     }
-    yield Table.of(result.strategies, columns)
+    yield Table.of(result.plans, columns)
     if "unmasked" in columns:
         yield Fact("unmasked", "MFU without the scores that the mask leaves out; MFU counts them")
     if shared_choices:
@@ -181,7 +181,7 @@ def plan_text(result: PlanResult) -> Iterator[Piece]:
     yield Fact("placement", f"of the best: {placement_words(best.strategy.placement)}")
     if overlap_text := overlap_words(result.overlap, best.setting, best.strategy):
         yield Fact("overlap", f"of the best: {overlap_text}")
-    budget = run_budget(result.plan(), step_s=best.estimate.step_s)
+    budget = run_budget(result.plans[0], step_s=best.predicted.step_s)
     if budget is not None:
         yield from budget_text(budget, best.num_chips)
     yield from result.notes

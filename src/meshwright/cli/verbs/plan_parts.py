@@ -14,8 +14,9 @@ from meshwright.cost.breakdown import Breakdown, term_words
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, price_strategy
 from meshwright.plan.pareto import Frontier, pareto
+from meshwright.plan.plan_file import Plan
 from meshwright.plan.ranking import TIE
-from meshwright.plan.result import PlannedStrategy, PlanResult
+from meshwright.plan.result import PlanResult
 from meshwright.plan.why.recipe import Recipe, recipe
 from meshwright.plan.why.what_if import WhatIf, what_if
 from meshwright.plan.why.why_not import WhyNot, why_not
@@ -38,25 +39,23 @@ def frontier_answer(result: PlanResult, *, png: Path | None) -> Answer:
 
     They are those of the cluster that the plans use: all of it, or the largest part that the job divides over.
     """
-    cluster = result.strategies[0].cluster
-    setting = result.setting.on(cluster)
-    frontier = pareto(result)
+    setting, frontier = result.plans[0].setting, pareto(result)
     facts = {"memory": [_facts(plan) for plan in frontier.memory], "cost": [_facts(plan) for plan in frontier.cost]}
-    text = _frontier_text(cluster, frontier)
+    text = _frontier_text(setting.cluster, frontier)
     return Answer({"pareto": facts}, text, {png: lambda: _frontier_figure(setting, frontier)})
 
 
-def listed(frontier: Sequence[PlannedStrategy]) -> list[PlannedStrategy]:
+def listed(frontier: Sequence[Plan]) -> list[Plan]:
     """Returns plans of a frontier, fastest first, each with at least a tenth less memory than the one before it.
 
     Of plans that are equally fast it takes the smallest.
     """
-    plans: list[PlannedStrategy] = []
+    plans: list[Plan] = []
     for plan in frontier:
-        estimate = plan.estimate
-        if plans and estimate.step_s <= (1 + TIE) * plans[-1].estimate.step_s:
+        estimate = plan.predicted
+        if plans and estimate.step_s <= (1 + TIE) * plans[-1].predicted.step_s:
             plans[-1] = plan
-        elif not plans or estimate.hbm_bytes_per_chip <= (1 - LEAST_SAVING) * plans[-1].estimate.hbm_bytes_per_chip:
+        elif not plans or estimate.hbm_bytes_per_chip <= (1 - LEAST_SAVING) * plans[-1].predicted.hbm_bytes_per_chip:
             plans.append(plan)
     return plans
 
@@ -68,7 +67,7 @@ OF_FRONTIER = (
 """Keys of `plan --json` that a plan of a frontier has."""
 
 
-def _facts(found: PlannedStrategy) -> Facts:
+def _facts(found: Plan) -> Facts:
     all_facts = found.to_json()
     frontier_facts = {name: all_facts[name] for name in OF_FRONTIER}
     return {**frontier_facts, "cluster": found.cluster.short_name, "usd_per_token": found.usd_per_token}
@@ -108,7 +107,7 @@ def _frontier_text(cluster: Cluster, found: Frontier) -> Iterator[Piece]:
 MESH: TableColumns = {"mesh": ("strategy.mesh", mesh_words, "axes")}
 
 
-def _usd(found: PlannedStrategy) -> float:
+def _usd(found: Plan) -> float:
     return 1e9 * (found.usd_per_token or 0.0)
 
 
@@ -116,10 +115,10 @@ def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
     model, cluster, job = setting.model, setting.cluster, setting.job
     numbers = {id(row): str(number) for number, row in enumerate(listed(found.memory), 1)}
     limit_bytes = setting.memory_limit
-    memory = [(row.estimate.step_s, row.estimate.hbm_bytes_per_chip, numbers.get(id(row), "")) for row in found.memory]
+    memory = [(row.predicted, numbers.get(id(row), "")) for row in found.memory]
     return pareto_figure(
-        memory,
-        [(row.estimate.step_s, _usd(row), f"{counted(row.cluster.num_chips, 'chip')}") for row in found.cost],
+        [(predicted.step_s, predicted.hbm_bytes_per_chip, number) for predicted, number in memory],
+        [(row.predicted.step_s, _usd(row), f"{counted(row.cluster.num_chips, 'chip')}") for row in found.cost],
         limit_bytes=None if limit_bytes == float("inf") else limit_bytes,
         title=f"{model.name} on {cluster.short_name}: plans that nothing beats",
         subtitle=f"{format_count(job.tokens_per_step)} tokens a step. Numbered dots are rows of the table, small ones "
@@ -132,7 +131,7 @@ def _frontier_figure(setting: Setting, found: Frontier) -> Figure:
 
 def step_answer(result: PlanResult, png: Path | None) -> Answer:
     """Returns the parts of the best plan's step, and its collectives."""
-    best = result.strategies[0]
+    best = result.plans[0]
     breakdown = Breakdown(price_strategy(best.setting, best.strategy))
     facts = {"parts": breakdown.named(), "traffic": breakdown.traffic}
     return Answer({"breakdown": facts}, _traffic_text(breakdown), {png: lambda: _breakdown_figure(result, breakdown)})
@@ -157,7 +156,7 @@ def _traffic_text(parts: Breakdown) -> Iterator[Piece]:
 
 
 def _breakdown_figure(result: PlanResult, parts: Breakdown) -> Figure:
-    best = result.strategies[0]
+    best = result.plans[0]
     # groups of mesh axes whose links are busy for more than a thousandth of the total
     seconds_by_link = {
         name if name == "latency" else f"{name.replace(',', '+')} links": seconds
@@ -167,7 +166,7 @@ def _breakdown_figure(result: PlanResult, parts: Breakdown) -> Figure:
     return breakdown_figure(
         parts.named(),
         seconds_by_link,
-        title=f"{result.model.name} on {best.cluster.short_name}: where a step goes",
+        title=f"{result.setting.model.name} on {best.cluster.short_name}: where a step goes",
         subtitle=f"{short_mesh(best.strategy.mesh)}, {format_count(best.job.tokens_per_step)} tokens a step, "
         f"remat {best.strategy.remat}. Of the links' own time {format_seconds(parts.exposed_s)} are exposed.",
     )
@@ -225,7 +224,7 @@ def _why_not_text(told: WhyNot, result: PlanResult) -> Iterator[Piece]:
             "",
             "the search did not look at it: without --full it screens a large space, and tries the usual choices only",
         )
-    limit_bytes = result.strategies[0].setting.memory_limit
+    limit_bytes = result.plans[0].setting.memory_limit
     extra_bytes = completion.hbm_bytes_per_chip - best.hbm_bytes_per_chip
     yield Fact(
         "  memory",
@@ -307,11 +306,11 @@ def _in_all(told: WhatIf) -> str:
 
 def recipe_answer(result: PlanResult) -> Answer:
     """Returns the recipe step by step, then its strategy beside the search's best."""
-    best = result.strategies[0]
+    best = result.plans[0]
     outcome = recipe(result.setting, template=best.strategy)
-    facts = {**msgspec.to_builtins(outcome), "best_step_s": best.estimate.step_s}
+    facts = {**msgspec.to_builtins(outcome), "best_step_s": best.predicted.step_s}
     facts["strategy"] |= msgspec.to_builtins(result.setting.assumptions)
-    return Answer({"recipe": facts}, _recipe_text(outcome, best.estimate))
+    return Answer({"recipe": facts}, _recipe_text(outcome, best.predicted))
 
 
 def _recipe_text(made: Recipe, best: Estimate) -> Iterator[Piece]:

@@ -48,24 +48,24 @@ class PlannerOptions(Options):
     )
 
 
-STEP: TableColumns = {"step": ("estimate.step_s", format_seconds)}
+STEP: TableColumns = {"step": ("predicted.step_s", format_seconds)}
 
 
 def mfu_columns(found: Iterable[Any]) -> TableColumns:
     """Returns the column of MFU; if one is above 100%, or a model has a mask of its own, beside it a column of MFU
     without masked scores."""
-    has_unmasked = any(unmasked(plan.estimate) or plan.setting.model.attention_mask for plan in found)
+    has_unmasked = any(unmasked(plan.predicted) or plan.setting.model.attention_mask for plan in found)
     field_of_heading = {"MFU": "mfu"} | ({"unmasked": "mfu_causal"} if has_unmasked else {})
-    return {heading: (f"estimate.{name}", "{:.0%}".format) for heading, name in field_of_heading.items()}
+    return {heading: (f"predicted.{name}", "{:.0%}".format) for heading, name in field_of_heading.items()}
 
 
-MEMORY: TableColumns = {"memory": ("estimate.hbm_bytes_per_chip", format_bytes)}
+MEMORY: TableColumns = {"memory": ("predicted.hbm_bytes_per_chip", format_bytes)}
 """Columns of tables of planned strategies."""
 
 
 def cost_columns(found: Iterable[Any]) -> TableColumns:
     """Returns the columns of MFU, memory and what bounds the step."""
-    return {**mfu_columns(found), **MEMORY, "bound by": "estimate.bound_by"}
+    return {**mfu_columns(found), **MEMORY, "bound by": "predicted.bound_by"}
 
 
 def microbatch_words(strategy: Strategy) -> str:

@@ -34,7 +34,7 @@ from meshwright.plan.serving.result import ServiceResult
 from meshwright.plan.serving.service import MAX_DRAFTS, Service, Speculation, parse_load, parse_target
 from meshwright.plan.serving.storing import STORED, StoredDtypes, stored_dtypes
 from meshwright.plan.why.setup_changes import changed_setting, parse_what_if
-from meshwright.plan.why.why_not_service import why_not_service
+from meshwright.plan.why.why_not_service import ServiceWhyNot, why_not_service
 from meshwright.report.answer import Answer, Fact, Facts, Heading, Paragraph, Piece, Table
 from meshwright.simulate.service import service_targets, service_traffic, simulate_service
 from meshwright.spec.catalogue import load_model, weights_of
@@ -138,7 +138,7 @@ def command(given: Given) -> Answer:
         pieces += _load_text(load_summary, plan, given)
         pictures[given.slots] = lambda: slots_chart(result, plan, record)
     if answers := [why_not_service(result, parse_why_not(text)) for text in given.why_nots]:
-        facts["why_not"] = answers
+        facts["why_not"] = [_why_not_facts(answer) for answer in answers]
         pieces += [piece for answer in answers for piece in why_not_text(result, answer)]
     for changed_answer in [_changed(result, text) for text in given.what_ifs]:
         facts.setdefault("what_if", []).append(changed_answer.facts)
@@ -169,7 +169,14 @@ def _row(plan: ServicePlan) -> Facts:
     engines = {"engines": plan.generate.words, "prefill_engines": plan.prefill.words if plan.has_pools else ""}
     batches = {"batch": plan.generate.batch_seqs, "prompts_at_once": plan.prefill.batch_seqs}
     figures = {name: value for name, value in plan.to_json().items() if not isinstance(value, dict)}
-    return {**engines, **batches, "bound_by": plan.bound_by, **figures}
+    return {**engines, **batches, "bound_by": plan.generate.bound_by, **figures}
+
+
+def _why_not_facts(answer: ServiceWhyNot) -> Facts:
+    """Returns the answer as plain data, with the engines of its plan whole."""
+    plan = answer.plan
+    pools = plan and {**plan.to_json(), "generate": plan.generate, "prefill": plan.prefill}
+    return {**msgspec.structs.asdict(answer), "plan": pools}
 
 
 def _simulated(result: ServiceResult, given: Given) -> tuple[ServicePlan, ServingRecord]:

@@ -65,7 +65,7 @@ def service_columns(first: str, service: Service) -> TableColumns:
         "chips" if has_load else "tok/s": ("predicted.num_chips", "{:,}".format) if has_load else speed_column,
         "$/M in": ("predicted.usd_per_m_input", _usd, "usd_per_m_input"),
         "$/M out": ("predicted.usd_per_m_output", _usd, "usd_per_m_output"),
-        "bound by": "bound_by",
+        "bound by": "generate.bound_by",
     }
 
 

@@ -87,10 +87,7 @@ def service_plan(priced: PricedFleet, found: Services, number: int) -> ServicePl
         figures["usd_per_m_output"] = usd_per_m * (1 - prefill_share) / service.output_len
     dtypes = priced.stored[priced.decode.dtypes[decode_row]]
     return ServicePlan(
-        model=setting.model,
-        cluster=setting.cluster,
-        assumptions=setting.assumptions,
-        calibration=setting.rates,
+        **ServicePlan.fields_of(setting),
         service=service,
         has_pools=has_pools,
         weights=dtypes.weights,

@@ -8,8 +8,9 @@ from meshwright.core.errors import CannotRunError
 from meshwright.cost.breakdown import Breakdown, Term
 from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import price_strategy
+from meshwright.plan.plan_file import Plan
 from meshwright.plan.planner import rank_plans
-from meshwright.plan.result import PlannedStrategy, PlanResult
+from meshwright.plan.result import PlanResult
 from meshwright.plan.why.setup_changes import changed_setting
 from meshwright.plan.why.single_changes import estimate_in
 
@@ -24,9 +25,9 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
 
     asked: dict[str, float]
     changed: tuple[str, ...]
-    now: PlannedStrategy
+    now: Plan
     terms_now: tuple[Term, ...]
-    then: PlannedStrategy | None = None
+    then: Plan | None = None
     terms: tuple[Term, ...] = ()
     kept_s: float | None = None
     note: str = ""
@@ -36,8 +37,8 @@ class WhatIf(msgspec.Struct, frozen=True, kw_only=True):
         """Tokens per second after the change over those before; None if nothing runs then."""
         if self.then is None:
             return None
-        tokens_per_s = self.then.job.tokens_per_step / self.then.estimate.step_s
-        return tokens_per_s * self.now.estimate.step_s / self.now.job.tokens_per_step
+        tokens_per_s = self.then.job.tokens_per_step / self.then.predicted.step_s
+        return tokens_per_s * self.now.predicted.step_s / self.now.job.tokens_per_step
 
 
 def what_if(result: PlanResult, asked: Mapping[str, float]) -> WhatIf:
@@ -45,14 +46,14 @@ def what_if(result: PlanResult, asked: Mapping[str, float]) -> WhatIf:
 
     Raises InputError for a change that the setting cannot have, such as half of 15 sequences.
     """
-    old_plan = result.strategies[0]
+    old_plan = result.plans[0]
     setting, changed = changed_setting(result.setting, asked)
     result_now = WhatIf(asked=dict(asked), changed=changed, now=old_plan, terms_now=_terms(old_plan))
     try:
         new_result = rank_plans(setting, axes=result.axes, overrides=result.overrides, choices=result.choices, top=1)
     except CannotRunError as error:
         return msgspec.structs.replace(result_now, note=str(error))
-    new_plan = new_result.strategies[0]
+    new_plan = new_result.plans[0]
     return msgspec.structs.replace(
         result_now,
         then=new_plan,
@@ -62,11 +63,11 @@ def what_if(result: PlanResult, asked: Mapping[str, float]) -> WhatIf:
     )
 
 
-def _terms(one: PlannedStrategy) -> tuple[Term, ...]:
+def _terms(one: Plan) -> tuple[Term, ...]:
     return Breakdown(price_strategy(one.setting, one.strategy)).terms
 
 
-def _kept(setting: Setting, now: PlannedStrategy) -> float | None:
+def _kept(setting: Setting, now: Plan) -> float | None:
     """Returns the step seconds of an unchanged strategy in the changed setting; None if it does not run there."""
     estimate = estimate_in(setting, msgspec.structs.replace(now.strategy, placement={}))
     return estimate.step_s if estimate else None

@@ -19,8 +19,9 @@ from meshwright.cost.setting import Setting
 from meshwright.cost.train_step import Estimate, PricedStrategy, price_strategy
 from meshwright.plan.candidates import axis_sizes, candidates_on_chips
 from meshwright.plan.legal import legal
+from meshwright.plan.plan_file import Plan
 from meshwright.plan.planner import FIELDS, broken_rule, space_of
-from meshwright.plan.result import PlannedStrategy, PlanResult
+from meshwright.plan.result import PlanResult
 from meshwright.plan.rules import Refusal
 from meshwright.plan.search import search
 from meshwright.plan.space import Choices, Space
@@ -82,12 +83,12 @@ def why_not(result: PlanResult, asked: Mapping[str, Any]) -> WhyNot:
     and assumptions; the rest is searched. Axes and fields that the result was planned with stay unless ``asked`` names
     them. Raises InputError for other names.
     """
-    winner = result.strategies[0]
+    winner = result.plans[0]
     fixed, fields = split_asked(asked)
     overrides = {name.removeprefix("strategy."): value for name, value in result.overrides.items()}
     space = _space(winner, {**result.axes, **fixed}, {**overrides, **fields}, result.choices)
     outcome = search(space, winner.cluster, winner.job.batch_seqs, top=1)
-    answer = WhyNot(asked=dict(asked), winner=winner.strategy, winner_estimate=winner.estimate)
+    answer = WhyNot(asked=dict(asked), winner=winner.strategy, winner_estimate=winner.predicted)
     if outcome.found:
         return _beside(answer, result, space.setting, outcome.found[0].strategy)
     if not outcome.num_meshes:
@@ -122,7 +123,7 @@ def split_asked(asked: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any
     return fixed, fields
 
 
-def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[str, Any], choices: Choices) -> Space:
+def _space(winner: Plan, fixed: Mapping[str, int], fields: Mapping[str, Any], choices: Choices) -> Space:
     """Returns the space with the asked sizes and fields fixed; fields that are not searched are the winner's."""
     value_of_assumption = msgspec.to_builtins(winner.setting.assumptions)
     value_of_assumption |= {name: value for name, value in fields.items() if name in ASSUMED}
@@ -139,7 +140,7 @@ def _space(winner: PlannedStrategy, fixed: Mapping[str, int], fields: Mapping[st
 
 def _beside(found: WhyNot, result: PlanResult, setting: Setting, strategy: Strategy) -> WhyNot:
     """Adds the completion's estimate, its terms beside the winner's, and the limits that only it does not meet."""
-    winner = result.strategies[0]
+    winner = result.plans[0]
     best, completion = price_strategy(winner.setting, winner.strategy), price_strategy(setting, strategy)
     best_holds = {limit.name: limit.holds for limit in limits_at(letters_of(best))}
     missed = [limit for limit in limits_at(letters_of(completion)) if limit.holds is False]
@@ -189,7 +190,7 @@ def _leanest(space: Space) -> Strategy | None:
     rates = msgspec.structs.replace(setting.rates, memory_bytes=NO_LIMIT_BYTES)
     unlimited_space = msgspec.structs.replace(space, setting=msgspec.structs.replace(setting, calibration=rates))
     frontier_plans = search(unlimited_space, setting.cluster, setting.job.batch_seqs, top=1, frontier=True).frontier
-    return min(frontier_plans, key=lambda plan: plan.estimate.hbm_bytes_per_chip).strategy if frontier_plans else None
+    return min(frontier_plans, key=lambda plan: plan.predicted.hbm_bytes_per_chip).strategy if frontier_plans else None
 
 
 def _no_mesh(space: Space, asked: Sequence[str]) -> Refusal:

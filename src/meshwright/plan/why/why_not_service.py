@@ -77,8 +77,10 @@ def why_not_service(result: ServiceResult, asked: Mapping[str, Any]) -> ServiceW
     services = all_services(priced)
     is_chosen = is_asked_step[services.decode] & (services.pools == asked.get("pools", services.pools))
     if not is_chosen.any():
-        chunks_phrase = f"; chunks of {service.chunk_len:,} tokens, one a step, may be too many to keep its batch full"
-        refusal = f"no engines that fit are left to prefill for it{chunks_phrase * bool(service.chunk_len)}."
+        refusal = "no engines that fit are left to prefill for it."
+        if service.chunk_len:
+            chunks_text = f"chunks of {service.chunk_len:,} tokens, one a step, may be too many to keep its batch full"
+            refusal = f"{refusal[:-1]}; {chunks_text}."
         return msgspec.structs.replace(answer, refusal=refusal)
     chosen_services: Services = select(services, is_chosen)
     order = ranked(chosen_services, service)
