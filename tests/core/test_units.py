@@ -12,6 +12,7 @@ from meshwright.core.units import (
     format_seconds,
     parse_bytes,
     parse_count,
+    shown_by_name,
 )
 
 
@@ -86,6 +87,12 @@ def test_the_other_units():
     assert format_count(4_000_000) == "4 M"
     assert format_params(2**30) == "1.07 B"
     assert format_params(70_553_706_496) == "70.6 B"
+
+
+def test_the_unit_in_a_name_says_how_it_is_printed():
+    shown = {"time_s_lower": "2 s", "hbm_bytes_per_chip": "2 B", "link.bytes_per_s": "2 B/s", "peak_flops": "2 FLOP/s"}
+    assert {name: shown_by_name(name)(2) for name in shown} == shown
+    assert not any(map(shown_by_name, ("tokens_per_s", "per_s", "sms", "rays")))
 
 
 def test_nearest_names_or_lists():

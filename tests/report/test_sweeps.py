@@ -80,9 +80,8 @@ def test_collectives_that_coincide_share_a_line():
 
 
 def test_they_are_drawn(tmp_path):
-    assert (
-        save(scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t"), tmp_path / "a.png").stat().st_size > 5000
-    )
+    scaling = scaling_figure(POINTS, over="on", limit_bytes=80e9, title="t")
+    assert save(scaling, tmp_path / "a.png").stat().st_size > 5000
     assert save(bandwidth_figure([2, 4], {"all-gather": [4e11, 3e11]}, title="t"), tmp_path / "b.svg").exists()
 
 

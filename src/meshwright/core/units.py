@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from meshwright.core.errors import InputError
 from meshwright.core.fields import LARGEST
@@ -130,3 +130,19 @@ def format_count(count: float) -> str:
 def format_params(count: float) -> str:
     """Returns ``"70.6 B"`` for a number of parameters: powers of ten, three significant digits."""
     return _scaled(count, "", (*"TBMk", "")).strip()
+
+
+_SHOWN: dict[str, Callable[[float], str]] = {
+    r"bytes_per_s(_per_[a-z]+)?": format_rate,
+    r"(peak_flops|flops_per_s)": format_flops,
+    r"bytes(_per_[a-z]+)?": format_bytes,
+    r"params": format_params,
+    r"(?<!per_)s(_lower|_upper)?": format_seconds,
+}
+"""How numbers are printed, by the unit that the name of their field ends with; the first pattern that fits."""
+
+
+def shown_by_name(name: str) -> Callable[[float], str] | None:
+    """Returns what prints a field of this name, by the unit at its end: `format_seconds` for ``step_s``, `format_bytes`
+    for ``hbm_bytes_per_chip``; None if it names no unit, or one that is printed in several ways."""
+    return next((show for unit, show in _SHOWN.items() if re.search(f"(^|[_./]){unit}$", name)), None)

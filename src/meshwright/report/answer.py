@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from meshwright.spec.prediction import unmasked
+from meshwright.core.units import shown_by_name
+from meshwright.spec.plan_file import unmasked
 
 Facts = dict[str, Any]
 """An object of ``--json``, or a part of it: plain data by name, which may contain structs, arrays and paths."""
@@ -61,15 +62,18 @@ class Table(msgspec.Struct, frozen=True):
 
         A value is a field, a path of attributes such as ``seconds.median_s``, a key of a dictionary in a field such as
         ``memory/weights`` (None if the field is None), or a function of the record. By default the column's name is
-        the end of the path, here ``median_s`` and ``memory.weights``, or the whole path if two columns end alike.
+        the end of the path, here ``median_s`` and ``memory.weights``, or the whole path if two columns end alike. A
+        field without a ``Show`` is printed by the unit in its name (`shown_by_name`).
         """
         read_by_head = {head: path if isinstance(path, tuple) else (path, None) for head, path in columns.items()}
         rows = [[_field(record, path) for path, *_ in read_by_head.values()] for record in records]
         paths = [path if isinstance(path, str) else "" for path, *_ in read_by_head.values()]
         last_names = [path.rpartition(".")[2] if "/" not in path else path.replace("/", ".") for path in paths]
         names = [end if last_names.count(end) == 1 else path for end, path in zip(last_names, paths, strict=True)]
-        pairs = zip(read_by_head.items(), names, strict=True)
-        heads = [Heading(head, show, "".join(json_name) or name) for (head, (_, show, *json_name)), name in pairs]
+        heads = [
+            Heading(head, show or shown_by_name(path.partition("/")[0]), "".join(json_name) or name)
+            for (head, (_, show, *json_name)), path, name in zip(read_by_head.items(), paths, names, strict=True)
+        ]
         return Table(heads, rows, title)
 
     @staticmethod

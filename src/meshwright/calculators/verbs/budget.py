@@ -308,7 +308,7 @@ def _text(facts: Facts, law: ScalingLaw, model: Model | None) -> Iterator[Piece]
 
 
 LAW_COLUMNS: Facts = {
-    "parameters": ("num_params", format_params),
+    "parameters": "num_params",
     "tokens": ("num_tokens", format_params),
     "tokens/param": ("tokens_per_param", three_digits),
     "loss": ("loss", "{:.3f}".format),
@@ -316,7 +316,7 @@ LAW_COLUMNS: Facts = {
 YEAR_COLUMNS: Facts = {
     "chip": "chip",
     "dtype": "dtype",
-    "peak": ("peak_flops", format_flops),
+    "peak": "peak_flops",
     "years": ("years", three_digits),
     "energy": ("energy_kwh", format_energy),
     "FLOPs/$": ("flops_per_dollar", "{:.3g}".format),

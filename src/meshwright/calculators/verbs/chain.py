@@ -16,7 +16,7 @@ from meshwright.cli.verb import CALIBRATION, DIMS, MESH, DimSizes, MeshSizes, Op
 from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import InputError
 from meshwright.core.units import format_bytes, format_seconds, parse_bytes
-from meshwright.report.answer import Answer, Fact, Facts, Piece, Table
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table, TableColumns
 from meshwright.spec.calibration import datasheet_calibration
 from meshwright.spec.calibration import memory_bytes as usable_bytes
 from meshwright.spec.cluster import parse_cluster
@@ -98,31 +98,33 @@ def _row(chain: Chain, one: Assignment) -> Facts:
     }
 
 
+ARRAYS: TableColumns = {
+    "array": "array",
+    "best sharding": "sharding",
+    "role": lambda array: f"{array['role']}, fixed" if array["fixed"] else array["role"],
+    "block of a device": ("block", lambda block: " x ".join(map(str, block))),
+}
+STEPS: TableColumns = {
+    "": "number",
+    "step": ("op", lambda op: BOOK_NAMES.get(op, "multiply")),
+    "result": "result",
+    "bytes": "bytes",
+    "time": "time_s",
+    "bound by": "bound_by",
+}
+NEXT: TableColumns = {
+    # without spaces inside a name, a row breaks between arrays only
+    "next best": lambda row: "  ".join(a["sharding"].replace(", ", ",") for a in row["arrays"].values()),
+    "time": "time_s",
+    "memory": "memory_bytes",
+}
+
+
 def _text(result: Mapping[str, Any]) -> Iterator[Piece]:
     best, limit_text = result["assignments"][0], format_bytes(result["memory_limit_bytes"])
     title = f"least time on {result['cluster']} within {limit_text} of a device"
-    rows = [
-        [
-            name,
-            array["sharding"],
-            f"{array['role']}, fixed" if array["fixed"] else array["role"],
-            " x ".join(map(str, array["block"])),
-        ]
-        for name, array in best["arrays"].items()
-    ]
-    yield Table(["array", "best sharding", "role", "block of a device"], rows, title)
-    steps = [
-        [
-            str(number),
-            BOOK_NAMES.get(step["op"], "multiply"),
-            step["result"],
-            format_bytes(step["bytes"]),
-            format_seconds(step["time_s"]),
-            step["bound_by"],
-        ]
-        for number, step in enumerate(best["steps"], start=1)
-    ]
-    yield Table(["", "step", "result", "bytes", "time", "bound by"], steps)
+    yield Table.of(({"array": name, **array} for name, array in best["arrays"].items()), ARRAYS, title)
+    yield Table.of(({"number": number, **step} for number, step in enumerate(best["steps"], 1)), STEPS)
     placement_text = ", ".join(f"{axis} on {place}" for axis, place in result["placement"].items())
     products_text = format_seconds(best["time_s"] - best["communication_s"])
     shares_text = f"products {products_text}, communication {format_seconds(best['communication_s'])}"
@@ -137,10 +139,4 @@ def _text(result: Mapping[str, Any]) -> Iterator[Piece]:
     next_rows = result["assignments"][1:]
     if next_rows:
         yield ""
-        # without spaces inside a name, a row breaks between arrays only
-        texts = ["  ".join(a["sharding"].replace(", ", ",") for a in row["arrays"].values()) for row in next_rows]
-        cells = [
-            [text, format_seconds(row["time_s"]), format_bytes(row["memory_bytes"])]
-            for text, row in zip(texts, next_rows, strict=True)
-        ]
-        yield Table(["next best", "time", "memory"], cells)
+        yield Table.of(next_rows, NEXT)

@@ -16,7 +16,6 @@ from meshwright.calculators.verbs.compare_memory import (
 from meshwright.cli.output import format_flop_count
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_params
 from meshwright.cost.formulas.accounting import kv_cache_bytes
 from meshwright.cost.letters import feed_forward_width
 from meshwright.cost.work.ops import token_flops
@@ -93,11 +92,11 @@ LETTERS = {
 }  # fmt: skip
 COUNTS: Facts = {
     "model": "name",
-    "params": ("num_params", format_params),
-    "active": ("num_active_params", format_params),
+    "params": "num_params",
+    "active": "num_active_params",
     "F / D": ("ff_ratio", lambda ratio: f"{ratio:.2f}"),
     "D / L": ("aspect", lambda ratio: f"{ratio:.0f}"),
-    "KV a token": ("kv_bytes_per_token", format_bytes),
+    "KV a token": "kv_bytes_per_token",
     "FLOPs a token": ("train_flops_per_token", format_flop_count),
     "attention": ("attention_share", lambda share: f"{share:.1%}"),
 }

@@ -24,7 +24,7 @@ from meshwright.spec.strategy import STATE_BYTES, Strategy
 from meshwright.spec.weights import num_params
 
 PARTS: tuple[StatePart, ...] = ("weights", "gradients", "optimizer")
-MEMORY_COLUMNS: Facts = {"chip": "chip", "memory": ("memory_bytes", format_bytes)}
+MEMORY_COLUMNS: Facts = {"chip": "chip", "memory": "memory_bytes"}
 BYTES_COLUMNS: Facts = {
     header: (field, "{:g}".format, f"bytes_per_param.{field.rpartition('/')[2]}")
     for header, field in {
@@ -235,9 +235,9 @@ def activations_view(models: Sequence[Model], given: Any) -> Answer:
             "recompute": "recompute",
             "tensor": lambda row: f"{row['tensor']} + sequence" if row["sequence_parallel"] else f"{row['tensor']}",
             "s b h x": ("per_sbh", "{:.4g}".format),
-            "a layer": ("num_bytes", format_bytes),
+            "a layer": "num_bytes",
             "all layers": ("all_layers", format_bytes, "num_bytes.all_layers"),
-            "derived, a layer": ("derived_bytes_per_layer", format_bytes),
+            "derived, a layer": "derived_bytes_per_layer",
         }
         rows = [
             {**row, "all_layers": row["num_bytes"] * m.num_layers, "derived_bytes_per_layer": size}

@@ -163,12 +163,7 @@ def _measured(given: Given, mask: tuple[Any, ...], score: Rule | None) -> Facts:
     return {"measured": rows, "kernel_blocks": blocks, "kernel_share": share, "device": jax.devices()[0].device_kind}
 
 
-SECONDS: Facts = {
-    "pass": "pass",
-    "dense": ("dense_s", format_seconds),
-    "blocks": ("blocks_s", format_seconds),
-    "ratio": ("ratio", "{:.3f}".format),
-}
+SECONDS: Facts = {"pass": "pass", "dense": "dense_s", "blocks": "blocks_s", "ratio": ("ratio", "{:.3f}".format)}
 
 
 def _text(facts: Facts, counted: CountedTable) -> Iterator[Piece]:

@@ -13,7 +13,7 @@ from meshwright.calculators.chips.local_op import LocalOp
 from meshwright.cli.fields import dim_sizes, split_values
 from meshwright.cli.output import four_digits
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_flops, format_seconds
+from meshwright.core.units import format_flops
 from meshwright.cost.formulas.roofline import Roofline
 from meshwright.report.answer import Answer, Facts, Table
 from meshwright.spec.chip import Chip
@@ -83,8 +83,8 @@ def with_knees(price: Callable[[SweptSizes], Roofline], points: SweptLines, alon
 
 RATE_COLUMNS: Facts = {
     "FLOPs/byte": ("intensity", four_digits),
-    "time": ("time_s_lower", format_seconds),
-    "rate": ("flops_per_s", format_flops),
+    "time": "time_s_lower",
+    "rate": "flops_per_s",
     "of peak": ("share_of_peak", lambda share: f"{share:.0%}"),
     "bound by": "bound_by",
 }

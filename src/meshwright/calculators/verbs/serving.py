@@ -247,15 +247,15 @@ WIDE = 16
 BYTES, SECONDS, THREE = format_bytes, format_seconds, "{:.3g}".format
 
 
-MEMORY: TableColumns = {"memory": "what", "bytes": ("bytes", BYTES), "chips": ("chips", THREE),
+MEMORY: TableColumns = {"memory": "what", "bytes": "bytes", "chips": ("chips", THREE),
                         "smallest slice": "smallest_slice"}  # fmt: skip
 STEPS: TableColumns = {
     "batch": "batch",
-    **{words: (name, SECONDS) for name, words in PARTS.items()},
-    "step": ("time_s", SECONDS),
+    **{words: name for name, words in PARTS.items()},
+    "step": "time_s",
     "tokens/s/chip": ("tokens_per_s_per_chip", four_digits),
     "longest": ("longest", lambda part: part.replace("_", " ")),
-    "fits": ("fits", lambda fits: "yes" if fits else "no"),
+    "fits": "fits",
 }
 LETTERS = (
     "M axes of links ({M:g}), one for D where D and F are split; W the rate of one, both ways on a ring ({W}); N chips "
@@ -272,13 +272,13 @@ SLICES: dict[str, tuple[str, Show]] = {
 }  # fmt: skip
 """Rows of the table that has a column for each slice."""
 TRICKS: TableColumns = {
-    "trick": "trick", "a token": ("kv_token_bytes", BYTES), "batch": "largest_batch", "drafts": "drafts",
-    "TPOT": ("tpot_s", SECONDS), "tokens/s/chip": ("tokens_per_s_per_chip", four_digits), "times": ("times", THREE),
+    "trick": "trick", "a token": "kv_token_bytes", "batch": "largest_batch", "drafts": "drafts",
+    "TPOT": "tpot_s", "tokens/s/chip": ("tokens_per_s_per_chip", four_digits), "times": ("times", THREE),
     "$/M output": ("usd_per_million_output", lambda usd: usd and f"${usd:.3g}"),
 }  # fmt: skip
 CONTEXTS: TableColumns = {
-    "context": "context", "fastest": ("fastest_s", SECONDS), "largest batch": "largest_batch",
-    "its step": ("time_s", SECONDS), "tokens/s/chip": ("tokens_per_s_per_chip", four_digits),
+    "context": "context", "fastest": "fastest_s", "largest batch": "largest_batch",
+    "its step": "time_s", "tokens/s/chip": ("tokens_per_s_per_chip", four_digits),
     "longest": ("longest", lambda part: part.replace("_", " ")),
 }  # fmt: skip
 

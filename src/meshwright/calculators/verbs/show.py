@@ -10,7 +10,7 @@ from meshwright.cli.output import format_flop_count, four_digits
 from meshwright.cli.verb import Count, Options, argument, option, verb
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.toml_file import read_toml
-from meshwright.core.units import format_bytes, format_params, format_rate
+from meshwright.core.units import format_params
 from meshwright.report.answer import Answer, Fact, Facts, Table
 from meshwright.spec.catalogue import load_model, models, weights_of
 from meshwright.spec.chip import chip, chips
@@ -80,8 +80,8 @@ BOOK_WORDS = (
 MODELS: Facts = {
     "model": "name",
     "family": "family",
-    "params": ("params", format_params),
-    "active": ("active_params", format_params),
+    "params": "params",
+    "active": "active_params",
     "L": "layers",
     "D": "d_model",
     "runs here": ("runs", lambda runs: "yes" if runs else "counted"),
@@ -100,7 +100,7 @@ CHIPS: Facts = {
         "peak_flops.bf16",
     ),
     **{dtype: (f"peak_flops/{dtype}", _teraflops) for dtype in ("fp8", "int8", "fp4")},
-    "memory": ("hbm_bytes", format_bytes),
-    "memory rate": ("hbm_bytes_per_s", format_rate),
-    "link, one way": ("link_bytes_per_s", format_rate),
+    "memory": "hbm_bytes",
+    "memory rate": "hbm_bytes_per_s",
+    "link, one way": "link_bytes_per_s",
 }

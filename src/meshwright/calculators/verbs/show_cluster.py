@@ -9,7 +9,7 @@ from meshwright.calculators.chips import anatomy
 from meshwright.calculators.verbs.show_chip import known_rows, product_dtype
 from meshwright.cli.output import format_energy, format_power
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_count, format_flops, format_params, format_rate, format_seconds
+from meshwright.core.units import format_bytes, format_count, format_flops, format_params, format_rate
 from meshwright.cost.formulas import limits
 from meshwright.cost.formulas.training_budget import DAY_S, energy_kwh
 from meshwright.cost.network.collectives import collective_time, group_rates
@@ -22,15 +22,15 @@ LEVELS: Facts = {
     "level": "name",
     "size": "size",
     "chips inside": "chips",
-    "a chip, one way": ("bytes_per_s", format_rate),
-    "a hop": ("hop_s", format_seconds),
+    "a chip, one way": "bytes_per_s",
+    "a hop": "hop_s",
 }
 SLICES: Facts = {
     "cluster": "cluster",
     "rings": "rings",
     "links across": "bisection_links",
-    "one way": ("bisection_bytes_per_s", format_rate),
-    "AllToAll of 1 GB a chip": ("all_to_all_s", format_seconds),
+    "one way": "bisection_bytes_per_s",
+    "AllToAll of 1 GB a chip": "all_to_all_s",
 }
 
 

@@ -294,7 +294,7 @@ def _at_length_text(facts: Facts) -> Iterator[Piece]:
         {
             "strategy": "strategy",
             "forward": "forward",
-            "bytes": ("forward_bytes", format_bytes),
+            "bytes": "forward_bytes",
             "backward": "backward",
             "of both": (lambda row: format_bytes(row["forward_bytes"] + row["backward_bytes"])),
         },
@@ -303,15 +303,16 @@ def _at_length_text(facts: Facts) -> Iterator[Piece]:
 
 
 def _cache_text(m: Model, rows: list[Facts]) -> Iterator[Piece]:
-    table = [
-        [f"{row['design']}{' *' if row['own'] else ''}", row["elements_per_layer"],
-         *(format_bytes(size) for size in row["bytes_per_token"].values()), format_bytes(row["sequence"]["bytes"])]
-        for row in rows
-    ]  # fmt: skip
     windows_text = f"; {_windows(m)}" if m.sliding_layers and m.sliding_window else ""
-    yield Table(
-        ["heads", "elements", *CACHE_DTYPES, f"{CACHE_POSITIONS:,} tokens"],
-        table,
+    columns: TableColumns = {
+        "heads": lambda row: f"{row['design']}{' *' if row['own'] else ''}",
+        "elements": "elements_per_layer",
+        **{dtype: f"bytes_per_token/{dtype}" for dtype in CACHE_DTYPES},
+        f"{CACHE_POSITIONS:,} tokens": ("sequence/bytes", format_bytes),
+    }
+    yield Table.of(
+        rows,
+        columns,
         f"KV cache of a token: elements of a layer, bytes of all {m.num_layers}, and a sequence in bf16{windows_text} "
         f"(* as it is)",
     )
@@ -334,12 +335,9 @@ def _zero_text(zero: Facts) -> Iterator[Piece]:
 
 
 def _saved_text(m: Model, saved: Facts) -> Iterator[Piece]:
-    rows = [
-        [remat, row["elements_per_layer"], format_bytes(row["bytes"]), " ".join(row["results"])]
-        for remat, row in saved.items()
-    ]
-    yield Table(
-        ["remat", "elements", "bytes", "results that are kept"],
-        rows,
+    columns = {"remat": "remat", "elements": "elements_per_layer", "bytes": "bytes"}
+    yield Table.of(
+        ({"remat": remat, **row} for remat, row in saved.items()),
+        {**columns, "results that are kept": ("results", " ".join)},
         f"Activations kept of a token: elements of a layer, bytes in bf16 of all {m.num_layers}",
     )

@@ -113,17 +113,13 @@ def _text(facts: Facts, title: str) -> Iterator[Piece]:
     sums: TableColumns = {
         "HBM so far": bytes_column,
         "FLOPs so far": flops_column,
-        "ends at": ("end_s", format_seconds),
+        "ends at": "end_s",
         "bound by": "bound_by",
     }
     tiles: TableColumns = {"fetched for it": ("fetched", " ".join), "written after": ("written", " ".join)}
     yield Table.of(facts["steps"], {"step": "step", **tiles, **sums}, f"{title}: {counted(facts['num_steps'], 'step')}")
     columns: TableColumns = {"block": "block", "HBM": bytes_column, "FLOPs": flops_column, "FLOPs/byte": "intensity"}
-    times: TableColumns = {
-        "VMEM": ("vmem_bytes", format_bytes),
-        "time": ("time_s", format_seconds),
-        "bound by": "bound_by",
-    }
+    times: TableColumns = {"VMEM": "vmem_bytes", "time": "time_s", "bound by": "bound_by"}
     critical_text = four_digits(facts["critical_intensity"])
     yield Table.of(facts["blocks"], {**columns, **times}, f"Other tiles; compute binds from {critical_text} FLOPs/byte")
     total, copies, math_s = (format_seconds(facts[name]) for name in ("time_s", "transfer_s", "math_s"))

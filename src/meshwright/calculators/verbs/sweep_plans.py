@@ -67,13 +67,13 @@ FIGURES: dict[str, Figures] = {
     "usd_per_token": Figures("dollars per million tokens", lambda usd: f"${1e6 * usd:.3g}", None, 1e6),
 }
 COLUMNS: Facts = {
-    "step": ("step_s", format_seconds),
+    "step": "step_s",
     "tokens/s": ("tokens_per_s", format_params),
     "scaling": ("scaling", PERCENT),
     "MFU": ("mfu", PERCENT),
     "unmasked": ("mfu_causal", PERCENT),
     "exposed": ("exposed_share", PERCENT),
-    "memory": ("hbm_bytes_per_chip", format_bytes),
+    "memory": "hbm_bytes_per_chip",
     "best mesh": ("axes", short_mesh),
 }
 MORE_COLUMNS: Facts = {

@@ -44,8 +44,8 @@ COLUMNS: Facts = {
     "batch": "batch_seqs",
     "stored": lambda row: row["axes"] and StoredDtypes(row["weights"], row["kv"]).words.replace(", KV", ","),
     "prefill": "prefill_engines",
-    "TTFT": ("ttft_s", format_seconds),
-    "TPOT": ("tpot_s", format_seconds),
+    "TTFT": "ttft_s",
+    "TPOT": "tpot_s",
     "tok/s/chip": ("tokens_per_s_per_chip", three_digits),
     "$/M out": ("usd_per_m_output", "{:.3g}".format),
 }

@@ -9,22 +9,17 @@ from meshwright.calculators.sweeps.two_streams import WAYS, two_streams
 from meshwright.cli.fields import job_of
 from meshwright.cli.verb import BATCH, CALIBRATION, PNG, SEQ, Count, Options, argument, option, verb
 from meshwright.core.errors import InputError
-from meshwright.core.units import format_bytes, format_count, format_seconds, parse_bytes
+from meshwright.core.units import format_bytes, format_count, parse_bytes
 from meshwright.cost.network.legs import slice_turns_text
 from meshwright.cost.setting import Setting
-from meshwright.report.answer import Answer, Piece, Show, Table
+from meshwright.report.answer import Answer, Piece, Table
 from meshwright.report.figure import Figure
 from meshwright.report.plans.timeline import two_streams_figure
 from meshwright.spec.catalogue import load_model
 from meshwright.spec.cluster import parse_cluster
 
 MAX_LAYERS = 32
-SECONDS: dict[str, tuple[str, Show]] = {
-    "time": ("total_s", format_seconds),
-    "compute": ("compute_s", format_seconds),
-    "links": ("links_s", format_seconds),
-    "exposed": ("exposed_s", format_seconds),
-}
+SECONDS = {"time": "total_s", "compute": "compute_s", "links": "links_s", "exposed": "exposed_s"}
 
 
 class Given(Options):
@@ -68,7 +63,7 @@ def command(given: Given) -> Answer:
         f"sequence{'s' if seqs_per_chip > 1 else ''} of {format_count(job.seq_len)} tokens per chip"
     )
     way_rows = [
-        {"name": lanes.name, **{name: getattr(lanes, name) for name, _ in SECONDS.values()}, "boxes": lanes.slices}
+        {"name": lanes.name, **{name: getattr(lanes, name) for name in SECONDS.values()}, "boxes": lanes.slices}
         for lanes in timelines
     ]
     place_text = f"{given.model} on {cluster.short_name}"

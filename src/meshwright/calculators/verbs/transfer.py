@@ -133,11 +133,11 @@ def _transfer_text(title: str, legs: list[TransferLeg], found: Facts) -> Iterato
 
 COLUMNS: Facts = {
     "collective": "kind",
-    "by bandwidth": ("bandwidth_s", format_seconds),
-    "by latency": ("latency_s", format_seconds),
-    "time": ("time_s", format_seconds),
+    "by bandwidth": "bandwidth_s",
+    "by latency": "latency_s",
+    "time": "time_s",
     "bound by": "bound_by",
-    "latency binds below": ("latency_bound_below_bytes", format_bytes),
+    "latency binds below": "latency_bound_below_bytes",
 }
 
 
@@ -246,7 +246,7 @@ def _collectives_text(found: Facts) -> Iterator[Piece]:
     )
     kinds = [row["kind"] for row in found["collectives"]]
     has_link_bytes = any(row["link_bytes"] is not None for row in found["collectives"])
-    link_column = {"over a link": ("link_bytes", format_bytes)} if has_link_bytes else {}
+    link_column = {"over a link": "link_bytes"} if has_link_bytes else {}
     yield Table.of(found["collectives"], {**COLUMNS, **link_column}, title)
     if has_link_bytes:
         ways_text = (

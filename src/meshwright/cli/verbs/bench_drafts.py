@@ -8,8 +8,18 @@ from meshwright.cli.engine import EngineGiven, open_given
 from meshwright.cli.output import say, three_digits
 from meshwright.cli.verb import PNG, Count, argument, option, verb
 from meshwright.core.errors import InputError
-from meshwright.core.units import counted, format_seconds
-from meshwright.report.answer import Answer, Fact, Heading, Piece, Table
+from meshwright.core.units import counted
+from meshwright.report.answer import Answer, Fact, Piece, Table, TableColumns
+
+COLUMNS: TableColumns = {
+    "drafts": ("num_drafts", None, "drafts"),
+    "tokens/s": ("tokens_per_s", three_digits),
+    "speed-up": ("speedup", "{:.2f}".format),
+    "predicted": ("predicted_speedup", "{:.2f}".format),
+    "accepted": ("accepted", lambda share: "-" if share != share else f"{share:.0%}"),
+    "tokens a step": ("step_tokens", "{:.2f}".format),
+    "time of a step": "step_s",
+}
 
 
 class Given(EngineGiven):
@@ -62,20 +72,8 @@ def command(given: Given) -> Answer:
     results = [results[-1], *results[:-1]]
     predicted = predicted_speedups(results)
     speedups = [result.tokens_per_s / results[0].tokens_per_s for result in results]
-    columns: list[str | Heading] = [
-        "drafts",
-        Heading("tokens/s", three_digits, "tokens_per_s"),
-        Heading("speed-up", "{:.2f}".format, "speedup"),
-        Heading("predicted", "{:.2f}".format, "predicted_speedup"),
-        Heading("accepted", lambda share: "-" if share != share else f"{share:.0%}", "accepted"),
-        Heading("tokens a step", "{:.2f}".format, "step_tokens"),
-        Heading("time of a step", format_seconds, "step_s"),
-    ]
-    cells = [
-        [result.num_drafts, result.tokens_per_s, factor, expected, result.accepted, result.step_tokens, result.step_s]
-        for result, factor, expected in zip(results, speedups, predicted, strict=True)
-    ]
     rows = [msgspec.to_builtins(result) | {"speedup": factor} for result, factor in zip(results, speedups, strict=True)]
+    shown_rows = [{**row, "predicted_speedup": factor} for row, factor in zip(rows, predicted, strict=True)]
     num_drafts = [result.num_drafts for result in results]
     drafting_results = results[1:]
     panels = {
@@ -87,4 +85,4 @@ def command(given: Given) -> Answer:
     text: list[Piece] = [Fact("prompts", f"{len(requests)} of {given.prompts}, temperature {given.temperature:g}"), ""]
     facts = {"draft": given.draft, "results": rows, "predicted": predicted}
     figure = {given.png: lambda: load_figure(panels, x="drafts of a step", title=title)}
-    return Answer(facts, [*text, Table(columns, cells)], figure)
+    return Answer(facts, [*text, Table.of(shown_rows, COLUMNS)], figure)

@@ -118,8 +118,8 @@ def _calibration(report: results.BenchReport, output: Path) -> Calibration:
 # -- what is printed: a table for each part, and what was not measured ------------------------------------
 
 number, share, percent = "{:.3g}".format, "{:.1%}".format, "{:.0%}".format
-TIMED: TableColumns = {"time": ("seconds.median_s", format_seconds), "spread": ("seconds.spread", percent)}
-PRODUCT: TableColumns = {**TIMED, "rate": ("flops_per_s", format_flops)}
+TIMED: TableColumns = {"time": "seconds.median_s", "spread": ("seconds.spread", percent)}
+PRODUCT: TableColumns = {**TIMED, "rate": "flops_per_s"}
 
 
 def report_text(report: results.BenchReport) -> Iterator[Piece]:
@@ -163,8 +163,8 @@ def _matmul_text(part: results.MatmulPart) -> Iterator[Piece]:
     columns = {
         "tile": "tile",
         "side": "product.n",
-        "time": ("product.seconds.median_s", format_seconds),
-        "rate": ("product.flops_per_s", format_flops),
+        "time": "product.seconds.median_s",
+        "rate": "product.flops_per_s",
         "relative": ("relative", number),
         "filled up": ("predicted", number),
     }
@@ -230,9 +230,9 @@ def _distance_text(part: results.DistancePart) -> Iterator[Piece]:
         "": "what",
         "m=k=n": "n",
         **TIMED,
-        "2mkn/time": ("flops_per_s", format_flops),
+        "2mkn/time": "flops_per_s",
         "x matmul": ("ratio", number),
-        "predicted": ("predicted_s", format_seconds),
+        "predicted": "predicted_s",
         "x matmul, predicted": ("predicted_ratio", number),
     }
     yield _table("Combinations of two matrices beside their product, fp32", part.distances, columns)
@@ -241,8 +241,8 @@ def _distance_text(part: results.DistancePart) -> Iterator[Piece]:
 
 
 def _copy_text(part: results.CopyPart) -> Iterator[Piece]:
-    columns: TableColumns = {"": "kind", "array": ("array_bytes", format_bytes), **TIMED}
-    yield _table("Memory", part.copies, {**columns, "read and written": ("bytes_per_s", format_rate)})
+    columns: TableColumns = {"": "kind", "array": "array_bytes", **TIMED}
+    yield _table("Memory", part.copies, {**columns, "read and written": "bytes_per_s"})
 
 
 def _batch_text(part: results.BatchPart) -> Iterator[Piece]:
@@ -261,8 +261,8 @@ def _collectives_text(part: results.CollectivesPart) -> Iterator[Piece]:
     columns: TableColumns = {
         "kind": "kind",
         "group": lambda row: f"{row.group.axis}={row.group.size}",
-        "latency": ("rate.latency_s", format_seconds),
-        "received": ("rate.bytes_per_s", format_rate),
+        "latency": "rate.latency_s",
+        "received": "rate.bytes_per_s",
         "off": ("fit_error", percent),
         "largest": (lambda row: row.times[-1].seconds.median_s, format_seconds, "time_s"),
         "fitted": (lambda row: row.times[-1].fitted_s, format_seconds, "fitted_s"),
@@ -279,10 +279,10 @@ def _attention_text(part: results.AttentionPart) -> Iterator[Piece]:
     columns: TableColumns = {
         "length": "length",
         "batch": "batch",
-        "forward": ("forward.median_s", format_seconds),
-        "rate": ("forward_flops_per_s", format_flops),
-        "both": ("both.median_s", format_seconds),
-        "rate of both": ("both_flops_per_s", format_flops),
+        "forward": "forward.median_s",
+        "rate": "forward_flops_per_s",
+        "both": "both.median_s",
+        "rate of both": "both_flops_per_s",
         "HFU": ("share_of_peak", share),
     }
     yield _table(f"Attention, {part.dtype}, forward and both passes", part.times, columns)
@@ -291,9 +291,9 @@ def _attention_text(part: results.AttentionPart) -> Iterator[Piece]:
 def _overhead_text(part: results.OverheadPart) -> Iterator[Piece]:
     columns: TableColumns = {
         "arguments": "num_arguments",
-        "launch": ("launch.median_s", format_seconds),
+        "launch": "launch.median_s",
         "spread": ("launch.spread", percent),
-        "launch and wait": ("wait.median_s", format_seconds),
+        "launch and wait": "wait.median_s",
     }
     yield _table("Host time of a launch", part.launches, columns)
     if part.line:

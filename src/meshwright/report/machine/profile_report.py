@@ -107,8 +107,8 @@ def times_table(rows: Sequence[TimeRow], what: str) -> Table:
         {
             # A narrow table breaks a label at spaces.
             what: ("name", lambda name: name if " " in name else name.replace(":", " ")),
-            "predicted": ("predicted_s", format_seconds),
-            "measured": ("measured_s", format_seconds),
+            "predicted": "predicted_s",
+            "measured": "measured_s",
             "difference": ("difference_s", lambda s: f"{'-' if s < 0 else '+'}{format_seconds(abs(s))}"),
         },
     )
@@ -128,7 +128,7 @@ def difference_words(seconds: float) -> str:
 
 def _where(profile: Profile) -> str:
     mean, predicted = profile.times.mean, profile.comparison.predicted
-    rows = [(name, predicted.parts[name], seconds_headings) for name, seconds_headings in mean.parts.items()]
+    rows = [(name, predicted.parts[name], mean_s) for name, mean_s in mean.parts.items()]
     rows.append(("whole step", predicted.total_s, mean.total_s))
     seconds_headings = [Heading(title, format_seconds) for title in ("predicted", "mean device")]
     columns: list[str | Heading] = ["", *seconds_headings, Heading("share", PERCENT)]
@@ -152,7 +152,7 @@ def _classes(profile: Profile) -> str:
     columns: TableColumns = {
         "kind": "kind",
         "by itself": OWN,
-        "of the wall time": ("wall_s", format_seconds),
+        "of the wall time": "wall_s",
         "share": (lambda row: row.wall_s / step_s, PERCENT),
         "FLOP share": (lambda row: row.flops / flops if flops else None, PERCENT),
         **RATES,
@@ -218,7 +218,7 @@ def _memory(profile: Profile) -> str:
         ("temporaries that live at once, by the schedule", memory.live_bytes),
     ]
     lines.append(as_markdown(Table(["one device", Heading("bytes", format_bytes)], rows)))
-    owners = Table.of(memory.owners, {"array or step": "name", "kind": "kind", "bytes": ("num_bytes", format_bytes)})
+    owners = Table.of(memory.owners, {"array or step": "name", "kind": "kind", "bytes": "num_bytes"})
     lines.append("Who owns the peak, on one device:\n\n" + as_markdown(owners))
     return "\n".join(lines)
 
