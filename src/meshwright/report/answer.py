@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from meshwright.core.units import shown_by_name
-from meshwright.spec.plan_file import unmasked
+from meshwright.spec.prediction import unmasked
 
 Facts = dict[str, Any]
 """An object of ``--json``, or a part of it: plain data by name, which may contain structs, arrays and paths."""

@@ -18,7 +18,6 @@ from meshwright.cli.verb import Options, argument, option, verb
 from meshwright.core.errors import InputError, nearest
 from meshwright.core.files import write_text_whole
 from meshwright.core.toml_file import dump_toml
-from meshwright.core.units import format_seconds
 from meshwright.report.answer import Answer, Piece, Table, TableColumns, as_markdown
 from meshwright.spec.efficiency import KERNEL_NUMBERS, FittedNumbers, fitted_numbers
 from meshwright.spec.weights import has_frozen_matrices
@@ -68,7 +67,7 @@ def command(given: Given) -> Answer:
     if {record.kind for record in chosen_records} & {"decode", "train"} == {"decode"}:
         return _served(given, chosen_records)
     if given.cross_validate or given.out or given.page:
-        return _fitted(chosen_records, out=given.out, page=given.page)
+        return _fitted(given, chosen_records)
     result = accuracy(chosen_records, datasheet=given.datasheet)
     basis = "data-sheet rates" if given.datasheet else "fitted numbers"
     table = Table.of(result.predictions, RECORDS)
@@ -83,10 +82,10 @@ def command(given: Given) -> Answer:
 RECORDS: TableColumns = {
     "record": "id",
     "job": "job",
-    "measured": ("measured_s", format_seconds),
-    "predicted": ("predicted_s", format_seconds),
-    "P10": ("low_s", format_seconds),
-    "P90": ("high_s", format_seconds),
+    "measured": "measured_s",
+    "predicted": "predicted_s",
+    "P10": "low_s",
+    "P90": "high_s",
     "error": ("error", "{:+.0%}".format),
 }
 SHOWN_OF_WORST = ("measured", "predicted", "error")
@@ -161,25 +160,12 @@ def _kernels(given: Given) -> Answer:
         _with_tables(given.page, {"kernels": ""})
     groups, omitted = kernels.read_kernels(folder)
     num_rows = sum(len(group.measured_s) for group in groups)
-    fitted = (
-        fitted_numbers(KERNEL_NUMBERS)
-        if not given.out
-        else FittedNumbers(
-            date=date.today().isoformat(),
-            source=f"fitted on {num_rows:,} measured kernels of {folder}, see docs/accuracy.md",
-            numbers=kernels.fit_kernels(groups),
-        )
-    )
+    fitted = fitted_numbers(KERNEL_NUMBERS)
     if given.out:
-        write_text_whole(given.out, dump_toml(fitted))
-        say(f"wrote {given.out}")
+        fitted = _fitted_numbers(f"{num_rows:,} measured kernels of {folder}", kernels.fit_kernels(groups))
     errors = kernels.kernel_errors(groups, fitted.numbers)
+    _write(given, fitted, {"kernels": Table.of(errors, KERNEL_COLUMNS)})
     table = Table.of(errors, KERNEL_COLUMNS, f"kernels, on shapes held out in {NUM_FOLDS} folds")
-    if given.page:
-        write_text_whole(
-            given.page, _with_tables(given.page, {"kernels": as_markdown(Table.of(errors, KERNEL_COLUMNS))})
-        )
-        say(f"wrote {given.page}")
     due = [row for row in errors if row.goal]
     text: list[Piece] = [
         table,
@@ -235,26 +221,14 @@ def _served(given: Given, records: tuple[Record, ...]) -> Answer:
     numbers = fitted.numbers
     errors_by_name = fitted.errors | queued_accuracy(fitted.cases, fitted.held_out, fitted.unpredicted)
     errors_by_name |= pooled_accuracy(records, numbers)
-    if given.out:
-        num_records = errors_by_name["served"].summary().n
-        source = f"fitted on {num_records:,} published times per output token, see docs/accuracy.md"
-        stored = FittedNumbers(date=date.today().isoformat(), source=source, numbers=numbers)
-        write_text_whole(given.out, dump_toml(stored))
-        fitted_numbers.cache_clear()
-        say(f"wrote {given.out}")
-    if given.page:
-        tables = {name: as_markdown(_summaries(errors)) for name, errors in errors_by_name.items()}
-        write_text_whole(given.page, _with_tables(given.page, tables))
-        say(f"wrote {given.page}")
-    text = [piece for name, errors in errors_by_name.items() for piece in _accuracy_text(errors, title=SERVED[name])]
-    facts = {name: errors.to_json() for name, errors in errors_by_name.items()} | {"numbers": numbers}
-    return Answer(facts, [*text, Table(["number", "value"], [*numbers.items()])])
+    num_records = errors_by_name["served"].summary().n
+    return _refitted(given, f"{num_records:,} published times per output token", numbers, errors_by_name)
 
 
 # -- fitting --------------------------------------------------------------------------------------------
 
 
-def _fitted(records: tuple[Record, ...], *, out: Path | None, page: Path | None) -> Answer:
+def _fitted(given: Given, records: tuple[Record, ...]) -> Answer:
     """Fits the numbers again, and predicts every record by numbers that have not seen it."""
     all_cases, unpredicted = cases_of(records, training_case)
     # numbers are for steps that train all weights
@@ -262,23 +236,37 @@ def _fitted(records: tuple[Record, ...], *, out: Path | None, page: Path | None)
     if len({case.record.group for case in cases}) < 2 or len(cases) < 2 * NUM_FOLDS:
         raise InputError(f"{len(cases)} records can be predicted; a fit needs at least {2 * NUM_FOLDS} of two groups.")
     # A page that cannot be written is refused before minutes are spent on the fit.
-    if page:
-        _with_tables(page, dict.fromkeys(HEADINGS, ""))
+    if given.page:
+        _with_tables(given.page, dict.fromkeys(HEADINGS, ""))
     suffix = f"; left out: {len(all_cases) - len(cases):,} that train adapters" if len(cases) < len(all_cases) else ""
     say(f"fitting on {len(cases):,} records{suffix}")
-    numbers, errors = _fit_anew(cases, unpredicted, with_groups=bool(page or not out))
-    if out:
-        source = f"fitted on {len(cases):,} published training steps, see docs/accuracy.md"
-        stored = FittedNumbers(date=date.today().isoformat(), source=source, numbers=numbers)
-        write_text_whole(out, dump_toml(stored))
-        fitted_numbers.cache_clear()
-        say(f"wrote {out}")
-    if page:
-        write_text_whole(page, _with_tables(page, {name: as_markdown(_summaries(fit)) for name, fit in errors.items()}))
-        say(f"wrote {page}")
-    text = [piece for name, fit in errors.items() for piece in _accuracy_text(fit, title=HEADINGS[name])]
+    numbers, errors = _fit_anew(cases, unpredicted, with_groups=bool(given.page or not given.out))
+    return _refitted(given, f"{len(cases):,} published training steps", numbers, errors)
+
+
+def _refitted(given: Given, what: str, numbers: dict[str, float], errors: Mapping[str, Accuracy]) -> Answer:
+    """Returns numbers fitted on ``what`` and the errors by heading, which it writes to -o and --page."""
+    _write(given, _fitted_numbers(what, numbers), {name: _summaries(fit) for name, fit in errors.items()})
+    text = [piece for name, fit in errors.items() for piece in _accuracy_text(fit, title=(HEADINGS | SERVED)[name])]
     facts = {name: fit.to_json() for name, fit in errors.items()} | {"numbers": numbers}
     return Answer(facts, [*text, Table(["number", "value"], [*numbers.items()])])
+
+
+def _fitted_numbers(what: str, numbers: dict[str, float]) -> FittedNumbers:
+    source = f"fitted on {what}, see docs/accuracy.md"
+    return FittedNumbers(date=date.today().isoformat(), source=source, numbers=numbers)
+
+
+def _write(given: Given, fitted: FittedNumbers, tables: Mapping[str, Table]) -> None:
+    """Writes numbers to -o and tables into --page, where these are given, and says so."""
+    if given.out:
+        write_text_whole(given.out, dump_toml(fitted))
+        fitted_numbers.cache_clear()
+        say(f"wrote {given.out}")
+    if given.page:
+        markdown_by_name = {name: as_markdown(table) for name, table in tables.items()}
+        write_text_whole(given.page, _with_tables(given.page, markdown_by_name))
+        say(f"wrote {given.page}")
 
 
 def _with_tables(page: Path, tables: Mapping[str, str]) -> str:
