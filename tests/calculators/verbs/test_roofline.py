@@ -117,7 +117,7 @@ def test_attention_beside_the_feed_forward_block(call, tmp_path):
         ((PRODUCT, "--sweep", "Q=8"), "the product has no such dim"),
         ((PRODUCT, "--dims", "B=8", "--sweep", "B=8"), "B is given twice"),
         ((PRODUCT, "--sweep", "B=8", "--dims", "D=8"), "no size for F"),
-        ((PRODUCT, "--sweep", "B=1..1Gi", "--sweep", "D,F=1..1Mi"), "too many to read"),
+        ((PRODUCT, "--sweep", "B=1..1Gi", "--sweep", "D,F=1..1Mi"), "too many for one sweep"),
         ((PRODUCT, "--attention", "tiny"), "Leave PRODUCT"),
         (("--attention", "tiny", "--sweep", "S=8"), "is swept over T"),
         (("--attention", "tiny", "--batch", "0"), "at least 1"),

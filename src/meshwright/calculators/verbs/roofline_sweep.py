@@ -2,7 +2,6 @@
 
 import bisect
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from meshwright.calculators.chips.local_op import LocalOp
+from meshwright.calculators.sweeps.fields import combinations
 from meshwright.cli.fields import dim_sizes, split_values
 from meshwright.cli.output import four_digits
 from meshwright.core.errors import InputError
@@ -17,8 +17,6 @@ from meshwright.core.units import format_flops
 from meshwright.cost.formulas.roofline import Roofline
 from meshwright.report.answer import Answer, Facts, Table
 from meshwright.spec.chip import Chip
-
-MAX_POINTS = 400
 
 SweptSizes = dict[str, int]
 """Dim -> its size."""
@@ -51,14 +49,10 @@ def sweep_points(
             raise InputError(f"--sweep {dim}: the product has no such dim. Choose of {', '.join(dims)}.")
         if swept_dims.count(dim) > 1 or dim in sizes:
             raise InputError(f"dim {dim} is given twice. Leave it out of --dims, or of one --sweep.")
-    num_points = math.prod(map(len, sweeps))
-    if num_points > MAX_POINTS:
-        raise InputError(f"{num_points:,} combinations are too many to read. Give at most {MAX_POINTS}.")
-    lines = []
-    for point_parts in itertools.product(*reversed(sweeps)):
-        point = {dim: size for dim_sizes_part in reversed(point_parts) for dim, size in dim_sizes_part.items()}
-        lines.append((point, price(point)))
-    return lines
+    fields = {",".join(sweep[0]): {str(sizes): sizes for sizes in sweep} for sweep in reversed(sweeps)}
+    points = (values.values() for _, values in combinations(fields))
+    sizes_of_points = [{dim: size for part in reversed(parts) for dim, size in part.items()} for parts in points]
+    return [(point, price(point)) for point in sizes_of_points]
 
 
 def with_knees(price: Callable[[SweptSizes], Roofline], points: SweptLines, along: Sweep) -> SweptLines:
