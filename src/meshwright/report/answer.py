@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import StringIO
-from operator import attrgetter
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -60,8 +59,8 @@ class Table(msgspec.Struct, frozen=True):
     def of(records: Iterable[Any], columns: TableColumns, title: str = "") -> "Table":
         """Returns a table with a row for each record (struct or dictionary).
 
-        A value is a field, a path of attributes such as ``seconds.median_s``, a key of a dictionary in a field such as
-        ``memory/weights`` (None if the field is None), or a function of the record. By default the column's name is
+        A value is a field, a path such as ``seconds.median_s``, a key of a dictionary in a field such as
+        ``memory/weights`` (both None beyond a None), or a function of the record. By default the column's name is
         the end of the path, here ``median_s`` and ``memory.weights``, or the whole path if two columns end alike. A
         field without a ``Show`` is printed by the unit in its name (`shown_by_name`).
         """
@@ -142,9 +141,10 @@ def _shown(cell: Any, column: Heading) -> Any:
 def _field(record: Any, what: str | Show) -> Any:
     if not isinstance(what, str):
         return what(record)
-    name, _, key = what.partition("/")
-    value = record[name] if isinstance(record, dict) else attrgetter(name)(record)
-    return value.get(key) if key and value is not None else value
+    path, _, key = what.partition("/")
+    for name in path.split("."):
+        record = None if record is None else record[name] if isinstance(record, dict) else getattr(record, name)
+    return record.get(key) if key and record is not None else record
 
 
 class Fact(msgspec.Struct, frozen=True):

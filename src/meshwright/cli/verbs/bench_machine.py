@@ -14,8 +14,8 @@ from meshwright.cli.verb import MeshSizes, Options, argument, option, verb
 from meshwright.core.dims import COLLECTIVES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import cache_folder
-from meshwright.core.units import format_bytes, format_flops, format_rate, format_seconds
-from meshwright.report.answer import Answer, Fact, Heading, Piece, Table, TableColumns
+from meshwright.core.units import format_bytes, format_flops, format_seconds
+from meshwright.report.answer import Answer, Fact, Facts, Piece, Table, TableColumns
 from meshwright.spec.calibration import Calibration, save_calibration
 from meshwright.spec.chip import chip as find_chip
 from meshwright.spec.cluster import parse_cluster
@@ -196,28 +196,22 @@ def _mlp_text(part: results.MlpPart) -> Iterator[Piece]:
 
 def _elementwise_text(part: results.ElementwisePart) -> Iterator[Piece]:
     fused, eager = ({c.repeats: c for c in part.chains if c.fused == is_fused} for is_fused in (True, False))
-    pairs = [(repeats, fused.get(repeats), eager.get(repeats)) for repeats in sorted(fused | eager)]
-    rows = [
-        [
-            repeats,
-            *((kernel.seconds.median_s, kernel.bytes_per_s, kernel.flops_per_s) if kernel else (None, None, None)),
-            separate.seconds.median_s if separate else None,
-            separate.seconds.median_s / kernel.seconds.median_s if kernel and separate else None,
-        ]
-        for repeats, kernel, separate in pairs
-    ]
+    rows = [{"repeats": n, "fused": fused.get(n), "eager": eager.get(n)} for n in sorted(fused | eager)]
     cache_text = f", cache {format_bytes(part.cache_bytes)}" if part.cache_bytes else ""
     title = f"Multiply-adds on an array of {format_bytes(part.elements * results.ELEMENT_BYTES)} a device{cache_text}"
-    columns: list[str | Heading] = [
-        "multiply-adds",
-        Heading("one kernel", format_seconds, "fused_s"),
-        Heading("bytes", format_rate, "bytes_per_s"),
-        Heading("rate", format_flops, "flops_per_s"),
-        Heading("op by op", format_seconds, "eager_s"),
-        Heading("ratio", number),
-    ]
-    table = Table(columns, rows, title).known()
-    yield table if rows else title
+
+    def times_fused(row: Facts) -> float | None:
+        return row["fused"] and row["eager"] and row["eager"].seconds.median_s / row["fused"].seconds.median_s
+
+    columns: TableColumns = {
+        "multiply-adds": ("repeats", None, "multiply-adds"),
+        "one kernel": ("fused.seconds.median_s", None, "fused_s"),
+        "bytes": "fused.bytes_per_s",
+        "rate": "fused.flops_per_s",
+        "op by op": ("eager.seconds.median_s", None, "eager_s"),
+        "ratio": (times_fused, number),
+    }
+    yield _table(title, rows, columns)
     if part.doubles_at or part.predicted_at:
         measured_text = or_dash(part.doubles_at, lambda n: f"{n:.3g} multiply-adds")
         yield f"time doubles at {measured_text}, predicted {or_dash(part.predicted_at, number)}"
