@@ -135,7 +135,6 @@ def _where(profile: Profile) -> str:
     return as_markdown(Table(columns, [[*row, row[-1] / mean.total_s] for row in rows]))
 
 
-OWN = ("own_s", format_seconds)
 RATES: TableColumns = {
     "FLOP/s": (lambda row: _rate(row.flops, row.own_s), format_flops),
     "bytes/s": (lambda row: _rate(row.hbm_bytes, row.own_s), format_rate),
@@ -151,7 +150,7 @@ def _classes(profile: Profile) -> str:
     step_s, flops = profile.times.mean.total_s, profile.flops
     columns: TableColumns = {
         "kind": "kind",
-        "by itself": OWN,
+        "by itself": "own_s",
         "of the wall time": "wall_s",
         "share": (lambda row: row.wall_s / step_s, PERCENT),
         "FLOP share": (lambda row: row.flops / flops if flops else None, PERCENT),
@@ -168,7 +167,7 @@ def _ops(profile: Profile) -> str:
         "kind": "kind",
         "derived step": "step",
         "times": COUNT,
-        "by itself": OWN,
+        "by itself": "own_s",
         "share": (lambda op: op.wall_s / step_s, PERCENT),
         "FLOP/s": RATES["FLOP/s"],
     }
