@@ -17,8 +17,8 @@ TOO_MANY = {
 
 KERNELS = {
     *("table.block_table", "tiles.tile_rule", "flex.flex_attention", "scores.attend"),
-    *("blocks.forward", "blocks.backward", "blocks._together", "mosaic_gpu.forward", "mosaic_gpu.backward"),
-    *("mosaic_gpu._sweep", "pallas_tpu._run", "pallas_tpu.forward", "pallas_tpu.backward", "pallas_tpu.add"),
+    *("mosaic_gpu.forward", "mosaic_gpu.backward", "mosaic_gpu._sweep"),
+    *("pallas_tpu._run", "pallas_tpu.forward", "pallas_tpu.backward", "pallas_tpu.add"),
 }
 """Attention's kernels and its front door, which has PyTorch's parameters: operands, and what says how to compute."""
 

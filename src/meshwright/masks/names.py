@@ -97,9 +97,7 @@ def score_named(text: str) -> Rule:
     return _rule(text, SCORES, "a score rule", {ast.Add: mods.then})
 
 
-def _rule(
-    text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping[type[ast.operator], Callable[..., Any]]
-) -> Rule:
+def _rule(text: str, entries: Mapping[str, NamedMask], what: str, joins: Mapping[type, Callable[..., Any]]) -> Rule:
     try:
         tree = ast.parse(text.strip().replace(":", ","), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
