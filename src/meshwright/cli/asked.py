@@ -129,13 +129,14 @@ def service_of(given: PlanOptions) -> ServicePlan | None:
 
     Raises InputError for options that would change it.
     """
-    if not given.what.endswith(".toml") or SERVICE not in read_toml(Path(given.what)).data:
+    path = Path(given.what)
+    if path.suffix != ".toml" or not path.is_file() or SERVICE not in read_toml(path).data:
         return None
     options: Facts = {"--on": given.on, "--batch": given.batch, "--seq": given.seq_len, "--axes": given.axes}
     options |= {"--set": given.pairs, "--calibration": given.calibration}
     if given_names := [name for name, value in options.items() if value]:
         raise InputError(f"{given.what} says all of a service; leave {', '.join(given_names)} out, or plan it again.")
-    return load_plan(given.what, ServicePlan)
+    return load_plan(path, ServicePlan)
 
 
 def _of_file(path: Path, fields: Fields, step: str | None) -> Asked:
