@@ -13,7 +13,7 @@ from msgspec.structs import asdict, replace
 
 from meshwright.batching.record import LatencyTargets, ServingSummary
 from meshwright.batching.traffic import RequestTraffic, load_trace, parse_lengths
-from meshwright.cli.engine import EngineGiven, engine_options
+from meshwright.cli.engine import EngineGiven, engine_options, say_all
 from meshwright.cli.output import say, three_digits, width
 from meshwright.cli.verb import PNG, Count, TargetTime, argument, option, verb
 from meshwright.core.errors import InputError
