@@ -44,7 +44,7 @@ Ready = tuple[Array, ...]
 """Gathered weights of a block, in the order of `BlockPasses.gathers`."""
 
 
-Index = int | Array
+LayerIndex = int | Array
 """Number of an iteration of a loop over layers."""
 
 

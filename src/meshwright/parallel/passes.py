@@ -28,13 +28,13 @@ from meshwright.nn.collectives import as_stored
 from meshwright.nn.context import Context
 from meshwright.nn.order import after, zeros_after
 from meshwright.nn.weights import Params
-from meshwright.parallel.blocks import BlockPasses, Cotangents, Index, Inputs, Ready, Saved, apply_collectives
+from meshwright.parallel.blocks import BlockPasses, Cotangents, Inputs, LayerIndex, Ready, Saved, apply_collectives
 from meshwright.parallel.held import Tree
 
 IterationParams = tuple[Params, ...]
 """Weights or gradients of one iteration of a loop: a dict for each of its layers."""
 
-LayerWeights = Callable[[Index], Tree]
+LayerWeights = Callable[[LayerIndex], Tree]
 """The weights of an iteration by its number, or gradients of earlier microbatches. They are read from the arrays of all
 layers where they are used: a loop over a part of these would need a copy of it."""
 
@@ -76,7 +76,7 @@ class LayerLoop:
 
     def iteration_back(
         self,
-        number: Index,
+        number: LayerIndex,
         weights: LayerWeights,
         saved: tuple[Tree, ...],
         cotangent: Cotangents,
@@ -128,7 +128,7 @@ class LayerLoop:
 
     def carried_back(
         self,
-        number: Index,
+        number: LayerIndex,
         weights: LayerWeights,
         saved: tuple[Tree, ...],
         carry: Carry,
@@ -140,7 +140,7 @@ class LayerLoop:
         cotangent, grads = self.iteration_back(number, weights, saved, cotangent, earlier, ready)
         return ((cotangent, stacks), grads) if self.split else ((cotangent, self.written(stacks, number, grads)), None)
 
-    def written(self, grads: Params, number: Index, found: IterationParams) -> Params:
+    def written(self, grads: Params, number: LayerIndex, found: IterationParams) -> Params:
         """Returns the gradients of all layers with those of one iteration."""
         for position, updates in enumerate(found):
             row = self.span.row(position, number)
@@ -444,7 +444,7 @@ class Passes:
     def _iterations(self, span: Span, params: Params) -> LayerWeights:
         """Returns the weights of a span by iteration, a dict for each layer of its pattern."""
 
-        def of_layer(position: int, kind: str, number: Index) -> Params:
+        def of_layer(position: int, kind: str, number: LayerIndex) -> Params:
             row, block = span.row(position, number), self._blocks[kind]
             names = (name for name in (*block.weights, *block.counts) if name in params)
             return {name: as_stored(lax.dynamic_index_in_dim(params[name], row, keepdims=False)) for name in names}

@@ -242,13 +242,13 @@ def save_plan(plan: PlanFile, path: Path | str) -> None:
     write_text_whole(Path(path), sealed_toml(table))
 
 
-Kind = TypeVar("Kind", bound=PlanFile)
+PlanKind = TypeVar("PlanKind", bound=PlanFile)
 
 
 @overload
 def load_plan(path: Path | str) -> Plan: ...
 @overload
-def load_plan(path: Path | str, kind: type[Kind]) -> Kind: ...
+def load_plan(path: Path | str, kind: type[PlanKind]) -> PlanKind: ...
 def load_plan(path: Path | str, kind: Any = Plan) -> Any:
     """Reads a plan: of training, or of the ``kind`` `ServicePlan`; of the kind `PlanFile` either.
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from meshwright.nn.order import sum_of_halves
 from meshwright.parallel.generation.program_store import ProgramStore
-from meshwright.serve.drawing.sampling import LIKELIEST, AnyArray, SamplingRows, as_arrays, draw
+from meshwright.serve.drawing.sampling import LIKELIEST, HostOrDeviceArray, SamplingRows, as_arrays, draw
 from meshwright.serve.request import MOST_LOGPROBS, TokenLogprob, TokenRequest
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -34,7 +34,7 @@ class Drawn(NamedTuple):
     ``logprob`` is of the row's target if it has one, else of its token; ``top`` and ``top_logprob`` are [O, 20].
     """
 
-    token: AnyArray
+    token: HostOrDeviceArray
     logprob: Any = None
     top: Any = None
     top_logprob: Any = None
@@ -82,7 +82,7 @@ def _draw_adjusted(
 
 
 @partial(jax.jit, donate_argnums=0)
-def _enter(history: TokenHistory, slot: AnyArray, own: Sequence[AnyArray]) -> TokenHistory:
+def _enter(history: TokenHistory, slot: HostOrDeviceArray, own: Sequence[HostOrDeviceArray]) -> TokenHistory:
     return TokenHistory(*(array.at[slot].set(row) for array, row in zip(history, own, strict=True)))
 
 
@@ -134,7 +134,7 @@ class TokenDrawer:
         return TokenHistory(*(jnp.zeros(self._size, dtype) for dtype in (bool, np.int32, np.float32, bool)))
 
     def draw(
-        self, logits: Array, rows: Sequence[OutputRow], *, adjusted: bool, allowed: AnyArray | None = None
+        self, logits: Array, rows: Sequence[OutputRow], *, adjusted: bool, allowed: HostOrDeviceArray | None = None
     ) -> Drawn:
         """Returns what is drawn from logits [O, V], on the devices, for the first rows of O; others draw nothing.
 
@@ -159,13 +159,13 @@ class TokenDrawer:
     def _mask_shape(self, size: int) -> tuple[int, int]:
         return size, -(-self._size[1] // 32)
 
-    def _given(self, size: int, rows: Sequence[OutputRow]) -> tuple[SamplingRows, dict[str, AnyArray]]:
+    def _given(self, size: int, rows: Sequence[OutputRow]) -> tuple[SamplingRows, dict[str, HostOrDeviceArray]]:
         """Returns the settings of ``size`` rows."""
         slots, nums_before = np.full(size, self._size[0], np.int32), np.zeros(size, np.int32)
         target_tokens = np.full(size, -1, np.int32)
         if rows:
             slots[: len(rows)], nums_before[: len(rows)], target_tokens[: len(rows)] = np.array(rows, np.int32).T
-        arrays: dict[str, AnyArray] = {name: array[slots] for name, array in self._penalties.items()}
+        arrays: dict[str, HostOrDeviceArray] = {name: array[slots] for name, array in self._penalties.items()}
         arrays |= {"slots": slots, "counts": nums_before, "targets": target_tokens}
         arrays |= {"early": nums_before < self._fewest[slots], "has_bias": self._has_bias[slots]}
         return {name: array[slots] for name, array in self._fields.items()}, arrays

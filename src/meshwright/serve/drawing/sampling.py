@@ -70,10 +70,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 LIKELIEST = Sampling()
 
 
-AnyArray = Array | np.ndarray
+HostOrDeviceArray = Array | np.ndarray
 """An array on the devices or on the host."""
 
-SamplingRows = dict[str, AnyArray]
+SamplingRows = dict[str, HostOrDeviceArray]
 """Field of `Sampling` -> an array [B] of its value for every row of a batch."""
 
 _DTYPES = {
@@ -103,7 +103,7 @@ def draw(logits: Float[Array, "B V"], rows: SamplingRows, counts: Int[Array, " B
     )
 
 
-def _sample(logits: Array, rows: SamplingRows, counts: AnyArray, likeliest: Array) -> Array:
+def _sample(logits: Array, rows: SamplingRows, counts: HostOrDeviceArray, likeliest: Array) -> Array:
     temperature, top_k, top_p, min_p, seed, number = (jnp.asarray(rows[name]) for name in _DTYPES)
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
     is_limited = jnp.any((top_k > 0) | (top_p < 1))  # sorting [B, V] is left out where nobody asks for it

@@ -14,7 +14,7 @@ from meshwright.spec.model import FAMILIES, RopeScaling
 FILE = Path(__file__).parents[1] / "data" / "families.toml"
 FIELDS_FILE = FILE.with_name("config_fields.json")
 
-JsonObject = dict[str, Any]
+HfFields = dict[str, Any]
 """An object of a config.json or of a file like it: values of any kind by key."""
 
 ROPE_KEYS = {name: name for name in RopeScaling.__struct_fields__} | {
@@ -31,15 +31,15 @@ class Format(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The config.json and the weight names of one family; the data file explains each table."""
 
     keys: dict[str, str]
-    defaults: JsonObject
+    defaults: HfFields
     nullable: tuple[str, ...]
     harmless: tuple[str, ...]
     without: tuple[str, ...] = ()
-    fixed: JsonObject = {}
-    only: JsonObject = {}
+    fixed: HfFields = {}
+    only: HfFields = {}
     computed: tuple[str, ...] = ()
     aliases: dict[str, str] = {}
-    rope: JsonObject = {}
+    rope: HfFields = {}
     weights: dict[str, str] = {}
 
     def __post_init__(self) -> None:
@@ -59,9 +59,9 @@ def formats() -> dict[str, Format]:
     with FILE.open("rb") as file:
         tables = tomllib.load(file)
 
-    def laid_over_bases(name: str) -> JsonObject:
+    def laid_over_bases(name: str) -> HfFields:
         entry = dict(tables[name])
-        merged: JsonObject = {}
+        merged: HfFields = {}
         for table in (*map(laid_over_bases, entry.pop("base", ())), entry):
             for part, value in table.items():
                 merged[part] = merged.get(part, {}) | value if isinstance(value, dict) else value
@@ -75,11 +75,11 @@ def formats() -> dict[str, Format]:
 
 
 @functools.cache
-def config_fields() -> JsonObject:
+def config_fields() -> HfFields:
     """Returns the fields of all configuration classes of one version of ``transformers``: those ``common`` to all,
     which no model reads; by family, those that its code has "read" and "not_read"; of all models, those
     ``read_by_some`` and ``read_by_none``."""
-    fields: JsonObject = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
+    fields: HfFields = json.loads(FIELDS_FILE.read_text(encoding="utf-8"))
     return fields
 
 

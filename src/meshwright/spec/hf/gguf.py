@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.core.errors import InputError
-from meshwright.spec.hf.families import JsonObject
+from meshwright.spec.hf.families import HfFields
 
 VERSIONS, ALIGNMENT, MOST_DIMS = (2, 3), 32, 4
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -38,7 +38,7 @@ class StoredBlocks(NamedTuple):
 class Gguf(NamedTuple):
     """The header of a model's files: metadata by name, and where each tensor is."""
 
-    values: JsonObject
+    values: HfFields
     tensors: dict[str, StoredBlocks]
 
 
@@ -88,7 +88,7 @@ def read_gguf(files: Sequence[Path]) -> Gguf:
 
 @lru_cache(maxsize=2)
 def _read(files: tuple[tuple[Path, int], ...]) -> Gguf:
-    values, tensors = JsonObject(), dict[str, StoredBlocks]()
+    values, tensors = HfFields(), dict[str, StoredBlocks]()
     for file, _ in files:
         with _whole(file):
             header = _Reader(file).header()
@@ -189,7 +189,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 """What every published llama with stretched frequencies has; files have the factor of each frequency."""
 
 
-def gguf_config(path: Path) -> JsonObject:
+def gguf_config(path: Path) -> HfFields:
     """Returns the keys of a config.json for the model of a GGUF file or its folder.
 
     Raises InputError for an architecture that is not known.
@@ -199,7 +199,7 @@ def gguf_config(path: Path) -> JsonObject:
         return _config(read_gguf(files), files[0])
 
 
-def _config(gguf: Gguf, file: Path) -> JsonObject:
+def _config(gguf: Gguf, file: Path) -> HfFields:
     names, (values, tensors) = gguf_names(), gguf
     if (arch := str(values.get("general.architecture"))) not in (known := names["architectures"]):
         raise InputError(f"{file}: the architecture {arch!r} is not read from GGUF. Known: {', '.join(known)}.")
@@ -230,7 +230,7 @@ def _config(gguf: Gguf, file: Path) -> JsonObject:
     return keys | _stretched(gguf, facts, file)
 
 
-def _stretched(gguf: Gguf, given: JsonObject, file: Path) -> JsonObject:
+def _stretched(gguf: Gguf, given: HfFields, file: Path) -> HfFields:
     """Returns the keys of rotary scaling: from the metadata, and from the tensors of factors of the frequencies."""
     kind = given.get("rope.scaling.type", "none")
     original_keys = {"original_max_position_embeddings": given.get("rope.scaling.original_context_length")}
@@ -254,7 +254,7 @@ def _floats(gguf: Gguf, name: str) -> tuple[float, ...]:
     return struct.unpack(f"<{len(data) // 4}f", data)
 
 
-def _llama3(factors: Sequence[float], gguf: Gguf, file: Path) -> JsonObject:
+def _llama3(factors: Sequence[float], gguf: Gguf, file: Path) -> HfFields:
     """Returns the scaling of Llama 3.1 whose factors of the frequencies are these. Raises InputError for others."""
     base, low, high, original = (gguf.values.get("llama.rope.freq_base", 1e4), *_LLAMA3.values())
     factor = max(factors)

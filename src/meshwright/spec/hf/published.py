@@ -15,7 +15,7 @@ from meshwright.core.dims import DTYPE_BYTES
 from meshwright.core.errors import CannotRunError, InputError
 from meshwright.core.files import read_json
 from meshwright.core.units import format_bytes
-from meshwright.spec.hf.families import JsonObject
+from meshwright.spec.hf.families import HfFields
 from meshwright.spec.hf.gguf import is_gguf
 from meshwright.spec.model import GROUP, Model, StoredMatrices
 from meshwright.spec.weights import weight_table
@@ -76,7 +76,7 @@ EVERY = "Linear"
 """The pattern of every matrix of a product."""
 
 
-def quantisation_of(keys: JsonObject, *, family: str, what: str) -> Quantisation | None:
+def quantisation_of(keys: HfFields, *, family: str, what: str) -> Quantisation | None:
     """Returns the quantisation of a config.json object, None without one. Raises InputError or CannotRunError, in one
     line, for a method, or a form of one, that is not read."""
     config = next((keys[key] for key in CONFIG_KEYS if keys.get(key)), None)
@@ -104,13 +104,13 @@ def quantisation_of(keys: JsonObject, *, family: str, what: str) -> Quantisation
         raise InputError(f"{what}: quantization_config of {method} is not understood ({cause}). Mend it.") from None
 
 
-def _number(given: JsonObject, key: str, allowed: tuple[int, ...], default: int) -> int:
+def _number(given: HfFields, key: str, allowed: tuple[int, ...], default: int) -> int:
     if (value := given.get(key, default)) not in allowed or isinstance(value, bool):
         raise InputError(f"quantization_config has {key}={value!r}. Only {' or '.join(map(str, allowed))} is read.")
     return int(value)
 
 
-def _inputs(given: JsonObject, default: int) -> int:
+def _inputs(given: HfFields, default: int) -> int:
     """Returns the inputs of a group, 0 for all of them, which files write as -1 or null."""
     size = given.get("group_size", default)
     if size not in (None, -1) and (not isinstance(size, int) or size < 1):
@@ -118,7 +118,7 @@ def _inputs(given: JsonObject, default: int) -> int:
     return 0 if size in (None, -1) else int(size)
 
 
-def _block(given: JsonObject, key: str) -> tuple[int, int]:
+def _block(given: HfFields, key: str) -> tuple[int, int]:
     """Returns the outputs and inputs of a block."""
     block = given[key]
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
@@ -126,7 +126,7 @@ def _block(given: JsonObject, key: str) -> tuple[int, int]:
     return block[0], block[1]
 
 
-def _require(given: JsonObject, forms: tuple[str, ...], *keys: str) -> None:
+def _require(given: HfFields, forms: tuple[str, ...], *keys: str) -> None:
     """Raises CannotRunError for a layout of weights, or of their scales, that is not in ``forms``."""
     for key in keys:
         if (form := given.get(key)) and str(form).lower() not in forms:
@@ -137,7 +137,7 @@ def _require(given: JsonObject, forms: tuple[str, ...], *keys: str) -> None:
 _ACTIVATIONS = "activations in {} are not executed: they stay in the model's dtype"
 
 
-def _fp8(given: JsonObject) -> Quantisation:
+def _fp8(given: HfFields) -> Quantisation:
     outputs, inputs = _block(given, "weight_block_size") if given.get("weight_block_size") else (0, 0)
     scheme = Scheme(dtype="fp8", outputs=outputs, inputs=inputs)
     plain = ("lm_head", *(given.get("modules_to_not_convert") or ()))
@@ -145,7 +145,7 @@ def _fp8(given: JsonObject) -> Quantisation:
     return Quantisation(method="fp8", schemes=((EVERY, scheme),), plain=plain, notes=notes)
 
 
-def _awq(given: JsonObject) -> Quantisation:
+def _awq(given: HfFields) -> Quantisation:
     _require(given, ("gemm",), "version", "format", "checkpoint_format")
     _number(given, "bits" if "bits" in given else "w_bit", (4,), 4)
     group_size = _inputs(given, given.get("q_group_size", 128))
@@ -154,7 +154,7 @@ def _awq(given: JsonObject) -> Quantisation:
     return Quantisation(method="awq", schemes=((EVERY, scheme),), plain=plain)
 
 
-def _gptq(given: JsonObject) -> Quantisation:
+def _gptq(given: HfFields) -> Quantisation:
     _require(given, ("gptq", "gptq_v2"), "checkpoint_format", "format")
     patterns = given.get("dynamic") or ()
     if modules := [key for key in patterns if not key.startswith("-:")]:
@@ -171,7 +171,7 @@ def _gptq(given: JsonObject) -> Quantisation:
     return Quantisation(method="gptq", schemes=((EVERY, scheme),), plain=plain, zeros_less_one=less_one)
 
 
-def _compressed(given: JsonObject) -> Quantisation:
+def _compressed(given: HfFields) -> Quantisation:
     _require(given, FORMATS, "format")
     _require(given.get("sparsity_config") or {}, ("dense",), "format")
     if given.get("transform_config"):
@@ -194,7 +194,7 @@ def _compressed(given: JsonObject) -> Quantisation:
     )
 
 
-def _scheme(weights: JsonObject) -> Scheme:
+def _scheme(weights: HfFields) -> Scheme:
     """Returns the scheme of a group of compressed-tensors."""
     dtypes: Any = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "fp4"}
     _require(weights, ("tensor", "channel", "group", "tensor_group", "block"), "strategy")

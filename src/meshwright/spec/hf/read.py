@@ -16,7 +16,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from meshwright.core.errors import FileWarning, InputError, nearest
 from meshwright.core.fields import convert_fields, figure_faults
 from meshwright.core.files import read_json
-from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, JsonObject, aliases, config_fields, formats, number_words
+from meshwright.spec.hf.families import GROUP_KEYS, ROPE_KEYS, HfFields, aliases, config_fields, formats, number_words
 from meshwright.spec.hf.gguf import gguf_config, gguf_files, gguf_name, is_gguf
 from meshwright.spec.hf.published import CONFIG_KEYS, quantisation_of
 from meshwright.spec.model import FAMILIES, MAX_LAYERS, MAX_SIZE, Model, RopeScaling
@@ -49,16 +49,16 @@ _TYPES: dict[str, type] = {name: get_origin(hint) or hint for name, hint in _PLA
 class _Config:
     """The keys of one config with its rotary settings, over transformers' defaults."""
 
-    def __init__(self, given: JsonObject, *, family: str, what: str) -> None:
+    def __init__(self, given: HfFields, *, family: str, what: str) -> None:
         self.family, self.what, self.given, self.form = family, what, given, formats()[family]
         self.keys = self.form.defaults | {aliases().get(key, key): value for key, value in given.items()}
         self.rope = self._rope()
         self.keys |= {key: value for key, value in self.rope.items() if value is not None}
 
-    def _rope(self) -> JsonObject:
+    def _rope(self) -> HfFields:
         """Returns ``rope_scaling`` or the newer ``rope_parameters``, which may differ between kinds of layers."""
         tables = (self.read(key, dict) for key in ("rope_scaling", "rope_parameters") if self.has(key))
-        table: JsonObject = next(filter(None, tables), {})
+        table: HfFields = next(filter(None, tables), {})
         full, local = table.get("full_attention"), table.get("sliding_attention")
         if self.family != "gemma3" or not isinstance(full, Mapping):
             return table or self.form.rope
@@ -123,7 +123,7 @@ class _Config:
             raise InputError(f"{self.what}: {key} is {value:,}. Write at most {max_value:,}.")
         return converted
 
-    def fields(self, keys: Mapping[str, str]) -> JsonObject:
+    def fields(self, keys: Mapping[str, str]) -> HfFields:
         """Returns the value of each field; leaves out fields whose nullable key is null or absent."""
         present = {field: key for field, key in keys.items() if key not in self.form.nullable or self.has(key)}
         return {field: self.read(key, _TYPES[field]) for field, key in present.items()}
@@ -171,7 +171,7 @@ def model_from_config(config: str | Path | Mapping[str, Any], name: str | None =
     return _from_keys(keys, name or (folder if file.name == "config.json" else file.stem), str(file))
 
 
-def _from_keys(keys: JsonObject, name: str, what: str) -> Model:
+def _from_keys(keys: HfFields, name: str, what: str) -> Model:
     family = keys.get("model_type")
     if not isinstance(family, str):
         raise InputError(f"{what}: the key 'model_type' is missing. Add one of: {', '.join(FAMILIES)}.")
@@ -189,7 +189,7 @@ def _from_keys(keys: JsonObject, name: str, what: str) -> Model:
     return convert_fields({"name": name, "family": family, "weights_prefix": prefix, **fields}, Model, section=what)
 
 
-def _fields(config: _Config) -> JsonObject:
+def _fields(config: _Config) -> HfFields:
     """Returns the fields of a model: those of one key each, the fixed ones, and those computed from several keys."""
     family, form = config.family, config.form
     in_groups = family == "deepseek_v2" and config.read("topk_method", str) == "group_limited_greedy"
@@ -277,7 +277,7 @@ def _rope_scaling(config: _Config) -> RopeScaling | None:
     return RopeScaling(kind=kind, **fields)
 
 
-def _window(config: _Config) -> JsonObject:
+def _window(config: _Config) -> HfFields:
     """Returns the sliding window and its layers; {} if no layer has one."""
     is_switched_off = "use_sliding_window" in config.form.defaults and not config.read("use_sliding_window", bool)
     if is_switched_off or not config.has("sliding_window"):

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from meshwright.spec.hf.families import ROPE_KEYS, JsonObject, formats
+from meshwright.spec.hf.families import ROPE_KEYS, HfFields, formats
 from meshwright.spec.hf.read import MASK_KEYS
 from meshwright.spec.model import Model, RopeScaling
 
@@ -14,14 +14,14 @@ TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Numbers of special tokens: facts of a tokenizer, which a model does not have."""
 
 
-def config_from_model(model: Model) -> JsonObject:
+def config_from_model(model: Model) -> HfFields:
     """Returns the config.json object of a model, such that `spec.hf.read.model_from_config` returns the same model.
 
     A decoder that was nested in a multimodal model is written as a text model (see `text_model`).
     """
     form = formats()[model.family]
     camel = {"smollm3": "SmolLM3"}.get(model.family, model.family.title().replace("_", ""))
-    config: JsonObject = {
+    config: HfFields = {
         "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else f"{camel}ForCausalLM"],
         "model_type": "gemma3_text" if model.family == "gemma3" else model.family,
         # Left out, these would be the numbers of the published tokenizer.
@@ -44,7 +44,7 @@ def text_model(model: Model) -> Model:
     return replace(model, weights_prefix=prefix, num_mtp_layers=len(model.mtp_layers))
 
 
-def _rope(model: Model) -> JsonObject:
+def _rope(model: Model) -> HfFields:
     scaling = model.rope_scaling
     if scaling is None:  # in a config of gpt-oss null means yarn
         return {"rope_scaling": {"rope_type": "default"} if model.family == "gpt_oss" else None}
