@@ -193,7 +193,9 @@ def forward(sizes: TileSizes, scale: float, head: Head, q: Array, k: Array, v: A
             keys = _taken(k, blocks, sizes.kv_block, 0), _taken(v, blocks, sizes.kv_block, 0)
             rule = _within(head.rule, blocks, sizes.kv_block)
             tile = _tile(sizes, head, _one(i), blocks, turned=False)
-            return attend(running, queries, keys, rest_scale, rule, tile, is_masked=is_masked)
+            # a tile of its own begins, and rescales nothing
+            before = running if sizes.each else None
+            return attend(before, queries, keys, rest_scale, rule, tile, is_masked=is_masked)
 
         mixed, lse = finish(_over(head.lists, sizes.each, i, step, begin(queries, v.shape[-1])))
         return None, (mixed.astype(q.dtype), lse)

@@ -80,7 +80,7 @@ def begin(q: Queries, width: int) -> RunningSoftmax:
 
 
 def attend(
-    before: RunningSoftmax,
+    before: RunningSoftmax | None,
     q: Queries,
     keys: Keys,
     scale: float,
@@ -89,7 +89,8 @@ def attend(
     *,
     is_masked: bool,
 ) -> RunningSoftmax:
-    """Adds a block of (keys, values) to the running softmax; without ``is_masked`` every row sees every key."""
+    """Adds a block of (keys, values) to the running softmax, or begins with it where there is none; without
+    ``is_masked`` every row sees every key."""
     scores = times(q, keys[0])
     if scale != 1.0:
         scores = scores * scale
@@ -98,8 +99,10 @@ def attend(
     if is_masked and rule.mask is not None:
         scores = jnp.where(rule.mask(tile), scores, -jnp.inf)
     # finite also where nothing is seen yet: exp(-inf - LOWEST) is 0, where exp(-inf + inf) is NaN
-    peak = jnp.maximum(before.peak, scores.max(-1))
+    peak = jnp.maximum(LOWEST if before is None else before.peak, scores.max(-1))
     p = jnp.exp(scores - peak[..., None])
+    if before is None:
+        return RunningSoftmax(peak, p.sum(-1), weighted_sums(p, keys[1]))
     fade = jnp.exp(before.peak - peak)
     return RunningSoftmax(
         peak, before.total * fade + p.sum(-1), before.mixed * fade[..., None] + weighted_sums(p, keys[1])
