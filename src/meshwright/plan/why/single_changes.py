@@ -91,8 +91,8 @@ def _changes(setting: Setting, strategy: Strategy) -> Iterator[Change]:
             if name != strategy.schedule:
                 yield f"schedule {name}", {"schedule": name, "chunks": default_chunks(name)}
         if strategy.schedule == "interleaved":
-            for new_count in (2 * chunks, chunks // 2):
-                yield f"{new_count} chunks for {chunks}", {"chunks": max(1, new_count)}
+            for new_count in (2 * chunks, *([chunks // 2] if chunks > 1 else [])):
+                yield f"{new_count} chunks for {chunks}", {"chunks": new_count}
     zero = strategy.zero
     if zero is not None and strategy.mesh.get("fsdp", 1) > 1:
         is_parallel = strategy.assignment == standard_assignment(zero=zero, sequence_parallel=True)
