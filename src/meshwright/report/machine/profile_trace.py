@@ -62,7 +62,7 @@ def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list
     after the other, in as many layers as the busiest device of a pipeline has; the pipeline bubble comes last.
     """
     lanes = Lanes()
-    for name, steps in _passes(priced, num_microbatches):
+    for pass_name, steps in _passes(priced, num_microbatches):
         begin_s, slice_index = lanes.compute_end_s, len(lanes.slices)
         lanes.links_end_s = max(lanes.links_end_s, begin_s)
         for cost, num_times in steps:
@@ -75,7 +75,7 @@ def predicted_timeline(priced: PricedStrategy, *, num_microbatches: int) -> list
                 lanes.compute_end_s = lanes.send(name, seconds, kind=kind, when=lanes.compute_end_s)
         lanes.compute_end_s = max(lanes.compute_end_s, lanes.links_end_s)
         if lanes.compute_end_s > begin_s:
-            pass_slice = Slice(lane="compute", what=name, kind="pass", start_s=begin_s, end_s=lanes.compute_end_s)
+            pass_slice = Slice(lane="compute", what=pass_name, kind="pass", start_s=begin_s, end_s=lanes.compute_end_s)
             lanes.slices.insert(slice_index, pass_slice)
     bubble_s = float(priced.estimate.terms.get("bubble", 0.0))
     if bubble_s:
